@@ -1,0 +1,546 @@
+"""Measures kernels beside their rivals: time, GB/s or TOPS, and the fraction of a copy's speed.
+
+    python -m qk.bench int4 [--json qk/data/bench_h200.json] [--quick]
+    python -m qk.bench gemm --tune
+    python -m qk.bench --check qk/data/bench_h200.json --tolerance 0.1
+
+How: each contender is called on n sets of random inputs (n such that about 1 GB passes, at most 16), each call with an
+output of its own, and the n calls are captured in one CUDA graph. Before each replay the GPU reads a buffer four times
+the size of its L2, so every call finds its inputs in memory. Events around the replay, divided by n, give `us`: the
+median over rounds (`us_p20`, `us_p80`: the spread). In each round every contender has its turn, so that what heats or
+slows the GPU meets all alike. What can't be captured is timed by events around single calls ("timing": "events").
+`wall_us` is the host's time for one of 16 calls back to back: what launching costs. Before a contender is timed its
+result is compared with plain torch; `error` is the share of codes that differ, or the relative Frobenius error.
+`copy` moves as many bytes as one call reads and writes, half in, half out, in the same rounds (but for a remainder of
+less than 128 KiB, for which its time is scaled); `of_copy` is its time divided by the contender's. The last writes of a
+replay may still be in the L2 when it ends, the copy's too.
+"""
+
+import argparse
+import datetime
+import functools
+import importlib.metadata
+import itertools
+import json
+import math
+import pathlib
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+
+import qk
+
+_METHOD = "median over interleaved rounds of a CUDA graph of n calls on n cold input sets, / n; see qk/bench.py"
+_WORST_ERROR = 0.05  # a contender further off than this isn't timed: it computes something else
+_JOBS = {}
+# M, N, K: squares, a layer, and ever fewer tokens
+_GEMMS = [(8192, 8192, 8192), (4096, 4096, 4096), (4096, 8192, 2048), (512, 14336, 4096), (128, 14336, 4096)]
+_GEMMS += [(16, 8192, 8192), (1, 8192, 8192)]
+
+
+class Case(NamedTuple):
+    """One operation at one shape, and who does it.
+
+    inputs() makes a set of random inputs. contenders: name -> (call, truth), both taking a set's tensors; truth gives
+    what the call should, in plain torch. bytes of a call: None counts the inputs and outputs. flops: 0 if not a GEMM.
+    """
+
+    op: str
+    shape: tuple
+    dtype: torch.dtype
+    options: dict
+    inputs: Callable
+    contenders: dict
+    bytes: int | None = None
+    flops: int = 0
+
+
+def _job(function):
+    """Registers a generator of cases under its name."""
+    _JOBS[function.__name__] = function
+    return function
+
+
+def _rivals(op, shape, dtype, inputs, /, **options):
+    """A memory-bound function of qk, against its reference run eagerly and by torch.compile with static shapes."""
+    function, reference = getattr(qk, op), getattr(qk, f"{op}_ref")
+
+    def eager(*tensors):
+        return reference(*tensors, **options)
+
+    contenders = {
+        "qk": (lambda *tensors: function(*tensors, **options), eager),
+        "eager": (eager, eager),
+        "compile": (torch.compile(eager, fullgraph=True, dynamic=False), eager),
+    }
+    return Case(op, shape, dtype, {name: _name(value) for name, value in options.items()}, inputs, contenders)
+
+
+def _name(value):
+    """A value as JSON can hold it: of a dtype, its name."""
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+
+
+def _randn(*shape, dtype):
+    return torch.randn(shape, dtype=dtype, device=qk.device())
+
+
+def _randbytes(size):
+    return torch.randint(256, (size,), dtype=torch.uint8, device=qk.device())
+
+
+def _matrix(shape, dtype):
+    """-> what makes a random matrix, as a set of inputs."""
+    return lambda: (_randn(*shape, dtype=dtype),)
+
+
+def _output(function, inputs, **options):
+    """-> what makes a set of inputs out of a function's outputs: codes, for what dequantizes them."""
+    return lambda: function(*inputs(), **options)
+
+
+@_job
+def int4():
+    half, bfloat = torch.float16, torch.bfloat16
+    rows, groups, words = (None, "uint8"), (128, "uint8"), (None, "int32")
+    cases = [(shape, half, o) for shape in ((28672, 8192), (8192, 2048)) for o in (rows, groups, words)]
+    cases += [(shape, bfloat, rows) for shape in ((28672, 8192), (8192, 2048))]
+    cases += [(shape, half, rows) for shape in ((16384, 18944), (4096, 4096), (1536, 384), (1, 8192))]
+    for shape, dtype, (group_size, packing) in cases:
+        options = {"group_size": group_size, "packing": packing}
+        matrix = _matrix(shape, dtype)
+        packed = _output(qk.quantize_int4, matrix, **options)
+        yield _rivals("quantize_int4", shape, dtype, matrix, **options)
+        arguments = {"columns": shape[1], "group_size": group_size, "out_dtype": dtype}
+        yield _rivals("dequantize_int4", shape, dtype, packed, **arguments)._replace(options=options)
+
+
+@_job
+def int8():
+    half, bfloat = torch.float16, torch.bfloat16
+    acts = [((28672, 8192), half), ((28672, 8192), bfloat), ((8192, 2048), half), ((1, 8192), half)]
+    weights = [((28672, 8192), half), ((4096, 4096), half)]
+    for kind, cases in (("act", acts), ("weight", weights)):
+        for shape, dtype in cases:
+            matrix = _matrix(shape, dtype)
+            yield _rivals(f"{kind}_quant", shape, dtype, matrix)
+            codes = _output(getattr(qk, f"{kind}_quant"), matrix)
+            yield _rivals(f"{kind}_dequant", shape, dtype, codes, out_dtype=dtype)._replace(options={})
+    shape = 8192, 2048
+    yield _rivals("act_quant", shape, half, _matrix(shape, half), scale_layout="column")
+    tokens = [((16384, 18944), torch.int8), ((16384, 18944), torch.float8_e4m3fn), ((8192, 2048), torch.int8)]
+    for shape, code in tokens:
+        yield _rivals("quantize_per_token", shape, half, _matrix(shape, half), dtype=code)
+
+
+class _Operands(NamedTuple):
+    """Random matrices x [M, K] and w [N, K], and what the GEMMs take for them: codes and scales."""
+
+    x: torch.Tensor
+    w: torch.Tensor
+    int8: tuple  # x in 1 x 128 blocks, scales K-major; w in 128 x 128 blocks
+    tokens: tuple  # one scale a row
+    fp8: tuple  # as int8
+
+
+def _fp8_blocks(x, rows):
+    """-> float8 codes of a matrix and the float32 scales of its rows x 128 blocks."""
+    blocks = x.float().view(x.shape[0] // rows, rows, -1, 128)
+    scale = blocks.abs().amax((1, 3), keepdim=True) / 448
+    return (blocks / scale).to(torch.float8_e4m3fn).view(x.shape), scale[:, 0, :, 0]
+
+
+def _operands(M, N, K):
+    x, w = _randn(M, K, dtype=torch.bfloat16), _randn(N, K, dtype=torch.bfloat16)
+    x8, x8_scale = _fp8_blocks(x, 1)
+    fp8 = x8, x8_scale.t().contiguous().t(), *_fp8_blocks(w, 128)
+    int8 = *qk.act_quant(x, scale_layout="column"), *qk.weight_quant(w)
+    return (_Operands(x, w, int8, (*qk.quantize_per_token(x), *qk.quantize_per_token(w)), fp8),)
+
+
+def _product(a, a_scale, b, b_scale):
+    """Dequantizes both operands, by the shapes of their scales, and multiplies them in float32."""
+
+    def dequantized(codes, scale):
+        rows, columns = (size // blocks for size, blocks in zip(codes.shape, scale.shape, strict=True))
+        return codes.float() * scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+
+    return dequantized(a, a_scale) @ dequantized(b, b_scale).t()
+
+
+def _int8_gemm(**options):
+    return lambda o: qk.int8_gemm(*o.int8, out_dtype=torch.bfloat16, **options), lambda o: _product(*o.int8)
+
+
+def _cublas_fp8(o):
+    x8, x8_scale, w8, w8_scale = o.fp8
+    return torch._scaled_mm(x8, w8.t(), x8_scale, w8_scale.t(), out_dtype=torch.bfloat16)
+
+
+@_job
+def gemm():
+    per_token = functools.partial(qk.int8_gemm, block_size=None, out_dtype=torch.bfloat16)
+    contenders = {
+        "qk": _int8_gemm(),
+        "qk fast": _int8_gemm(exact=False),
+        "qk portable": _int8_gemm(path="portable"),
+        "qk per-token": (lambda o: per_token(*o.tokens), lambda o: _product(*o.tokens)),
+        "bf16": (lambda o: o.x @ o.w.t(), lambda o: o.x.float() @ o.w.float().t()),
+        "_int_mm": (
+            lambda o: torch._int_mm(o.int8[0], o.int8[2].t()),
+            lambda o: o.int8[0].float() @ o.int8[2].float().t(),
+        ),
+        "cublas fp8": (_cublas_fp8, lambda o: _product(*o.fp8)),
+    }
+    for M, N, K in _GEMMS:
+        operands = functools.partial(_operands, M, N, K)
+        # int8 operands, their scales, and the output
+        size = (M + N) * K + 4 * (M + N // 128) * (K // 128) + 2 * M * N
+        yield Case("int8_gemm", (M, N, K), torch.bfloat16, {}, operands, contenders, size, 2 * M * N * K)
+
+
+def _capture(call, sets):
+    """-> a CUDA graph of one call on each set."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call(*sets[0])
+        with torch.cuda.graph(graph, stream=stream):
+            # kept until the end, so that each call writes to memory of its own
+            outputs = [call(*tensors) for tensors in sets]
+    del outputs
+    torch.cuda.synchronize()
+    return graph
+
+
+def _replay(call, sets):
+    """-> what to time, the calls in it, and "graph" or, if it can't be captured, "events"."""
+    try:
+        return _capture(call, sets).replay, len(sets), "graph"
+    except RuntimeError:
+        torch.cuda.synchronize()
+        turns = itertools.cycle(sets)
+        return lambda: call(*next(turns)), 1, "events"
+
+
+def _time_rounds(replays, seconds):
+    """{name: (replay, calls, ...)} -> {name: microseconds of a call in each round}, in rounds for so many seconds."""
+    times = {name: [] for name in replays}
+    lines = torch.ones(torch.cuda.get_device_properties("cuda").L2_cache_size, dtype=torch.int32, device=qk.device())
+    events = {name: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for name in replays}
+    deadline = time.perf_counter() + seconds
+    for turn in range(51):
+        if turn > 5 and time.perf_counter() > deadline:
+            break
+        for name, (replay, *_) in replays.items():
+            start, end = events[name]
+            torch.cuda._sleep(1_000_000)  # half a millisecond, for the host to get ahead
+            lines.amax()  # fills the L2 with lines that needn't be written back
+            start.record()
+            replay()
+            end.record()
+        torch.cuda.synchronize()
+        if turn > 0:  # the first round warms up
+            for name, (_, calls, _) in replays.items():
+                start, end = events[name]
+                times[name].append(start.elapsed_time(end) * 1e3 / calls)
+    return times
+
+
+def _copied(size):
+    """Bytes to copy in place of size / 2: a multiple of what CUDA copies fast; large copies of other sizes are slow."""
+    step = 2**16 if size > 2**24 else 16
+    return max(size // 2 // step, 1) * step
+
+
+def _wall_us(call, sets):
+    """Host microseconds of a call, back to back with others."""
+    turns = (sets * 16)[:16]
+    times = []
+    for _ in range(7):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for tensors in turns:
+            call(*tensors)
+        times.append((time.perf_counter() - start) * 1e6 / len(turns))
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+def _tuple(tensors):
+    return tensors if isinstance(tensors, tuple) else (tensors,)
+
+
+def _nbytes(tensors):
+    return sum(tensor.nbytes for tensor in _tuple(tensors))
+
+
+def _error(result, truth):
+    """The largest over all outputs: the share of integers that differ, or the relative Frobenius error."""
+    errors = []
+    for a, b in zip(_tuple(result), _tuple(truth), strict=True):
+        if a.shape != b.shape:
+            raise ValueError(f"the result has shape {list(a.shape)}, torch's has {list(b.shape)}")
+        if a.is_floating_point() or b.is_floating_point():
+            errors.append(torch.linalg.vector_norm(a.float() - b.float()) / torch.linalg.vector_norm(b.float()))
+        else:
+            errors.append((a != b).float().mean())
+    return max(error.item() for error in errors)
+
+
+def _short(failure):
+    return " ".join(f"{type(failure).__name__}: {failure}".split())[:200]
+
+
+def _round(x):
+    return float(f"{x:.4g}")
+
+
+def measure(case, seconds=0.4):
+    """-> one result (a dict) for each contender of a case."""
+    first = case.inputs()
+    truth = next(iter(case.contenders.values()))[1]
+    size = case.bytes or _nbytes(first) + _nbytes(truth(*first))
+    sets = [first] + [case.inputs() for _ in range(min(math.ceil(1e9 / size), 16) - 1)]
+    contenders = {name: (*functions, sets) for name, functions in case.contenders.items()}
+    if case.flops < 100 * size:  # a copy limits only what is memory-bound
+        half = _copied(size)
+        copies = [(_randbytes(half), _randbytes(half)) for _ in sets]
+        contenders["copy"] = (lambda dst, src: dst.copy_(src), lambda dst, src: src, copies)
+
+    rows, replays = {}, {}
+    for name, (call, truth, inputs) in contenders.items():
+        row = rows[name] = {"op": case.op, "shape": list(case.shape), "dtype": _name(case.dtype)}
+        row |= {"options": case.options, "contender": name}
+        try:
+            error = _error(call(*inputs[0]), truth(*inputs[0]))
+            if not error <= _WORST_ERROR:
+                raise ValueError(f"not timed, its result is off by {error:.3g}")
+            wall_us = _wall_us(call, inputs)
+            replays[name] = _replay(call, inputs)
+        except Exception as failure:  # whatever a rival refuses with is recorded
+            row["unavailable"] = _short(failure)
+            continue
+        row |= {"timing": replays[name][2], "error": _round(error), "wall_us": _round(wall_us), "bytes": size}
+
+    medians = {}
+    for name, times in _time_rounds(replays, seconds).items():
+        if name == "copy":
+            times = [us * size / (2 * _copied(size)) for us in times]
+        p20, _, _, p80 = statistics.quantiles(times, n=5, method="inclusive")
+        us = medians[name] = statistics.median(times)
+        rows[name] |= {"us": _round(us), "us_p20": _round(p20), "us_p80": _round(p80), "rounds": len(times)}
+        rows[name]["gb_per_s"] = _round(size / us / 1e3)
+        if case.flops:
+            rows[name]["tops"] = _round(case.flops / us / 1e6)
+    for name, us in medians.items():
+        if "copy" in medians:
+            rows[name]["of_copy"] = _round(medians["copy"] / us)
+        if name.startswith("qk"):
+            rivals = [rival for rival in medians if rival != "copy" and not rival.startswith("qk")]
+            rows[name]["speedup_over"] = {rival: _round(medians[rival] / us) for rival in rivals}
+    return list(rows.values())
+
+
+_TABLE = "{:<54} {:<12} {:>9} {:>19} {:>9} {:>8} {:>7} {:>8}  {}"
+_HEADER = _TABLE.format("", "", "us", "p20 .. p80", "wall us", "GB/s", "TOPS", "of copy", "speedup over")
+
+
+def format_row(row):
+    """A result as a line of the table."""
+    options = [f"{value}" for value in row["options"].values() if value is not None]
+    what = " ".join([row["op"], "x".join(map(str, row["shape"])), row["dtype"], *options])
+    if "us" not in row:
+        return f"{what:<54} {row['contender']:<12} unavailable: {row['unavailable']}"
+    spread = f"{row['us_p20']:.1f} .. {row['us_p80']:.1f}"
+    tops = f"{row['tops']:.0f}" if "tops" in row else ""
+    of_copy = f"{row['of_copy']:.3f}" if "of_copy" in row else ""
+    over = "  ".join(f"{rival} {ratio:.2f}x" for rival, ratio in row.get("speedup_over", {}).items())
+    times = f"{row['us']:.1f}", spread, f"{row['wall_us']:.1f}", f"{row['gb_per_s']:.0f}"
+    return _TABLE.format(what, row["contender"], *times, tops, of_copy, over).rstrip()
+
+
+def _candidates(tiles, steps, groups, warps, stages, programs):
+    product = itertools.product(tiles, steps, groups, warps, stages, programs)
+    return [(*tile, 128, step, *others) for tile, step, *others in product]
+
+
+# What --tune times: the shapes, and entries of gemm.py's _CONFIGS
+_TUNED = {
+    "decode": (
+        [(1, 8192, 8192), (16, 8192, 8192)],
+        _candidates([(16, 32), (16, 64)], [128, 256, 512], [1], [2, 4, 8], [3, 4], [None]),
+    ),
+    "small": (
+        [(128, 14336, 4096)],
+        _candidates([(64, 64), (128, 64), (64, 128), (128, 128)], [128], [8], [4, 8], [3, 4], [None, 2]),
+    ),
+    "large": (
+        [(8192, 8192, 8192), (4096, 4096, 4096)],
+        _candidates([(64, 128), (128, 64), (128, 128)], [128], [8, 16], [4, 8], [3, 4], [None, 2]),
+    ),
+}
+
+
+def tune(seconds):
+    """Times configurations of gemm.py's tl.dot kernel on this GPU, and prints the best as a new row of its _CONFIGS."""
+    arch = int("".join(map(str, torch.cuda.get_device_capability())))
+    table = {kind: candidates[0] for kind, (_, candidates) in _TUNED.items()} | qk.gemm._CONFIGS.get(arch, {})
+    qk.gemm._CONFIGS[arch] = table
+    call, truth = _int8_gemm(path="portable")
+    for kind, (shapes, candidates) in _TUNED.items():
+        present = table[kind]
+        scores = dict.fromkeys([present, *candidates], 0.0)
+        for shape in shapes:
+            sets, replays = [_operands(*shape) for _ in range(4)], {}
+            right = truth(*sets[0])
+            for config in scores:
+                table[kind] = config  # the launcher looks there; a captured graph keeps what it found
+                try:
+                    if not _error(call(*sets[0]), right) <= _WORST_ERROR:
+                        raise ValueError("wrong result")
+                    replays[config] = _replay(call, sets)
+                except Exception as failure:
+                    print(f"{kind} {shape} {config} {_short(failure)}", flush=True)
+            times = {config: statistics.median(us) for config, us in _time_rounds(replays, seconds).items()}
+            scores = {config: scores[config] + math.log(us) for config, us in times.items()}
+            for config in sorted(times, key=times.get)[:5]:
+                print(f"{kind} {shape} {config} {times[config]:.1f} us; present {times.get(present, math.nan):.1f} us")
+        table[kind] = min(scores, key=scores.get)
+    print(f"    {arch}: {{  # {torch.cuda.get_device_name()}, {_today()}")
+    print(*(f'        "{kind}": {config},' for kind, config in table.items()), "    },", sep="\n")
+
+
+def _today():
+    return datetime.date.today().isoformat()
+
+
+def run(job, seconds):
+    """Measures a job and prints it row by row. -> its results"""
+    print(f"\n{job}\n{_HEADER}", flush=True)
+    torch.manual_seed(0)
+    rows = []
+    stamp = {"job": job, "date": _today(), "torch": torch.__version__, "triton": triton.__version__}
+    for case in _JOBS[job]():
+        for row in measure(case, seconds):
+            print(format_row(row), flush=True)
+            rows.append(stamp | row)
+        # what torch.compile made is for one case: a second shape would make it dynamic
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
+    return rows
+
+
+def _report(results):
+    try:
+        version = importlib.metadata.version("qk")
+    except importlib.metadata.PackageNotFoundError:
+        version = "not installed"
+    versions = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "capability": list(torch.cuda.get_device_capability()),
+        "date": _today(),
+        "versions": versions | {"python": platform.python_version(), "qk": version},
+        "method": _METHOD,
+        "results": results,
+    }
+
+
+def merge(old, new):
+    """-> new, and of the old report's results those of jobs that new didn't measure. ValueError if the GPUs differ."""
+    if old["gpu"] != new["gpu"]:
+        raise ValueError(f"the file holds results of {old['gpu']}; this GPU is {new['gpu']}: give it another file")
+    measured = {row["job"] for row in new["results"]}
+    return new | {"results": [row for row in old["results"] if row["job"] not in measured] + new["results"]}
+
+
+def dump(report):
+    """A report as JSON, one result a line."""
+    head = json.dumps({name: value for name, value in report.items() if name != "results"}, indent=1)
+    results = ",\n".join(f"  {json.dumps(row)}" for row in report["results"])
+    return f'{head[:-2]},\n "results": [\n{results}\n ]\n}}\n'
+
+
+def _ratios(rows):
+    """-> {(job, op, ..., contender, ratio): value} of qk's own contenders."""
+    ratios = {}
+    for row in rows:
+        if row["contender"].startswith("qk") and "us" in row:
+            key = (row["job"], row["op"], *row["shape"], row["dtype"], *row["options"].values(), row["contender"])
+            if "of_copy" in row:
+                ratios[(*key, "of copy")] = row["of_copy"]
+            for rival, speedup in row["speedup_over"].items():
+                ratios[(*key, f"speedup over {rival}")] = speedup
+    return ratios
+
+
+def fallen(recorded, measured, tolerance):
+    """-> a line for each recorded ratio that is now lower by more than the tolerance (a share of it), or missing."""
+    now = _ratios(measured)
+    lines = []
+    for key, before in _ratios(recorded).items():
+        if not now.get(key, 0) >= before * (1 - tolerance):
+            lines.append(f"{' '.join(map(str, key))}: {before} recorded, {now.get(key, 'nothing')} now")
+    return lines
+
+
+def main(argv=None):
+    """The command line. -> exit code: 0, 1 (--check found a fall), 2 (nothing could be measured)"""
+    parser = argparse.ArgumentParser(prog="python -m qk.bench", description="Measures qk's kernels on this GPU.")
+    parser.add_argument("jobs", nargs="*", metavar="job", help=f"{', '.join(_JOBS)} (all)")
+    parser.add_argument(
+        "--json", type=pathlib.Path, metavar="FILE", help="record there, in place of the jobs' old results"
+    )
+    parser.add_argument("--quick", action="store_true", help="five rounds only")
+    parser.add_argument("--check", type=pathlib.Path, metavar="FILE", help="measure FILE's jobs again, compare ratios")
+    parser.add_argument("--tune", action="store_true", help="print a new row of gemm.py's _CONFIGS (some minutes)")
+    parser.add_argument("--tolerance", type=float, default=0.1, help="how far a ratio may fall: 0.1 is 10 percent")
+    args = parser.parse_args(argv)
+    for job in args.jobs:
+        if job not in _JOBS:
+            parser.error(f"no job {job!r}; there are {', '.join(_JOBS)}")
+    if args.tune and args.jobs != ["gemm"]:
+        parser.error("--tune is for gemm alone")
+    if qk.device() != "cuda":
+        print(f"qk.bench measures compiled kernels on a CUDA GPU, and here they are {qk.backend()}.", file=sys.stderr)
+        return 2
+
+    seconds = 0 if args.quick else 0.4
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}")
+    if args.tune:
+        tune(seconds)
+        return 0
+    if args.check:
+        recorded = json.loads(args.check.read_text())
+        jobs = dict.fromkeys(row["job"] for row in recorded["results"])
+        if recorded["gpu"] != torch.cuda.get_device_name():
+            print(f"{args.check} was recorded on {recorded['gpu']}: its ratios may not hold here")
+        lines = fallen(recorded["results"], [row for job in jobs for row in run(job, seconds)], args.tolerance)
+        print(f"\n{len(lines)} ratios fell by more than {args.tolerance:.0%}", *lines, sep="\n")
+        return 1 if lines else 0
+    if args.json and args.json.exists():
+        try:  # before the work is done
+            merge(json.loads(args.json.read_text()), _report([]))
+        except ValueError as error:
+            parser.error(f"--json {args.json}: {error}")
+    for job in args.jobs or _JOBS:
+        report = _report(run(job, seconds))
+        if args.json:
+            if args.json.exists():
+                report = merge(json.loads(args.json.read_text()), report)
+            args.json.write_text(dump(report))
+            print(f"{job} recorded in {args.json}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+import inspect
+import struct
+import subprocess
+import sys
+
+import ipywidgets
+import matplotlib
+import pytest
+import torch
+
+from qk import data, viz
+
+CODES = [7, -3, 0, 1, -7, 5, 2, -1]
+ROW = data.load("ffn_in.weight")[0].float()
+TIMES = {
+    "qk": {"us": 10.0, "of_copy": 0.97},
+    "eager": {"us": 200.0, "of_copy": 0.05},
+    "other": {"us": 20.0, "of_copy": 0.5},
+}
+TIMES |= {"none": {"unavailable": "refused"}, "copy": {"us": 9.7, "of_copy": 1.0}}
+RECORD = {
+    "gpu": "NVIDIA H200",
+    "date": "2026-02-01",
+    "results": [
+        {"op": "quantize_int4", "shape": shape, "dtype": dtype, "options": {"group_size": group}, "contender": name}
+        | time
+        for shape in ([28672, 8192], [8192, 2048])
+        for dtype in ("float16", "bfloat16")
+        for group in (None, 128)
+        for name, time in TIMES.items()
+    ],
+}
+PLOTS = {
+    "bytes": lambda: viz.bit_layout(CODES),
+    "word": lambda: viz.bit_layout(torch.tensor(CODES), packing="int32"),
+    "histogram": lambda: viz.grid_histogram(ROW.half(), bits=4),
+    "histogram of zeros": lambda: viz.grid_histogram(torch.zeros(64)),
+    "round trip": lambda: viz.round_trip(ROW, ROW.round(decimals=1), group_size=128),
+    "round trip of zeros": lambda: viz.round_trip(torch.zeros(64), torch.zeros(64)),
+    "tradeoff": lambda: viz.tradeoff([("rows", 4.01, 0.2), ("groups", 4.5, 0.1)]),
+    "access": lambda: viz.access({"even": [0, None, 1, None], "all": [0, 0, 1, 1]}),
+    "error map": lambda: viz.error_map({"rows": torch.rand(300, 500), "groups": torch.rand(300, 500)}),
+    "small error map": lambda: viz.error_map({"none": torch.zeros(3, 5)}),
+    "memory": lambda: viz.memory_bars({"float16": {"weights": 4 << 20}, "int4": {"codes": 1 << 20, "absmax": 100}}),
+    "benchmark": lambda: viz.benchmark(RECORD, "quantize_int4", group_size=None),
+}
+
+
+def texts(fig):
+    return [text.get_text() for text in fig.findobj(matplotlib.text.Text)]
+
+
+@pytest.mark.parametrize("name", PLOTS)
+def test_plot(name):
+    settings = dict(matplotlib.rcParams)
+    fig = PLOTS[name]()
+    assert isinstance(fig, viz.Figure) and fig.axes
+    for ax in fig.axes:
+        is_colorbar = ax.get_label() == "<colorbar>"
+        assert ax.get_ylabel(), "a y axis without a label"
+        assert is_colorbar or ax.get_title(loc="left"), "axes without a title"
+    assert fig.axes[-1].get_xlabel() or fig.axes[-1].get_label() == "<colorbar>"
+    assert any(ax.get_xlabel() for ax in fig.axes), "no x axis with a label"
+    png, size = fig._repr_png_()
+    width, height = struct.unpack(">II", png[16:24])
+    assert abs(width - 2 * size["width"]) <= 1 and abs(height - 2 * size["height"]) <= 1
+    assert fig.get_facecolor() == (1, 1, 1, 1)
+    assert dict(matplotlib.rcParams) == settings, "matplotlib's settings were left changed"
+
+
+@pytest.mark.parametrize("name", PLOTS)
+def test_nothing_is_cut_off(name):
+    fig = PLOTS[name]()
+    fig.draw_without_rendering()
+    drawn, (width, height) = fig.get_tightbbox(), fig.get_size_inches()
+    assert drawn.x0 >= 0 and drawn.y0 >= 0 and drawn.x1 <= width and drawn.y1 <= height
+
+
+def test_bits_are_those_of_the_packed_word():
+    assert {"byte 0: 0xD7", "byte 3: 0xF2"} <= set(texts(viz.bit_layout(CODES)))
+    assert "word 0: 0xF25910D7" in texts(viz.bit_layout(CODES, packing="int32"))
+    digits = [text for text in texts(viz.bit_layout([7, -3])) if text in ("0", "1")]
+    assert "".join(digits[:8][::-1]) == f"{0xD7:08b}"
+    assert "pad: 0" in texts(viz.bit_layout([1]))
+
+
+def test_memory_is_exact_to_the_byte():
+    fig = viz.memory_bars({"float16": {"weights": 33554432}, "int4": {"codes": 8388608, "absmax": 16384}})
+    assert "  33,554,432 bytes" in texts(fig)
+    assert "  8,388,608 + 16,384 bytes, 3.99x smaller" in texts(fig)
+
+
+def test_histogram_counts_codes():
+    fig = viz.grid_histogram([0.7, -0.7, 0.04, 0.0, 0.06, -0.01])
+    assert "3 of 6 weights get code 0" in texts(fig)
+    heights = [bar.get_height() for bar in fig.axes[1].patches]
+    assert len(heights) == 15 and sum(heights) == pytest.approx(100) and heights[7] == pytest.approx(50)
+    assert "8 of 8 weights get code 0" in texts(viz.grid_histogram(torch.zeros(8)))
+
+
+def test_benchmark_names_gpu_and_date_and_takes_only_what_was_asked():
+    fig = viz.benchmark(RECORD, "quantize_int4", group_size=None)
+    ax = fig.axes[0]
+    assert ax.get_title(loc="left") == "quantize_int4, float16, NVIDIA H200, 2026-02-01"
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["28672 x 8192", "8192 x 2048"]
+    assert sorted(bar.get_width() for bar in ax.patches if bar.get_width()) == [0.05, 0.05, 0.5, 0.5, 0.97, 0.97]
+
+
+@pytest.mark.parametrize("record", [None, RECORD])
+def test_benchmark_without_measurements_says_so(record):
+    assert any("No measurement of int8_gemm" in text for text in texts(viz.benchmark(record, "int8_gemm")))
+
+
+def test_figure_follows_slider(monkeypatch, capsys):
+    class Handle:
+        shown = []
+        update = shown.append
+
+    displayed, boxes = [], []
+
+    def display(value, raw=False, display_id=False):
+        displayed.append(value)
+        return Handle if display_id else None
+
+    def draw(bits=4, group_size=None):
+        calls.append((bits, group_size))
+        return viz.tradeoff([("x", bits, 0.1)])
+
+    calls = []
+    box = ipywidgets.VBox
+    monkeypatch.setattr(viz, "display", display)
+    monkeypatch.setattr(ipywidgets, "VBox", lambda children: boxes.append(box(children)) or boxes[-1])
+    assert viz.explore(draw, bits=range(2, 9), group_size=(None, 32)) is None
+
+    bundle, figure = displayed
+    assert bundle["text/plain"] == "Sliders, in a running notebook: bits, group size"
+    assert bundle["application/vnd.jupyter.widget-view+json"]["model_id"] == boxes[0].model_id
+    assert isinstance(figure, viz.Figure) and calls == [(4, None)]
+    bits, group_size = boxes[0].children
+    assert (bits.description, group_size.options) == ("bits", ("whole row", "32"))
+    bits.index = 0
+    group_size.index = 1
+    assert calls == [(4, None), (2, None), (2, 32)]
+    assert len(Handle.shown) == 2 and all(isinstance(fig, viz.Figure) for fig in Handle.shown)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_explore_refuses_a_start_that_the_slider_lacks():
+    with pytest.raises(ValueError):
+        viz.explore(lambda bits=4: None, bits=(2, 3))
+
+
+def double(x):
+    return 2 * x
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (double, "Right, in all 2 cases.\n"),
+        (lambda x: None, "Not answered yet: <lambda> returns None.\n"),
+        (lambda x: x, "Not yet: <lambda>([1, 2]) gave [1, 2]; expected [2, 4].\nHint: x is too small\n"),
+        (lambda x: 3 * x, "Not yet: <lambda>([1, 2]) gave [3, 6]; expected [2, 4].\n"),
+        (lambda x: 2 * x.float(), "its dtype is torch.float32, not torch.int64.\n"),
+        (lambda x: 2 * x[:1], "its shape is [1], not [2].\n"),
+        (lambda x: 2, "it is a int, not a tensor.\n"),
+        (lambda x: x / 0 / "a", "raised TypeError: "),
+        (lambda x: torch.where(x == 3, 7, 2 * x), "<lambda>([3]) gave [7]; expected [6].\n"),
+    ],
+)
+def test_check_says_what_is_wrong(answer, message, capsys):
+    cases = ((torch.tensor([1, 2]),), (torch.tensor([3]),))
+    assert viz.check(answer, double, *cases, mistakes={"x is too small": lambda x: x}) is None
+    assert message in capsys.readouterr().out
+
+
+def test_check_compares_numbers(capsys):
+    viz.check(lambda x: x / 10 + 0.2, lambda x: 0.3, (1,))
+    viz.check(lambda x: 0.31, lambda x: 0.3, (1,))
+    viz.check(lambda x: "x", lambda x: 0.3, (1,))
+    right, wrong, text = capsys.readouterr().out.splitlines()
+    assert right == "Right, in all 1 cases."
+    assert wrong == "Not yet: <lambda>(1) gave 0.31; expected 0.3."
+    assert text.startswith("Not yet")
+
+
+def test_only_viz_imports_plotting():
+    code = "import sys, qk, qk.data, qk.bench; print({'matplotlib', 'ipywidgets'} & sys.modules.keys() or 'neither')"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "neither"
+    assert "pyplot" not in inspect.getsource(viz).split('"""', 2)[2]
