@@ -1,0 +1,281 @@
+"""What every notebook must be, beyond what `pytest --nbval` compares; and that these rules can fail."""
+
+import copy
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "notebooks"
+NAMES = sorted(path.name for path in FOLDER.glob("*.ipynb"))
+IGNORE = "nbval-ignore-output"
+LONGEST = 20  # lines of a cell
+SHOWS = re.compile(r"^ *(print|display|viz\.\w+)\(", re.MULTILINE)
+# what differs by machine, so that it can't be compared: times, and what hardware there is
+MACHINE = re.compile(r"qk\.backend\(|bench\.\w+\(|perf_counter|time\.time|get_device_|^%%?time", re.MULTILINE)
+# an object's address, somebody's folder, terminal colours
+UNREPEATABLE = re.compile(r"\bat 0x[0-9a-f]{6,}|/(home|root|tmp|Users)/|\x1b\[")
+
+
+def read(name):
+    return nbformat.read(FOLDER / name, as_version=4)
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def setup(notebook):
+    return code_cells(notebook)[0].source
+
+
+def text(output):
+    """What an output says, without its pictures."""
+    if output.output_type == "stream":
+        return output.text
+    return "".join(str(value) for kind, value in output.get("data", {}).items() if kind.startswith("text/"))
+
+
+def cell_problems(cell, number):
+    tags, outputs = cell.metadata.get("tags", []), cell.outputs
+    if cell.execution_count != number:
+        yield "never executed" if cell.execution_count is None else "not run from top to bottom"
+    if not cell.source.strip():
+        yield "empty"
+    if len(cell.source.splitlines()) > LONGEST:
+        yield f"longer than {LONGEST} lines"
+    if SHOWS.search(cell.source) and not outputs and "def " not in cell.source:
+        yield "shows something, but has no output"
+    if any(tag.startswith("nbval") and tag != IGNORE for tag in tags) or "# NBVAL" in cell.source.upper():
+        yield f"the only nbval mark allowed is the tag {IGNORE}"
+    if MACHINE.search(cell.source) and IGNORE not in tags:
+        yield f"differs by machine, so it needs the tag {IGNORE}"
+    if IGNORE in tags and not MACHINE.search(cell.source):
+        yield f"has the tag {IGNORE}, but nothing in it differs by machine"
+    for output in outputs:
+        if output.output_type == "error" or output.get("name") == "stderr":
+            yield "has an error or a warning in its output"
+        if UNREPEATABLE.search(text(output)):
+            yield "shows an address, a folder or colours of a terminal"
+    if any("widget" in kind for output in outputs for kind in output.get("data", {})):
+        if not any("image/png" in output.get("data", {}) for output in outputs):
+            yield "its sliders left no figure for a page without a kernel"
+
+
+def problems(notebook, common_setup):
+    """What is wrong with a notebook, in words."""
+    cells = code_cells(notebook)
+    found = [f"code cell {n}: {why}" for n, cell in enumerate(cells, 1) for why in cell_problems(cell, n)]
+    if not any(cell.outputs for cell in cells):
+        found.append("no outputs")
+    if not any("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs):
+        found.append("no picture")
+    if 3 * sum(IGNORE in cell.metadata.get("tags", []) for cell in cells) > len(cells):
+        found.append(f"more than a third of its cells have the tag {IGNORE}")
+    if cells[0].source != common_setup:
+        found.append("its set-up cell differs from the other notebooks'")
+    if "widgets" in notebook.metadata:
+        found.append("has metadata.widgets")
+    if notebook.metadata.get("kernelspec", {}).get("name") != "python3":
+        found.append("its kernel isn't python3")
+    if notebook.cells[0].cell_type != "markdown" or not notebook.cells[0].source.startswith("# "):
+        found.append("doesn't start with a title")
+    return found
+
+
+def test_there_are_notebooks():
+    assert NAMES, f"no notebook in {FOLDER}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_notebook(name):
+    notebook = read(name)
+    nbformat.validate(notebook)
+    assert problems(notebook, setup(read(NAMES[0]))) == []
+
+
+def stripped(notebook):
+    for cell in code_cells(notebook):
+        cell.update(outputs=[], execution_count=None)
+
+
+def without_outputs(notebook):
+    for cell in code_cells(notebook):
+        cell.outputs = []
+
+
+def one_output_gone(notebook):
+    next(
+        cell for cell in code_cells(notebook) if cell.source.count("print(") and "def " not in cell.source
+    ).outputs = []
+
+
+def run_twice(notebook):
+    code_cells(notebook)[2].execution_count = 99
+
+
+def long_cell(notebook):
+    code_cells(notebook)[1].source += "\npass" * 20
+
+
+def ignored_everywhere(notebook):
+    for cell in code_cells(notebook):
+        cell.metadata.tags = [IGNORE]
+
+
+def setup_not_ignored(notebook):
+    code_cells(notebook)[0].metadata.tags = []
+
+
+def skipped(notebook):
+    code_cells(notebook)[1].metadata.tags = ["nbval-skip"]
+
+
+def marked_by_comment(notebook):
+    code_cells(notebook)[1].source += "\n# NBVAL_IGNORE_OUTPUT"
+
+
+def other_setup(notebook):
+    code_cells(notebook)[0].source += "\nprint()"
+
+
+def without_pictures(notebook):
+    for cell in code_cells(notebook):
+        for output in cell.outputs:
+            output.get("data", {}).pop("image/png", None)
+
+
+def widgets_saved(notebook):
+    notebook.metadata.widgets = {}
+
+
+def other_kernel(notebook):
+    notebook.metadata.kernelspec.name = "my-venv"
+
+
+def warns(notebook):
+    code_cells(notebook)[1].outputs.append(nbformat.v4.new_output("stream", name="stderr", text="Warning"))
+
+
+def shows_address(notebook):
+    code_cells(notebook)[1].outputs.append(nbformat.v4.new_output("stream", text="<object at 0x7f12345678>"))
+
+
+def without_title(notebook):
+    del notebook.cells[0]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (stripped, "never executed"),
+        (stripped, "no outputs"),
+        (without_outputs, "no outputs"),
+        (one_output_gone, "shows something, but has no output"),
+        (run_twice, "code cell 3: not run from top to bottom"),
+        (long_cell, "code cell 2: longer than 20 lines"),
+        (ignored_everywhere, "more than a third"),
+        (ignored_everywhere, "nothing in it differs by machine"),
+        (setup_not_ignored, "code cell 1: differs by machine"),
+        (skipped, "the only nbval mark"),
+        (marked_by_comment, "the only nbval mark"),
+        (other_setup, "set-up cell differs"),
+        (without_pictures, "no picture"),
+        (without_pictures, "its sliders left no figure"),
+        (widgets_saved, "metadata.widgets"),
+        (other_kernel, "python3"),
+        (warns, "an error or a warning"),
+        (shows_address, "an address"),
+        (without_title, "title"),
+    ],
+)
+def test_the_rules_can_fail(spoil, problem):
+    notebook = read(NAMES[0])
+    good = setup(notebook)
+    bad = copy.deepcopy(notebook)
+    spoil(bad)
+    assert any(problem in line for line in problems(bad, good))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_solutions_pass_their_checks(name):
+    notebook, stubs, solved = read(name), [], 0
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            # figures and measurements aren't needed here
+            cell.source = re.sub(r"^viz\.(?!check)", "None and viz.", cell.source, flags=re.MULTILINE)
+            if IGNORE in cell.metadata.get("tags", []) and "backend" not in cell.source:
+                cell.source = ""
+            if "# your answer" in cell.source:
+                stubs.append(cell)
+        elif "<summary>Solution" in cell.source:
+            stubs[solved].source += "\n\n" + re.search(r"```python\n(.*?)```", cell.source, re.DOTALL)[1]
+            solved += 1
+    assert len(stubs) == solved > 0, "each stub says '# your answer', and each has its folded solution"
+    nbclient.NotebookClient(notebook, resources={"metadata": {"path": FOLDER}}).execute()
+    checks = [cell for cell in code_cells(notebook) if "viz.check(" in cell.source]
+    for cell in checks:
+        assert "".join(map(text, cell.outputs)).startswith("Right, in all"), cell.source
+    assert len(checks) == solved
+
+
+@pytest.fixture
+def run_setup(tmp_path, monkeypatch):
+    """Runs the set-up cell in an empty folder, as if packages were missing. -> new places on sys.path, calls of pip"""
+
+    def run(*hidden):
+        find_spec, installed, path = importlib.util.find_spec, [], list(sys.path)
+        with monkeypatch.context() as patch:
+            patch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else find_spec(name))
+            patch.setattr(subprocess, "check_call", installed.append)
+            patch.setattr(sys, "path", path)
+            before = len(path)
+            patch.chdir(tmp_path / "notebooks")
+            exec(setup(read(NAMES[0])).replace("/kaggle/input", str(tmp_path / "kaggle")), {})
+            return path[: len(path) - before], installed
+
+    (tmp_path / "notebooks").mkdir()
+    monkeypatch.delenv("QK_SOURCE", raising=False)
+    return run
+
+
+def pip(*requirements):
+    return [[sys.executable, "-m", "pip", "install", "--no-deps", "--quiet", *requirements]]
+
+
+def test_setup_finds_the_installed_package(run_setup, capsys):
+    assert run_setup() == ([], [])
+    assert capsys.readouterr().out == f"{sys.modules['qk'].backend()}\n"
+
+
+@pytest.mark.parametrize("place", [".", "kaggle/dataset", "notebooks"])
+def test_setup_finds_a_folder(run_setup, tmp_path, place):
+    (tmp_path / place / "qk").mkdir(parents=True)
+    (tmp_path / place / "qk" / "__init__.py").touch()
+    paths, installed = run_setup("qk")
+    assert [os.path.realpath(path) for path in paths] == [os.path.realpath(tmp_path / place)] and installed == []
+
+
+@pytest.mark.parametrize("place", ["notebooks", "kaggle/dataset"])
+def test_setup_installs_a_wheel(run_setup, tmp_path, place):
+    wheel = tmp_path / place / "qk-0.1.0-py3-none-any.whl"
+    wheel.parent.mkdir(parents=True, exist_ok=True)
+    wheel.touch()
+    assert run_setup("qk") == ([], pip(str(wheel)))
+    assert run_setup("qk", "triton") == ([], pip("triton>=3.3,!=3.4.*", str(wheel)))
+
+
+def test_setup_installs_from_qk_source(run_setup, monkeypatch):
+    monkeypatch.setenv("QK_SOURCE", "qk @ git+https://example.org/qk")
+    assert run_setup("qk") == ([], pip("qk @ git+https://example.org/qk"))
+
+
+def test_setup_says_what_to_do(run_setup):
+    with pytest.raises(ImportError, match="clone it.*wheel.*Kaggle.*QK_SOURCE"):
+        run_setup("qk")
