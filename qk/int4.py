@@ -28,7 +28,7 @@ _CONFIGS = {
     "quantize wide": (8192, 8192, 64),
     "quantize long": (4096, 4096, 8),
     "quantize small": (1024, 8192, 8),
-    "dequantize": (4096, 4096, 32),
+    "dequantize": (2048, 2048, 64),
     "dequantize groups": (2048, 2048, 32),
     "dequantize small": (1024, 1024, 8),
     "interpreted": (65536, 65536, 2048),

@@ -22,8 +22,9 @@ def poison(monkeypatch):
 
     def poisoned(x, *args, **kwargs):
         out = new_empty(x, *args, **kwargs)
-        if out.is_floating_point():
-            return out.fill_(1234.5)
-        return out.fill_(-128 if out.dtype.is_signed else 0x88)
+        if out.dtype.itemsize == 1:  # codes: of int8 -128, of packed int4 two times -8, of float8 -0
+            out.view(torch.uint8).fill_(0x88 if out.dtype == torch.uint8 else 0x80)
+            return out
+        return out.fill_(1234.5 if out.is_floating_point() else -128)
 
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
