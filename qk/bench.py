@@ -7,13 +7,14 @@
 How: each contender is called on n sets of random inputs (n such that about 1 GB passes, at most 16), each call with an
 output of its own, and the n calls are captured in one CUDA graph. Before each replay the GPU reads a buffer four times
 the size of its L2, so every call finds its inputs in memory. Events around the replay, divided by n, give `us`: the
-median over rounds (`us_p20`, `us_p80`: the spread). In each round every contender has its turn, so that what heats or
-slows the GPU meets all alike. What can't be captured is timed by events around single calls ("timing": "events").
-`wall_us` is the host's time for one of 16 calls back to back: what launching costs. Before a contender is timed its
-result is compared with plain torch; `error` is the share of codes that differ, or the relative Frobenius error.
-`copy` moves as many bytes as one call reads and writes, half in, half out, in the same rounds (but for a remainder of
-less than 128 KiB, for which its time is scaled); `of_copy` is its time divided by the contender's. The last writes of a
-replay may still be in the L2 when it ends, the copy's too.
+median over rounds (`us_p20`, `us_p80`: the spread). A replay of less than a millisecond comes after a pause, which
+lets the host get ahead; longer ones follow each other closely, so that the GPU is as hot as at work. In each round
+every contender has its turn, so that what heats or slows the GPU meets all alike. What can't be captured is timed by
+events around single calls ("timing": "events"). `wall_us` is the host's time for one of 16 calls back to back: what
+launching costs. Before a contender is timed its result is compared with plain torch; `error` is the share of codes
+that differ, or the relative Frobenius error. `copy` moves as many bytes as one call reads and writes, half in, half
+out, in the same rounds (but for a remainder of less than 128 KiB, for which its time is scaled); `of_copy` is its time
+divided by the contender's. The last writes of a replay may still be in the L2 when it ends, the copy's too.
 """
 
 import argparse
@@ -183,6 +184,24 @@ def _cublas_fp8(o):
     return torch._scaled_mm(x8, w8.t(), x8_scale, w8_scale.t(), out_dtype=torch.bfloat16)
 
 
+def _gemm_rivals():
+    return {
+        "bf16": (lambda o: o.x @ o.w.t(), lambda o: o.x.float() @ o.w.float().t()),
+        "_int_mm": (
+            lambda o: torch._int_mm(o.int8[0], o.int8[2].t()),
+            lambda o: o.int8[0].float() @ o.int8[2].float().t(),
+        ),
+        "cublas fp8": (_cublas_fp8, lambda o: _product(*o.fp8)),
+    }
+
+
+def _gemm_case(op, M, N, K, contenders):
+    # int8 operands, their scales, and the output
+    size = (M + N) * K + 4 * (M + N // 128) * (K // 128) + 2 * M * N
+    operands = functools.partial(_operands, M, N, K)
+    return Case(op, (M, N, K), torch.bfloat16, {}, operands, contenders, size, 2 * M * N * K)
+
+
 @_job
 def gemm():
     per_token = functools.partial(qk.int8_gemm, block_size=None, out_dtype=torch.bfloat16)
@@ -191,18 +210,41 @@ def gemm():
         "qk fast": _int8_gemm(exact=False),
         "qk portable": _int8_gemm(path="portable"),
         "qk per-token": (lambda o: per_token(*o.tokens), lambda o: _product(*o.tokens)),
-        "bf16": (lambda o: o.x @ o.w.t(), lambda o: o.x.float() @ o.w.float().t()),
-        "_int_mm": (
-            lambda o: torch._int_mm(o.int8[0], o.int8[2].t()),
-            lambda o: o.int8[0].float() @ o.int8[2].float().t(),
-        ),
-        "cublas fp8": (_cublas_fp8, lambda o: _product(*o.fp8)),
+        **_gemm_rivals(),
     }
-    for M, N, K in _GEMMS:
-        operands = functools.partial(_operands, M, N, K)
-        # int8 operands, their scales, and the output
-        size = (M + N) * K + 4 * (M + N // 128) * (K // 128) + 2 * M * N
-        yield Case("int8_gemm", (M, N, K), torch.bfloat16, {}, operands, contenders, size, 2 * M * N * K)
+    for shape in _GEMMS:
+        yield _gemm_case("int8_gemm", *shape, contenders)
+
+
+# from a first kernel to that of the package, a change at a time: entries as in gemm.py's _CONFIGS
+_RUNGS = {
+    "4 warps": (128, 128, 128, 1, 1, 4, 1, None),
+    "+ 8 warps": (128, 128, 128, 1, 1, 8, 1, None),
+    "+ L2 groups": (128, 128, 128, 1, 8, 8, 1, None),
+    "+ 3 stages": (128, 128, 128, 1, 8, 8, 3, None),
+}
+
+
+def _rung(config):
+    *sizes, num_warps, stages, programs = config
+    tile = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K", "UNROLL", "GROUP_M"), sizes, strict=True))
+
+    def call(o):
+        a, a_s, b, b_s = o.int8
+        out = a.new_empty((a.shape[0], b.shape[0]), dtype=torch.bfloat16)
+        forced = {"path": "pointers", "config": (tile, num_warps, stages, programs)}
+        qk.gemm._launch(a, a_s, b, b_s, out=out, out_scale=None, bias=None, block_size=128, **forced)
+        return out
+
+    return call, lambda o: _product(*o.int8)
+
+
+@_job
+def ladder(size=8192):
+    """size: M, N and K."""
+    contenders = {name: _rung(config) for name, config in _RUNGS.items()}
+    contenders |= {"qk portable": _int8_gemm(path="portable"), "qk": _int8_gemm(), "qk fast": _int8_gemm(exact=False)}
+    yield _gemm_case("ladder", size, size, size, contenders | _gemm_rivals())
 
 
 def _capture(call, sets):
@@ -240,9 +282,10 @@ def _time_rounds(replays, seconds):
     for turn in range(51):
         if turn > 5 and time.perf_counter() > deadline:
             break
-        for name, (replay, *_) in replays.items():
+        for name, (replay, calls, _) in replays.items():
             start, end = events[name]
-            torch.cuda._sleep(1_000_000)  # half a millisecond, for the host to get ahead
+            if not times[name] or times[name][-1] * calls < 1000:
+                torch.cuda._sleep(1_000_000)  # half a millisecond, for the host to get ahead
             lines.amax()  # fills the L2 with lines that needn't be written back
             start.record()
             replay()

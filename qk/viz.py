@@ -10,7 +10,9 @@ import math
 
 import ipywidgets
 import matplotlib
+import matplotlib.colors
 import matplotlib.figure
+import matplotlib.ticker
 import torch
 from IPython.display import display
 from matplotlib.patches import Rectangle
@@ -128,7 +130,7 @@ def grid_histogram(x, bits=4, name="a row"):
 
 
 @style()
-def round_trip(x, restored, group_size=None, title=None):
+def round_trip(x, restored, group_size=None, title=None, name="weight"):
     """A row before and after quantization, column by column. Values far outside are marked at the edge."""
     x, restored = _array(x), _array(restored)
     columns = len(x)
@@ -139,7 +141,7 @@ def round_trip(x, restored, group_size=None, title=None):
     for edge in range(0, columns + 1, group_size or columns):
         ax.axvline(edge - 0.5, color="#bbbbbb", linewidth=0.8)
     ax.vlines(range(columns), x, restored, color=GREY, linewidth=0.5)
-    ax.plot(x, "o", color=BLUE, markersize=3, label="weight")
+    ax.plot(x, "o", color=BLUE, markersize=3, label=name)
     ax.plot(restored, "_", color=VERMILION, markersize=6, markeredgewidth=1.5, label="after the round trip")
     for column in range(columns):
         if abs(x[column]) > limit:
@@ -150,7 +152,7 @@ def round_trip(x, restored, group_size=None, title=None):
                 ha="left" if side > 0 else "right", fontsize=9, bbox=_PLAIN,
             )  # fmt: skip
             ax.plot(column, edge, "^" if edge > 0 else "v", color=BLUE, markersize=7)
-    ax.set(xlim=(-0.5, columns - 0.5), ylim=(-limit, limit), xlabel="column", ylabel="weight")
+    ax.set(xlim=(-0.5, columns - 0.5), ylim=(-limit, limit), xlabel="column", ylabel=name)
     ax.set_title(title or "A row before and after the round trip")
     fig.legend(loc="outside lower center", ncols=2)
     return fig
@@ -251,6 +253,120 @@ def memory_bars(sizes, title="Memory"):
 
 
 @style()
+def scale_map(x, block, name="values"):
+    """The magnitudes of a matrix beside the absmax of each block (rows, columns), on one colour scale.
+
+    Also counts the values that int8 would make 0. A large matrix is drawn in tiles, each the largest of its values.
+    """
+    x = torch.as_tensor(x).detach().float().cpu().abs()
+    (rows, columns), (high, wide) = x.shape, block
+    padded = torch.nn.functional.pad(x, (0, -columns % wide, 0, -rows % high))
+    absmax = padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high)).amax((1, 3))
+    spread = absmax.repeat_interleave(high, 0).repeat_interleave(wide, 1)[:rows, :columns]
+    zeros = int((x <= spread / 254).sum())
+    tile = math.ceil(rows / 100), math.ceil(columns / 200)
+    shown = torch.nn.functional.max_pool2d(x[None], tile, ceil_mode=True)[0]
+    top = x.max().item() or 1
+    low = max(shown.quantile(0.01).item(), top / 1e4)
+    fig = _figure(9, 3.8)
+    axes = fig.subplots(1, 2, sharey=True)
+    # short blocks at the edges: their pixels reach over it
+    for ax, values, (bottom, side) in zip(axes, (shown, absmax), (x.shape, padded.shape), strict=True):
+        image = ax.imshow(
+            values.clamp(min=low).numpy(), "cividis", norm=matplotlib.colors.LogNorm(low, top),
+            aspect="auto", interpolation="nearest", extent=(-0.5, side - 0.5, bottom - 0.5, -0.5),
+        )  # fmt: skip
+        ax.set(xlim=(-0.5, columns - 0.5), ylim=(rows - 0.5, -0.5), xlabel="column", ylabel="row")
+    of = "" if tile == (1, 1) else f", largest of {tile[0]} x {tile[1]}"
+    axes[0].set_title(f"{name}: magnitudes{of}")
+    scales = f"{absmax.numel():,} scales" if absmax.numel() > 1 else "1 scale"
+    axes[1].set_title(f"absmax of {high} x {wide}: {scales}; {zeros / x.numel():.1%} get code 0")
+    fig.colorbar(image, ax=axes, label="magnitude", extend="min")
+    return fig
+
+
+@style()
+def rounding(steps, functions):
+    """Ways to get an integer code out of x / scale, and by how much each moves the values `steps`, in steps.
+
+    functions: {label: function of a tensor}. A move away from zero counts as positive.
+    """
+    steps = torch.as_tensor(steps).detach().float().cpu().flatten()
+    line = torch.linspace(-3.2, 3.2, 1281)
+    colors = (BLUE, VERMILION, GREEN)
+    fig = _figure(9, 3.4)
+    left, right = fig.subplots(1, 2)
+    left.plot(line, line, color=GREY, linewidth=0.8, label="no rounding")
+    for (label, function), color in zip(functions.items(), colors, strict=False):
+        left.plot(line, function(line), color=color, label=label)
+        moved = (function(steps) - steps) * steps.sign()
+        weights = torch.full_like(moved, 100 / len(moved))
+        right.hist(
+            moved.numpy(), bins=60, range=(-1, 1), weights=weights.numpy(), color=color, alpha=0.7,
+            label=f"{label}: mean square {moved.square().mean().item():.3f}",
+        )  # fmt: skip
+    left.set(title="The code", xlabel="x / scale", ylabel="code")
+    right.set(title="How far values move, in steps", xlabel="towards zero   <   0   <   away from zero")
+    right.set_ylabel("values in a bin (%)")
+    left.legend()
+    right.legend(fontsize=9)
+    right.set_xticks((-1, -0.5, 0, 0.5, 1))
+    right.margins(y=0.3)
+    return fig
+
+
+@style()
+def scale_cost(curves, title="What smaller blocks cost, and what they buy"):
+    """curves: {label: [(point, bytes of scales for 100 bytes of codes, relative error)]}."""
+    fig = _figure(9, 4)
+    ax = fig.subplots()
+    for i, ((label, points), color) in enumerate(zip(curves.items(), (BLUE, ORANGE, GREEN, PURPLE), strict=False)):
+        names, cost, errors = zip(*points, strict=True)
+        ax.plot(cost, errors, "o-", color=color, label=label)
+        for name, x, y in points:
+            # above the first curve, below the second: they fall from left to right
+            side = -1 if i % 2 else 1
+            place = {"ha": "right", "va": "top"} if i % 2 else {"ha": "left", "va": "bottom"}
+            ax.annotate(name, (x, y), (4 * side, 4 * side), textcoords="offset points", fontsize=9, **place)
+    ax.margins(x=0.12, y=0.15)
+    ax.set(xscale="log", yscale="log", title=title, ylabel="error: |restored - x| / |x|")
+    ax.set_xlabel("bytes of scales for 100 bytes of codes")
+    ax.xaxis.set_major_formatter("{x:g}")
+    for kind in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
+        kind("{x:.2g}")
+    ax.yaxis.set_minor_locator(matplotlib.ticker.LogLocator(subs=(2, 5)))
+    ax.grid(True)
+    fig.legend(loc="outside lower center", ncols=len(curves))
+    return fig
+
+
+@style()
+def block_grid(shape, block, element=(0, 0), name="s"):
+    """A matrix of that shape (rows, columns) in blocks, the scale of each, and the one that an element takes."""
+    (rows, columns), (high, wide) = shape, block
+    fig = _figure(9, 4)
+    ax = fig.subplots()
+    down, across = math.ceil(rows / high), math.ceil(columns / wide)
+    mine = element[0] // high, element[1] // wide
+    for i in range(down):
+        for j in range(across):
+            top, left = i * high, j * wide
+            tall, broad = min(high, rows - top), min(wide, columns - left)
+            color = ORANGE if (i, j) == mine else "white"
+            ax.add_patch(Rectangle((left, top), broad, tall, facecolor=color, alpha=0.6))
+            ax.add_patch(Rectangle((left, top), broad, tall, fill=False, edgecolor="#666666", linewidth=0.6))
+            if tall * 12 >= rows and broad * 12 >= columns:
+                ax.text(left + broad / 2, top + tall / 2, f"{name}[{i}, {j}]", ha="center", va="center", fontsize=9)
+    ax.plot(element[1] + 0.5, element[0] + 0.5, "s", color=BLUE, markersize=6)
+    ax.set(xlim=(0, columns), ylim=(rows, 0), xlabel="column", ylabel="row")
+    ax.set_title(
+        f"{rows} x {columns} in blocks of {high} x {wide}: {down} x {across} scales; "
+        f"element {element} takes {name}[{mine[0]}, {mine[1]}]"
+    )
+    return fig
+
+
+@style()
 def benchmark(record, op, dtype="float16", **options):
     """Measured speeds of an operation, as fractions of a copy's: a bar for each shape and contender.
 
@@ -262,13 +378,7 @@ def benchmark(record, op, dtype="float16", **options):
         if (row["op"], row["dtype"]) == (op, dtype) and options.items() <= row["options"].items() and "of_copy" in row
     ]  # fmt: skip
     if not rows:
-        fig = _figure(9, 1.2)
-        text = f"No measurement of {op} is recorded here. On a GPU, python -m qk.bench makes one."
-        ax = fig.subplots()
-        ax.text(0.5, 0.5, text, ha="center", va="center")
-        ax.set_axis_off()
-        ax.set_title(f"{op}: not measured")
-        return fig
+        return _not_measured(op)
 
     shapes = list(dict.fromkeys(tuple(row["shape"]) for row in rows))
     names = [name for name in dict.fromkeys(row["contender"] for row in rows) if name != "copy"]
@@ -298,6 +408,197 @@ def benchmark(record, op, dtype="float16", **options):
     ax.set(xlabel="speed (1 = a copy that moves as many bytes)", xlim=(0, max(1, *(r["of_copy"] for r in rows)) * 1.2))
     ax.invert_yaxis()
     fig.legend(loc="outside lower center", ncols=len(names) + 1)
+    return fig
+
+
+def _not_measured(what):
+    fig = _figure(9, 1.2)
+    ax = fig.subplots()
+    text = f"No measurement of {what} is recorded here. On a GPU, python -m qk.bench makes one."
+    ax.text(0.5, 0.5, text, ha="center", va="center")
+    ax.set_axis_off()
+    ax.set_title(f"{what}: not measured")
+    return fig
+
+
+@style()
+def rescale_scatter(sums, outputs, factor):
+    """Sums of products of codes, and the outputs they belong to: if one factor served all, they'd lie on its line."""
+    sums, outputs = _array(sums), _array(outputs)
+    fig = _figure(7, 3.6)
+    ax = fig.subplots()
+    ax.plot(sums, outputs, "o", color=BLUE, markersize=4, label="an output of the layer")
+    ax.axline((0, 0), slope=factor, color=VERMILION, label="the best single factor")
+    ax.grid(True)
+    ax.set(title="One token, 128 channels: all of them share their scales", ylabel="the right output")
+    ax.set_xlabel("sum of products of codes over the whole of K")
+    fig.legend(loc="outside lower center", ncols=2)
+    return fig
+
+
+@style()
+def gemm_tile(a_s, b_s, shape, block_size=128, step=0, tile=(128, 128), at=(0, 0), k_step=128):
+    """What one output tile of a block-scaled GEMM meets in one step through K: pieces of a and b, and their scales.
+
+    a_s, b_s: the scales of a [M, K] and b [N, K], whose blocks they shade. shape: M, N, K. tile: its rows and columns.
+    at: its first row and column.
+    """
+    M, N, K = shape
+    rows, columns, ks = (
+        (first, min(first + size, end))
+        for first, size, end in zip((*at, step * k_step), (*tile, k_step), shape, strict=True)
+    )
+    in_k = ks[0] // block_size, math.ceil(ks[1] / block_size)
+    in_n = columns[0] // block_size, math.ceil(columns[1] / block_size)
+    scales = [torch.as_tensor(scale).detach().float().cpu().clamp(min=1e-9).log10() for scale in (a_s, b_s)]
+    fig = _figure(9, 5)
+    grid = fig.add_gridspec(2, 2, width_ratios=(2, 1), height_ratios=(N, M))
+    b_ax, a_ax, out_ax = (fig.add_subplot(grid[place]) for place in ((0, 0), (1, 0), (1, 1)))
+    parts = (a_ax, scales[0], rows, M, BLUE, "row (token)"), (b_ax, scales[1], columns, N, ORANGE, "row (channel)")
+    for ax, scale, (first, last), size, color, label in parts:
+        low, high = scale.min().item(), scale.max().item()
+        # the upper half of the greys stays free for the marks
+        ax.imshow(
+            scale.numpy(), "Greys", aspect="auto", extent=(0, K, size, 0), vmin=low, vmax=2 * high - low + 1e-9,
+            interpolation="nearest",
+        )  # fmt: skip
+        for edge in range(0, K, block_size):
+            ax.axvline(edge, color="white", linewidth=0.8)
+        ax.add_patch(Rectangle((0, first), K, last - first, fill=False, edgecolor=color, linewidth=1.5))
+        ax.add_patch(Rectangle((0, first), ks[0], last - first, facecolor=color, alpha=0.2))
+        ax.add_patch(Rectangle((ks[0], first), ks[1] - ks[0], last - first, facecolor=color, alpha=0.85))
+        ax.set(xlim=(0, K), ylim=(size, 0), ylabel=label)
+        ax.set_xticks(range(0, K + 1, 256 if K > 256 else K))
+    for edge in range(0, N, block_size):
+        b_ax.axhline(edge, color="white", linewidth=0.8)
+    b_ax.set_yticks(range(0, N + 1, 128))
+    a_ax.set_yticks(range(0, M + 1, 128))
+    b_ax.set_title(f"b [{N}, {K}]: a scale for each {block_size} x {block_size}")
+    a_ax.set(title=f"a [{M}, {K}]: a scale for each 1 x {block_size}", xlabel="k (darker blocks: larger scales)")
+    done = (step + 1) / math.ceil(K / k_step)
+    corner = columns[0], rows[0]
+    width, height = columns[1] - columns[0], rows[1] - rows[0]
+    out_ax.add_patch(Rectangle(corner, width, height, facecolor=GREEN, alpha=done))
+    out_ax.add_patch(Rectangle(corner, width, height, fill=False, edgecolor=GREEN, linewidth=1.5))
+    out_ax.set(xlim=(0, N), ylim=(M, 0), title=f"out [{M}, {N}]", xlabel="channel", ylabel="token")
+    out_ax.set_xticks(range(0, N + 1, 128))
+    out_ax.set_yticks(range(0, M + 1, 128))
+    counts = height * (in_k[1] - in_k[0]), (in_n[1] - in_n[0]) * (in_k[1] - in_k[0])
+    lines = [
+        f"step {step + 1} of {math.ceil(K / k_step)}",
+        "",
+        f"a[{rows[0]}:{rows[1]}, {ks[0]}:{ks[1]}]",
+        f"b[{columns[0]}:{columns[1]}, {ks[0]}:{ks[1]}]",
+        "",
+        f"K blocks: {in_k[1] - in_k[0]}" + (" (a part of it)" if k_step < block_size else ""),
+        f"a_s[{rows[0]}:{rows[1]}, {in_k[0]}:{in_k[1]}]: {counts[0]} scales",
+        f"b_s[{in_n[0]}:{in_n[1]}, {in_k[0]}:{in_k[1]}]: {counts[1]} scale{'s' if counts[1] > 1 else ''}",
+    ]
+    fig.text(0.69, 0.95, "\n".join(lines), va="top", family="monospace", linespacing=1.5)
+    return fig
+
+
+@style()
+def tile_order(tiles_m, tiles_n, group_m, programs):
+    """Which output tiles of a GEMM the first programs compute, in groups of group_m tile rows, and what they read."""
+    order = torch.full((tiles_m, tiles_n), math.nan)
+    for tile in range(min(programs, tiles_m * tiles_n)):
+        group, within = divmod(tile, group_m * tiles_n)
+        column, row = divmod(within, min(tiles_m - group * group_m, group_m))
+        order[group * group_m + row, column] = tile
+    used = ~order.isnan()
+    strips = int(used.any(1).sum()), int(used.any(0).sum())
+    fig = _figure(7, 3.8)
+    ax = fig.subplots()
+    image = ax.imshow(order.numpy(), "cividis", aspect="auto", interpolation="nearest")
+    ax.set(xlabel="tile column (each reads a strip of b)", ylabel="tile row (each reads a strip of a)")
+    ax.set_title(
+        f"GROUP_M = {group_m}: the first {programs} of {tiles_m * tiles_n} tiles read "
+        f"{strips[0]} + {strips[1]} = {sum(strips)} strips"
+    )
+    ax.spines[["top", "right"]].set_visible(True)
+    fig.colorbar(image, ax=ax, label="program")
+    return fig
+
+
+@style()
+def gemm_speed(record, op, shape):
+    """Measured GEMMs of one shape (M, N, K), a bar for each contender: TOPS, or microseconds where memory decides.
+
+    record: a report of qk.bench or qk.data.recorded(), or None. The figure says so if nothing is recorded.
+    """
+    what = f"{op} {' x '.join(map(str, shape))}"
+    rows = {
+        row["contender"]: row for row in (record or {"results": []})["results"]
+        if row["op"] == op and tuple(row["shape"]) == tuple(shape)
+    }  # fmt: skip
+    if not any("us" in row for row in rows.values()):
+        return _not_measured(what)
+    copy = rows.pop("copy", None)
+    key, label = ("us", "time (µs; shorter is better)") if copy else ("tops", "speed (TOPS; longer is better)")
+    known = {"bf16": "bf16, cuBLAS", "_int_mm": "torch._int_mm, no scales", "cublas fp8": "FP8 in blocks, cuBLAS"}
+    bf16 = rows.get("bf16", {}).get("us")
+    fig = _figure(9, 1.3 + 0.32 * len(rows))
+    ax = fig.subplots()
+    for y, (name, row) in enumerate(rows.items()):
+        ax.barh(y, row.get(key, 0), 0.7, color=BLUE if name.startswith("qk") else GREY if name in known else ORANGE)
+        text = f"{row[key]:.4g}" if "us" in row else "not available"
+        if bf16 and "us" in row and name != "bf16":
+            text += f" ({bf16 / row['us']:.2f}x bf16)"
+        ax.annotate(
+            text, (row.get(key, 0), y), (5, 0), textcoords="offset points", va="center", fontsize=9, bbox=_PLAIN
+        )
+    if copy:
+        ax.axvline(copy["us"], color=_INK, linewidth=1, linestyle="--", label="a copy that moves as many bytes")
+        fig.legend(loc="outside lower center")
+    ax.set_yticks(range(len(rows)), [known.get(name, name) for name in rows])
+    ax.set(title=f"{what}, {record['gpu']}, {record['date']}", xlabel=label, ylabel="kernel")
+    ax.set_xlim(0, 1.25 * max(row.get(key, 0) for row in rows.values()))
+    ax.invert_yaxis()
+    return fig
+
+
+def gemm_bytes(M, N, K, kind="int8"):
+    """Bytes that a GEMM with bf16 output must move: operands "int8", with the scales of 128-blocks, or "bf16"."""
+    if kind == "bf16":
+        return 2 * ((M + N) * K + M * N)
+    blocks = math.ceil(K / 128)
+    return (M + N) * K + 4 * (M + math.ceil(N / 128)) * blocks + 2 * M * N
+
+
+@style()
+def roofline(record, shape):
+    """A GEMM's operations for each byte, in bf16 and int8, against what memory and the fastest measured GEMMs allow.
+
+    record: as for gemm_speed; None: no roof, and the slope is that of 1 TB/s.
+    """
+    results = [row for row in (record or {"results": []})["results"] if "us" in row]
+    copies = [row["gb_per_s"] for row in results if row["contender"] == "copy"]
+    bandwidth = max(copies, default=1000) / 1000
+    fig = _figure(8, 4.2)
+    ax = fig.subplots()
+    ends, tops = (0.5, 20000), []
+    for kind, contender, color in (("bf16", "bf16", GREY), ("int8", "qk", BLUE)):
+        gemms = [row for row in results if row["op"] == "int8_gemm" and row["contender"] == contender]
+        roof = max((row["tops"] for row in gemms), default=math.inf)
+        ridge = min(roof / bandwidth, ends[1])
+        ax.plot([ends[0], ridge], [ends[0] * bandwidth, ridge * bandwidth], color=_INK, zorder=0)
+        ax.plot([ridge, ends[1]], [ridge * bandwidth] * 2, color=color, zorder=0)
+        intensities = [2 * math.prod(row["shape"]) / gemm_bytes(*row["shape"], kind) for row in gemms]
+        ax.plot(intensities, [row["tops"] for row in gemms], "o", color=color, markersize=5)
+        x = 2 * math.prod(shape) / gemm_bytes(*shape, kind)
+        ax.axvline(x, color=color, linestyle="--", linewidth=1, label=f"this GEMM in {kind}: {x:.1f} operations a byte")
+        tops += [row["tops"] for row in gemms]
+    ax.set(xscale="log", yscale="log", xlim=ends, ylim=(0.5, 2 * max(tops, default=ends[1])))
+    ax.set_xlabel("operations for each byte moved")
+    title = " x ".join(map(str, shape))
+    if copies:
+        what = "dots and roofs" if tops else "slope"
+        ax.set(title=f"{title}; {what}: measured, {record['gpu']}, {record['date']}", ylabel="TOPS")
+    else:
+        ax.set(title=f"{title}; no measurement recorded: memory of 1 TB/s", ylabel="TOPS that 1 TB/s can feed")
+    ax.grid(True)
+    fig.legend(loc="outside lower center", ncols=2)
     return fig
 
 

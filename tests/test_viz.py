@@ -30,6 +30,27 @@ RECORD = {
         for name, time in TIMES.items()
     ],
 }
+GEMM_TIMES = {
+    "qk": {"us": 10.0, "tops": 1000.0, "gb_per_s": 900.0},
+    "bf16": {"us": 15.0, "tops": 600.0, "gb_per_s": 600.0},
+    "+ 8 warps": {"us": 30.0, "tops": 300.0, "gb_per_s": 300.0},
+    "cublas fp8": {"unavailable": "refused"},
+}
+COPY = {"us": 5.0, "gb_per_s": 4000.0}
+GEMM_RECORD = RECORD | {
+    "results": [
+        {"op": "int8_gemm", "shape": shape, "contender": name} | time
+        for shape, times in (([8192] * 3, GEMM_TIMES), ([1, 8192, 8192], GEMM_TIMES | {"copy": COPY}))
+        for name, time in times.items()
+    ]
+}
+SCALES = torch.rand(256, 12), torch.rand(3, 12)
+
+
+def tile(**options):
+    return viz.gemm_tile(*SCALES, (256, 384, 1536), **options)
+
+
 PLOTS = {
     "bytes": lambda: viz.bit_layout(CODES),
     "word": lambda: viz.bit_layout(torch.tensor(CODES), packing="int32"),
@@ -41,8 +62,21 @@ PLOTS = {
     "access": lambda: viz.access({"even": [0, None, 1, None], "all": [0, 0, 1, 1]}),
     "error map": lambda: viz.error_map({"rows": torch.rand(300, 500), "groups": torch.rand(300, 500)}),
     "small error map": lambda: viz.error_map({"none": torch.zeros(3, 5)}),
+    "scales": lambda: viz.scale_map(torch.randn(300, 500), (128, 128), "weights"),
+    "scale of zeros": lambda: viz.scale_map(torch.zeros(3, 5), (3, 5)),
+    "rounding": lambda: viz.rounding(50 * ROW, {"round": torch.round, "truncate": torch.trunc}),
+    "scale cost": lambda: viz.scale_cost({"rows": [("1 x 16", 25, 0.01), ("1 x 32", 12.5, 0.02)]}),
+    "block grid": lambda: viz.block_grid((320, 600), (128, 128), (319, 599)),
     "memory": lambda: viz.memory_bars({"float16": {"weights": 4 << 20}, "int4": {"codes": 1 << 20, "absmax": 100}}),
     "benchmark": lambda: viz.benchmark(RECORD, "quantize_int4", group_size=None),
+    "one rescale": lambda: viz.rescale_scatter(torch.arange(10), torch.rand(10), 0.1),
+    "tile": lambda: tile(step=11, at=(128, 128)),
+    "tile of zero scales": lambda: viz.gemm_tile(torch.zeros(16, 1), torch.zeros(1, 1), (16, 16, 16), tile=(16, 16)),
+    "tile order": lambda: viz.tile_order(32, 32, 8, 132),
+    "gemm": lambda: viz.gemm_speed(GEMM_RECORD, "int8_gemm", (8192, 8192, 8192)),
+    "gemm of one token": lambda: viz.gemm_speed(GEMM_RECORD, "int8_gemm", (1, 8192, 8192)),
+    "roofline": lambda: viz.roofline(GEMM_RECORD, (16, 8192, 8192)),
+    "roofline without measurements": lambda: viz.roofline(None, (16, 8192, 8192)),
 }
 
 
@@ -98,6 +132,31 @@ def test_histogram_counts_codes():
     assert "8 of 8 weights get code 0" in texts(viz.grid_histogram(torch.zeros(8)))
 
 
+def test_scale_map_counts_scales_and_zeros():
+    x = torch.tensor([[127, 1, 0.6, 0.4, 254.0], [0, 0, 0, 0, 0.0]])
+    assert "absmax of 1 x 2: 6 scales; 50.0% get code 0" in texts(viz.scale_map(x, (1, 2)))
+    assert "absmax of 2 x 5: 1 scale; 80.0% get code 0" in texts(viz.scale_map(x, (2, 5)))
+    assert any(
+        text.startswith("values: magnitudes, largest of 3 x 1")
+        for text in texts(viz.scale_map(torch.ones(300, 5), (1, 5)))
+    )
+
+
+def test_rounding_shows_mean_squares():
+    fig = viz.rounding(torch.tensor([0.75, -1.75, 2.0, 0.0]), {"round": torch.round, "truncate": torch.trunc})
+    assert {"round: mean square 0.031", "truncate: mean square 0.281"} <= set(texts(fig))
+    bars = [(bar.get_x(), bar.get_height()) for bar in fig.axes[1].patches if bar.get_height()]
+    # round: two values stay, two move a quarter step away from zero; truncate: those move 3/4 of a step towards it
+    assert [height for _, height in bars] == pytest.approx([50, 50, 50, 50])
+    assert [left < 0 for left, _ in bars] == [False, False, True, False]
+
+
+def test_block_grid_names_the_scale_of_an_element():
+    found = texts(viz.block_grid((300, 200), (128, 128), (299, 199)))
+    assert {"s[0, 0]", "s[2, 1]"} <= set(found) and "s[3, 0]" not in found and "s[0, 2]" not in found
+    assert "300 x 200 in blocks of 128 x 128: 3 x 2 scales; element (299, 199) takes s[2, 1]" in found
+
+
 def test_benchmark_names_gpu_and_date_and_takes_only_what_was_asked():
     fig = viz.benchmark(RECORD, "quantize_int4", group_size=None)
     ax = fig.axes[0]
@@ -109,6 +168,80 @@ def test_benchmark_names_gpu_and_date_and_takes_only_what_was_asked():
 @pytest.mark.parametrize("record", [None, RECORD])
 def test_benchmark_without_measurements_says_so(record):
     assert any("No measurement of int8_gemm" in text for text in texts(viz.benchmark(record, "int8_gemm")))
+
+
+def test_tile_names_what_meets():
+    def lines(**options):
+        return next(text for text in texts(tile(**options)) if text.startswith("step")).splitlines()
+
+    assert lines(step=3, at=(128, 128)) == [
+        "step 4 of 12",
+        "",
+        "a[128:256, 384:512]",
+        "b[128:256, 384:512]",
+        "",
+        "K blocks: 1",
+        "a_s[128:256, 3:4]: 128 scales",
+        "b_s[1:2, 3:4]: 1 scale",
+    ]
+    assert lines(step=3, block_size=64, tile=(128, 256))[-3:] == [
+        "K blocks: 2",
+        "a_s[0:128, 6:8]: 256 scales",
+        "b_s[0:4, 6:8]: 8 scales",
+    ]
+    assert lines(step=3, block_size=256, tile=(128, 64), at=(0, 320))[-3:] == [
+        "K blocks: 1 (a part of it)",
+        "a_s[0:128, 1:2]: 128 scales",
+        "b_s[1:2, 1:2]: 1 scale",
+    ]
+    assert "b[320:384, 0:128]" in lines(tile=(128, 128), at=(0, 320))
+
+
+@pytest.mark.parametrize(("group_m", "strips"), [(1, "5 + 32 = 37"), (8, "8 + 17 = 25"), (32, "32 + 5 = 37")])
+def test_tile_order_counts_strips(group_m, strips):
+    title = viz.tile_order(32, 32, group_m, 132).axes[0].get_title(loc="left")
+    assert title == f"GROUP_M = {group_m}: the first 132 of 1024 tiles read {strips} strips"
+
+
+def test_tile_order_is_that_of_the_kernel():
+    order = viz.tile_order(5, 3, 2, 15).axes[0].images[0].get_array()
+    # as `_int8_gemm_kernel` has it
+    for tile in range(15):
+        group = tile // 6
+        rows = min(5 - group * 2, 2)
+        assert order[group * 2 + tile % 6 % rows, tile % 6 // rows] == tile
+
+
+def test_gemm_speed_shows_tops_or_where_memory_decides_times():
+    ax = viz.gemm_speed(GEMM_RECORD, "int8_gemm", (8192, 8192, 8192)).axes[0]
+    assert [bar.get_width() for bar in ax.patches] == [1000, 600, 300, 0] and "TOPS" in ax.get_xlabel()
+    assert {"1000 (1.50x bf16)", "600", "300 (0.50x bf16)", "not available"} <= {text.get_text() for text in ax.texts}
+    assert ax.get_title(loc="left") == "int8_gemm 8192 x 8192 x 8192, NVIDIA H200, 2026-02-01"
+    ax = viz.gemm_speed(GEMM_RECORD, "int8_gemm", (1, 8192, 8192)).axes[0]
+    assert [bar.get_width() for bar in ax.patches] == [10, 15, 30, 0] and "µs" in ax.get_xlabel()
+    assert list(ax.lines[0].get_xdata()) == [5, 5]
+
+
+@pytest.mark.parametrize("record", [None, RECORD, GEMM_RECORD])
+def test_gemm_speed_without_measurements_says_so(record):
+    fig = viz.gemm_speed(record, "ladder", (8192, 8192, 8192))
+    assert any("No measurement of ladder 8192 x 8192 x 8192" in text for text in texts(fig))
+
+
+def test_gemm_bytes():
+    assert viz.gemm_bytes(16, 256, 384) == (16 + 256) * 384 + 4 * (16 * 3 + 2 * 3) + 2 * 16 * 256
+    assert viz.gemm_bytes(1, 3, 130) == 4 * 130 + 4 * (2 + 2) + 2 * 3
+    assert viz.gemm_bytes(16, 256, 384, "bf16") == 2 * (16 * 384 + 256 * 384 + 16 * 256)
+
+
+def test_roofline_is_drawn_from_the_record_or_says_that_there_is_none():
+    fig = viz.roofline(GEMM_RECORD, (1, 8192, 8192))
+    assert fig.axes[0].get_title(loc="left").endswith("measured, NVIDIA H200, 2026-02-01")
+    assert {600, 1000} <= {y for line in fig.axes[0].lines for y in line.get_ydata()}
+    assert "this GEMM in bf16: 1.0 operations a byte" in texts(fig)
+    copies = GEMM_RECORD | {"results": [{"op": "x", "shape": [8, 8], "contender": "copy"} | COPY]}
+    assert "slope: measured" in viz.roofline(copies, (1, 8192, 8192)).axes[0].get_title(loc="left")
+    assert "no measurement recorded" in viz.roofline(None, (1, 8192, 8192)).axes[0].get_title(loc="left")
 
 
 def test_figure_follows_slider(monkeypatch, capsys):
