@@ -51,6 +51,16 @@ if isinstance(triton.language.cdiv, triton.JITFunction) == _INTERPRET:
         f"start Python with TRITON_INTERPRET={int(_INTERPRET)}."
     )
 
+from qk.gemm import (  # noqa: E402
+    int8_addmm,
+    int8_addmm_quant,
+    int8_addmm_quant_ref,
+    int8_addmm_ref,
+    int8_gemm,
+    int8_gemm_quant,
+    int8_gemm_quant_ref,
+    int8_gemm_ref,
+)
 from qk.int4 import (  # noqa: E402
     dequantize_int4,
     dequantize_int4_ref,
@@ -61,18 +71,48 @@ from qk.int4 import (  # noqa: E402
     unpack_int4,
     unpack_int4_ref,
 )
+from qk.int8 import (  # noqa: E402
+    act_dequant,
+    act_dequant_ref,
+    act_quant,
+    act_quant_ref,
+    quantize_per_token,
+    quantize_per_token_ref,
+    weight_dequant,
+    weight_dequant_ref,
+    weight_quant,
+    weight_quant_ref,
+)
 
 __all__ = [
+    "act_dequant",
+    "act_dequant_ref",
+    "act_quant",
+    "act_quant_ref",
     "backend",
     "dequantize_int4",
     "dequantize_int4_ref",
     "device",
+    "int8_addmm",
+    "int8_addmm_quant",
+    "int8_addmm_quant_ref",
+    "int8_addmm_ref",
+    "int8_gemm",
+    "int8_gemm_quant",
+    "int8_gemm_quant_ref",
+    "int8_gemm_ref",
     "pack_int4",
     "pack_int4_ref",
     "quantize_int4",
     "quantize_int4_ref",
+    "quantize_per_token",
+    "quantize_per_token_ref",
     "unpack_int4",
     "unpack_int4_ref",
+    "weight_dequant",
+    "weight_dequant_ref",
+    "weight_quant",
+    "weight_quant_ref",
 ]
 
 

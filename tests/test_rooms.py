@@ -106,7 +106,8 @@ def test_what_stands_in_several_rooms_is_the_same():
     texts = collections.defaultdict(lambda: collections.defaultdict(list))
     for room in ROOMS:
         for name, text in top_level(PACKAGE / f"{room}.py"):
-            if name.startswith("_"):  # gemm's rooms may offer functions of one name
+            # gemm's rooms may offer functions of one name, and gemm_sm90 is written in another language, Gluon
+            if name.startswith("_") and room != "gemm_sm90":
                 texts[name][text].append(room)
     different = {name: list(by_text.values()) for name, by_text in texts.items() if len(by_text) > 1}
     assert not different, f"functions of one name and several texts: {different}"

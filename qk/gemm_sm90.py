@@ -1,0 +1,662 @@
+"""The INT8 GEMM of Hopper (sm_90) in Gluon: one warpgroup multiplies while the other rescales. `qk/gemm.py` calls it.
+
+    out[m, n] = sum over blocks of 128 along K of  (a[m, block] . b[n, block]) * a_s[m, block] * b_s[n // 128, block]
+
+or, with one scale per token and per channel, out[m, n] = (a[m, :] . b[n, :]) * a_s[m] * b_s[n].
+
+One CTA an SM takes tile after tile of 128 x 256 outputs (128 x 128 where there are few). A producer warp fills a ring
+of K blocks in shared memory by TMA; two consumer warpgroups own 64 rows of the tile each, in halves of 128 columns.
+A product takes the tensor cores 256 clocks and its rescale the other units about as many, so the two take turns:
+
+    consumer 0   multiply | rescale  | multiply | rescale  |
+    consumer 1            | multiply | rescale  | multiply | rescale      the turn is a pair of barriers
+
+Registers of a consumer's thread: 128 float32 sums, 64 int32 for the product in flight, 48 for all else.
+
+exact=True converts each product to float32 and adds it with one fma: two instructions an element and K block.
+exact=False reads the bits as a float instead. The int32 registers start a pair of K blocks at the bits of the float
+MAGIC = 1.5 * 2**23, so that after the first product n1 they read as MAGIC + n1 and after the second as MAGIC + n1 + n2,
+both exact as |n1 + n2| <= 2**22. With t1 = s1 - s2 and t2 = s2,
+
+    n1 * s1 + n2 * s2  =  (MAGIC + n1) * t1  +  (MAGIC + n1 + n2) * t2  -  MAGIC * s1
+
+is one fma an element and block. MAGIC * s1 is summed for each row and taken off every _SPAN blocks; until then the sums
+carry it and round relative to it. Simulated for _SPAN = 16, that adds a relative Frobenius error of 3e-5 on uniform
+codes, 1.3e-4 on normal data, 1.2e-3 where outlier channels are 50 times as large (int8 itself then is off by 4e-2).
+
+With one scale a row there is nothing to rescale in the loop: the int32 sums stay in the tensor cores' registers.
+
+The sums of a tile get bias and activation where they are, are rounded to out's dtype or quantized to int8 with a scale
+for each 1 x OUT_BLOCK (four threads hold a row), and leave by TMA through shared memory, 128 bytes of a row at a time.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    _jit = gluon.jit
+    # Triton 3.6 has other names than later ones
+    _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+    _tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+    # Gluon of 3.5 has another warp_specialize; the interpreter has none
+    AVAILABLE = not triton.__version__.startswith("3.5.") and isinstance(tl.cdiv, triton.JITFunction)
+
+    class _Descriptor(TensorDescriptor):
+        def __post_init__(self):
+            """Without the checks of TensorDescriptor, which `supports` makes once: they'd take half of the launch."""
+
+except (ImportError, AttributeError):
+    AVAILABLE = False
+
+    def _jit(function=None, **_):
+        return function or _jit
+
+
+# (tile columns, pairs of K blocks in the ring, tile rows in a group of neighbours) by name
+_CONFIGS = {"wide": (256, 2, 8), "narrow": (128, 3, 8)}
+
+_DTYPES = {torch.int8: "int8", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+
+_BLOCK_M = tl.constexpr(128)
+_BLOCK_K = tl.constexpr(128)  # also the block of the scales
+_WG_M = tl.constexpr(64)  # rows of a consumer
+_HALF = tl.constexpr(128)  # columns of a product
+_SPAN = tl.constexpr(16)  # fast mode: K blocks between two corrections
+_MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23
+_MAGIC_BITS = tl.constexpr(0x4B400000)
+
+
+@_jit
+def _tile_of(t, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """Tile number -> tile row and column: column by column through groups of GROUP_M tile rows, which share L2."""
+    group = t // (GROUP_M * tiles_n)
+    rows = gl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+    t -= group * GROUP_M * tiles_n
+    return group * GROUP_M + t % rows, t // rows
+
+
+@_jit
+def _next_stage(stage, phase, STAGES: tl.constexpr):
+    stage += 1
+    wrap = stage == STAGES
+    return gl.where(wrap, 0, stage), phase ^ wrap.to(gl.int32)
+
+
+@_jit
+def _stage_before(stage, STAGES: tl.constexpr):
+    # Computed anew: Gluon doesn't see that a loop changes `last` where `last = stage` stands both before and in it.
+    return gl.where(stage == 0, STAGES, stage) - 1
+
+
+@_jit
+def _producer(
+    a_desc, b_desc, a_scale_desc, b_scale_ptr, a_bufs, b_bufs, scale_bufs, b_scale_bufs, full, empty, M, N, KB,
+    PER_TOKEN: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """Keeps the ring full. A stage is a pair of K blocks; beyond the matrix, TMA fills in zeros."""
+    BLOCK_N: tl.constexpr = HALVES * _HALF
+    BYTES: tl.constexpr = (_BLOCK_M + BLOCK_N) * _BLOCK_K + (0 if PER_TOKEN else 4 * _BLOCK_M)
+    tiles_m = gl.cdiv(M, _BLOCK_M)
+    tiles_n = gl.cdiv(N, BLOCK_N)
+    last_row = gl.cdiv(N, 128) - 1
+    one: tl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    stage = 0
+    phase = 1  # a fresh barrier counts as completed in phase 1: the ring starts empty
+    for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        tile_m, tile_n = _tile_of(t, tiles_m, tiles_n, GROUP_M)
+        left_row = gl.minimum(tile_n * HALVES, last_row) * KB
+        right_row = gl.minimum(tile_n * HALVES + 1, last_row) * KB
+        for k in range(0, KB, 2):
+            for u in gl.static_range(2):
+                ready = full[u].index(stage)
+                if not PER_TOKEN:
+                    # one past an odd end meets an activation scale of zero
+                    b_scale_k = b_scale_ptr + gl.minimum(k + u, KB - 1)
+                    left = gl.load(b_scale_k + left_row)
+                    if HALVES == 2:
+                        right = gl.load(b_scale_k + right_row)
+                mbarrier.wait(empty[u].index(stage), phase)
+                mbarrier.expect(ready, BYTES)
+                block = 2 * stage + u
+                _tma_load(b_desc, [tile_n * BLOCK_N, (k + u) * _BLOCK_K], ready, b_bufs.index(block))
+                for wg in gl.static_range(2):
+                    row = tile_m * _BLOCK_M + wg * _WG_M
+                    if not PER_TOKEN:
+                        _tma_load(a_scale_desc, [k + u, row], ready, scale_bufs.index(2 * block + wg))
+                    _tma_load(a_desc, [row, (k + u) * _BLOCK_K], ready, a_bufs.index(2 * block + wg))
+                if not PER_TOKEN:
+                    b_scale_bufs.index(HALVES * block).store(gl.full([1], left, gl.float32, one))
+                    if HALVES == 2:
+                        b_scale_bufs.index(HALVES * block + 1).store(gl.full([1], right, gl.float32, one))
+                    mbarrier.arrive(ready, count=1)
+            stage, phase = _next_stage(stage, phase, STAGES)
+
+
+@_jit
+def _multiply(a_buf, b_buf, product, use_acc):
+    return warpgroup_mma(a_buf, b_buf.permute([1, 0]), product, use_acc=use_acc, is_async=True)
+
+
+@_jit
+def _begin(product, last_sums, never, EXACT: tl.constexpr):
+    """What the int32 registers hold before a pair of K blocks."""
+    if EXACT:
+        bits = product
+    else:
+        # `never` is a false that the compiler can't see: the registers then depend on the last sums, which keeps ptxas
+        # from giving the next product 64 registers of its own while the last one is still being rescaled.
+        magic = gl.full(product.shape, _MAGIC_BITS, gl.int32, product.type.layout)
+        bits = gl.where(never, last_sums.to(gl.int32, bitcast=True), magic)
+    return bits
+
+
+@_jit
+def _rescale(sums, product, scale, EXACT: tl.constexpr):
+    """sums + product * scale, a row's scale for each row."""
+    # Volatile assembly stays between the wait for the product and the next product into the same registers. LLVM would
+    # move a conversion below that, and copy all of the product first.
+    scale, _ = gl.broadcast(scale.expand_dims(1), sums)
+    if EXACT:
+        sums = gl.inline_asm_elementwise(
+            "{ .reg .f32 t; cvt.rn.f32.s32 t, $1; fma.rn.f32 $0, t, $2, $3; }", "=f,r,f,f", [product, scale, sums],
+            dtype=gl.float32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        sums = gl.inline_asm_elementwise(
+            "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [product.to(gl.float32, bitcast=True), scale, sums],
+            dtype=gl.float32, is_pure=False, pack=1,
+        )  # fmt: skip
+    return sums
+
+
+@_jit
+def _scales(
+    scale_bufs, b_scale_bufs, stage, offset,
+    WG: tl.constexpr, half: tl.constexpr, HALVES: tl.constexpr, layout: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """-> what the two products of a pair are multiplied by, and the fast mode's offset, both for each row."""
+    s1 = scale_bufs.index(4 * stage + WG).reshape([_WG_M]).load(layout)
+    s2 = scale_bufs.index(4 * stage + 2 + WG).reshape([_WG_M]).load(layout)
+    s1 *= b_scale_bufs.index(HALVES * 2 * stage + half).load(layout)
+    s2 *= b_scale_bufs.index(HALVES * (2 * stage + 1) + half).load(layout)
+    if not EXACT:
+        offset += s1
+        s1 -= s2
+    return s1, s2, offset
+
+
+@_jit
+def _sum_scaled_blocks(
+    stage, phase, a_bufs, b_bufs, scale_bufs, b_scale_bufs, full, empty, turn, KB, never,
+    WG: tl.constexpr, EXACT: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr, layout: tl.constexpr,
+):  # fmt: skip
+    """-> float32 sums [64, 128] of the two halves (of one: the second stays 0), stage, phase."""
+    row_layout: tl.constexpr = gl.SliceLayout(1, layout)
+    FIRST: tl.constexpr = 1 if WG == 0 else 0  # consumer 0 finds its turn already come
+    mine = turn[WG]
+    other = turn[1 - WG]
+    use_first = never if EXACT else True  # does a pair's first product add to what the registers hold?
+    use_second = never if EXACT else True
+    product = gl.full([_WG_M, _HALF], 0, gl.int32, layout)
+    sums0 = gl.full([_WG_M, _HALF], 0.0, gl.float32, layout)
+    sums1 = gl.full([_WG_M, _HALF], 0.0, gl.float32, layout)
+    SPAN: tl.constexpr = 1 << 24 if EXACT else _SPAN
+    for first in range(0, KB, SPAN):
+        offset0 = gl.full([_WG_M], 0.0, gl.float32, row_layout)
+        offset1 = gl.full([_WG_M], 0.0, gl.float32, row_layout)
+        for _ in range(first, gl.minimum(first + SPAN, KB), 2):
+            b1 = b_bufs.index(2 * stage)
+            b2 = b_bufs.index(2 * stage + 1)
+            a1 = a_bufs.index(4 * stage + WG)
+            a2 = a_bufs.index(4 * stage + 2 + WG)
+            # left half, first block
+            product = _begin(product, sums1 if HALVES == 2 else sums0, never, EXACT)
+            mbarrier.wait(full[0].index(stage), phase)
+            mbarrier.wait(mine, FIRST)
+            product = _multiply(a1, b1.slice(0, 128, 0), product, use_first)
+            mbarrier.arrive(other, count=1)
+            mbarrier.wait(full[1].index(stage), phase)
+            s1, s2, offset0 = _scales(scale_bufs, b_scale_bufs, stage, offset0, WG, 0, HALVES, row_layout, EXACT)
+            product = warpgroup_mma_wait(0, (product,))
+            if HALVES == 1:
+                mbarrier.arrive(empty[0].index(stage), count=1)
+            sums0 = _rescale(sums0, product, s1, EXACT)
+            # left half, second block
+            mbarrier.wait(mine, 1 - FIRST)
+            product = _multiply(a2, b2.slice(0, 128, 0), product, use_second)
+            mbarrier.arrive(other, count=1)
+            product = warpgroup_mma_wait(0, (product,))
+            if HALVES == 1:
+                mbarrier.arrive(empty[1].index(stage), count=1)
+            sums0 = _rescale(sums0, product, s2, EXACT)
+            if HALVES == 2:
+                # right half, first block
+                product = _begin(product, sums0, never, EXACT)
+                mbarrier.wait(mine, FIRST)
+                product = _multiply(a1, b1.slice(128, 128, 0), product, use_first)
+                mbarrier.arrive(other, count=1)
+                s1, s2, offset1 = _scales(scale_bufs, b_scale_bufs, stage, offset1, WG, 1, HALVES, row_layout, EXACT)
+                product = warpgroup_mma_wait(0, (product,))
+                mbarrier.arrive(empty[0].index(stage), count=1)
+                sums1 = _rescale(sums1, product, s1, EXACT)
+                # right half, second block
+                mbarrier.wait(mine, 1 - FIRST)
+                product = _multiply(a2, b2.slice(128, 128, 0), product, use_second)
+                mbarrier.arrive(other, count=1)
+                product = warpgroup_mma_wait(0, (product,))
+                mbarrier.arrive(empty[1].index(stage), count=1)
+                sums1 = _rescale(sums1, product, s2, EXACT)
+            stage, phase = _next_stage(stage, phase, STAGES)
+        if not EXACT:
+            sums0 -= (offset0 * _MAGIC).expand_dims(1)
+            if HALVES == 2:
+                sums1 -= (offset1 * _MAGIC).expand_dims(1)
+    return sums0, sums1, stage, phase
+
+
+@_jit
+def _sum_all(
+    stage, phase, a_bufs, b_bufs, full, empty, KB,
+    WG: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr, layout: tl.constexpr,
+):  # fmt: skip
+    """-> int32 sums [64, 128] over the whole of K of the two halves (of one: the second stays 0), stage, phase."""
+    sums0 = gl.full([_WG_M, _HALF], 0, gl.int32, layout)
+    sums1 = gl.full([_WG_M, _HALF], 0, gl.int32, layout)
+    for k in range(0, KB, 2):
+        for u in gl.static_range(2):
+            mbarrier.wait(full[u].index(stage), phase)
+            a = a_bufs.index(4 * stage + 2 * u + WG)
+            b = b_bufs.index(2 * stage + u)
+            sums0 = _multiply(a, b.slice(0, 128, 0), sums0, True)
+            if HALVES == 2:
+                sums1 = _multiply(a, b.slice(128, 128, 0), sums1, True)
+            # all but the products just started are done: the K block before this one is free
+            if HALVES == 2:
+                sums0, sums1 = warpgroup_mma_wait(2, (sums0, sums1))
+            else:
+                sums0 = warpgroup_mma_wait(1, (sums0,))
+            if u == 0:
+                mbarrier.arrive(empty[1].index(_stage_before(stage, STAGES)), count=1, pred=k > 0)
+            else:
+                mbarrier.arrive(empty[0].index(stage), count=1)
+        stage, phase = _next_stage(stage, phase, STAGES)
+    sums0, sums1 = warpgroup_mma_wait(0, (sums0, sums1))
+    mbarrier.arrive(empty[1].index(_stage_before(stage, STAGES)), count=1)
+    return sums0, sums1, stage, phase
+
+
+@_jit
+def _gelu(x):
+    """x * (1 + erf(x / sqrt 2)) / 2, to 5e-8; the left tail to 3e-4 of itself."""
+    # As in qk/gemm.py: max(x, 0) - |x| * Q(|x|), log2 Q being a polynomial. (libdevice's erf takes more registers.)
+    t = gl.minimum(gl.abs(x), 14.0)
+    log2_q = gl.fma(t, -5.9330125e-07, 9.920431e-06)
+    log2_q = gl.fma(log2_q, t, -3.0710635e-05)
+    log2_q = gl.fma(log2_q, t, -0.0005623476)
+    log2_q = gl.fma(log2_q, t, 0.00771331)
+    log2_q = gl.fma(log2_q, t, -0.05305175)
+    log2_q = gl.fma(log2_q, t, -0.45895657)
+    log2_q = gl.fma(log2_q, t, -1.1511579)
+    log2_q = gl.fma(log2_q, t, -0.9999964)
+    return gl.where(x > 0, x, 0.0) - gl.abs(x) * gl.exp2(log2_q)
+
+
+@_jit
+def _activate(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "gelu":
+        x = _gelu(x)
+    elif ACTIVATION == "gelu_tanh":
+        x = x / (1.0 + gl.exp2(x * (-2.302208198 - 0.1029432397 * x * x)))  # -2 log2(e) sqrt(2 / pi), 0.044715 of it
+    elif ACTIVATION == "silu":
+        x = x / (1.0 + gl.exp2(-1.4426950408889634 * x))
+    return x
+
+
+@_jit
+def _halves(x):
+    """The left and the right half of a tile's columns; each thread has some of both."""
+    return x.reshape([_WG_M, 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
+
+
+@_jit
+def _add_bias_and_activate(x, bias_ptr, column, N, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr):
+    WIDTH: tl.constexpr = x.shape[1]
+    if WIDTH > 32 and (HAS_BIAS or ACTIVATION is not None):  # in parts: all at once would take too many registers
+        left, right = _halves(x)
+        left = _add_bias_and_activate(left, bias_ptr, column, N, HAS_BIAS, ACTIVATION)
+        right = _add_bias_and_activate(right, bias_ptr, column + WIDTH // 2, N, HAS_BIAS, ACTIVATION)
+        x = gl.join(left, right).permute([0, 2, 1]).reshape([_WG_M, WIDTH])
+    else:
+        if HAS_BIAS:
+            columns = column + gl.arange(0, WIDTH, gl.SliceLayout(0, x.type.layout))
+            # volatile: loaded when it is needed, not long before
+            bias = gl.load(bias_ptr + columns, mask=columns < N, other=0.0, volatile=True)
+            x += bias.to(gl.float32).expand_dims(0)
+        x = _activate(x, ACTIVATION)
+    return x
+
+
+@_jit
+def _values(
+    sums, a_scale, b_scale_ptr, bias_ptr, column, N,
+    PER_TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Sums of 64 rows and 128 columns -> float32 results."""
+    x = sums
+    if PER_TOKEN:
+        columns = column + gl.arange(0, _HALF, gl.SliceLayout(0, sums.type.layout))
+        b_scale = gl.load(b_scale_ptr + columns, mask=columns < N, other=0.0)
+        x = x.to(gl.float32) * a_scale.expand_dims(1) * b_scale.expand_dims(0)
+    return _add_bias_and_activate(x, bias_ptr, column, N, HAS_BIAS, ACTIVATION)
+
+
+@_jit
+def _magnitude_bits(x, column, N, GROUP: tl.constexpr, RAGGED: tl.constexpr):
+    """The bits of the largest magnitude of each group of columns before N: [64, 128 / GROUP]."""
+    # As integers, magnitudes keep their order, with Inf and then NaN on top: one maximum finds absmax and bad input.
+    bits = x.to(gl.int32, bitcast=True) & 0x7FFFFFFF
+    if RAGGED:
+        columns = column + gl.arange(0, _HALF, gl.SliceLayout(0, x.type.layout))
+        bits = gl.where((columns < N).expand_dims(0), bits, 0)
+    return gl.max(bits.reshape([_WG_M, _HALF // GROUP, GROUP]), 2)
+
+
+@_jit
+def _divide(QMAX: tl.constexpr, x):
+    """QMAX / x, correctly rounded, for normal x > 0 whose quotient is normal too."""
+    # The steps of div.rn, less its slow path for other operands, which would cost registers: with the mantissa in
+    # [2, 4) nothing overflows, and the power of two is put back at the end.
+    bits = x.to(gl.int32, bitcast=True)
+    mantissa = ((bits & 0x7FFFFF) | 0x40000000).to(gl.float32, bitcast=True)
+    power = (0x7F800000 - (bits & 0x7F800000)).to(gl.float32, bitcast=True)
+    r = 1.0 / mantissa
+    r = gl.fma(gl.fma(-mantissa, r, 1.0), r, r)
+    q = QMAX * r
+    return gl.fma(gl.fma(-mantissa, q, QMAX), r, q) * power
+
+
+@_jit
+def _scale(
+    bits, out_scale_ptr, stride_osm, stride_osg, row, column, M, N, OUT_BLOCK: tl.constexpr
+):  # fmt: skip
+    """What _magnitude_bits found -> 127 / absmax (1 where there is none), whether that is finite; stores the scales."""
+    layout: tl.constexpr = bits.type.layout
+    absmax = bits.to(gl.float32, bitcast=True)
+    finite = bits < 0x7F800000
+    usable = finite & (absmax >= 3.8e-37)
+    inverse = _divide(127.0, gl.where(usable, absmax, 127.0))
+    absmax = gl.where(finite, gl.where(usable, absmax, 0.0), float("nan"))
+    scale = absmax * 0.007874015718698502  # the float next to 1 / 127
+    scale = gl.fma(gl.fma(scale, -127.0, absmax), 0.007874015718698502, scale)  # absmax / 127, correctly rounded
+    rows = (row + gl.arange(0, _WG_M, gl.SliceLayout(1, layout))).expand_dims(1)
+    groups = (column // OUT_BLOCK + gl.arange(0, bits.shape[1], gl.SliceLayout(0, layout))).expand_dims(0)
+    out_scale_ptrs = out_scale_ptr + rows.to(gl.int64) * stride_osm + groups.to(gl.int64) * stride_osg
+    gl.store(out_scale_ptrs, scale, mask=(rows < M) & (groups < gl.cdiv(N, OUT_BLOCK)))
+    return inverse, finite
+
+
+@_jit
+def _codes(x, inverse, finite):
+    """float32 [64, 128] -> int8 codes, rounded to nearest even; 0 where the group isn't finite."""
+    GROUPS: tl.constexpr = inverse.shape[1]
+    # near _MAGIC a float has no fraction bits: the addition rounds, and the sum's low byte is the code
+    codes = x.reshape([_WG_M, GROUPS, _HALF // GROUPS]) * inverse.expand_dims(2) + _MAGIC
+    codes = gl.where(finite.expand_dims(2), codes.to(gl.int32, bitcast=True), 0)
+    return codes.to(gl.int8).reshape([_WG_M, _HALF])
+
+
+@_jit
+def _store(x, out_desc, out_bufs, row, column, WG: tl.constexpr, FIRST: tl.constexpr):
+    """Sends columns of a tile, from its column FIRST on, to out by TMA, which leaves out what is outside the matrix."""
+    WIDTH: tl.constexpr = x.shape[1]
+    PIECE: tl.constexpr = out_bufs.shape[2]
+    BUFS: tl.constexpr = out_bufs.shape[0] // 2  # of a consumer, in turn
+    if WIDTH > PIECE:
+        left, right = _halves(x)
+        _store(left, out_desc, out_bufs, row, column, WG, FIRST)
+        _store(right, out_desc, out_bufs, row, column, WG, FIRST + WIDTH // 2)
+    else:
+        buf = out_bufs.index(BUFS * WG + FIRST // PIECE % BUFS)
+        tma.store_wait(BUFS - 1)
+        buf.store(x)
+        fence_async_shared()
+        _tma_store(out_desc, [row, column + FIRST], buf)
+
+
+@_jit
+def _finish(
+    sums, a_scale, b_scale_ptr, bias_ptr, out_desc, out_bufs, out_scale_ptr, stride_osm, stride_osg, row, column, M, N,
+    WG: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    OUT_BLOCK: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """The sums of the tile's halves -> out and, if it is quantized, out_scale."""
+    if OUT_BLOCK == 256:
+        x0 = _values(sums[0], a_scale, b_scale_ptr, bias_ptr, column, N, PER_TOKEN, HAS_BIAS, ACTIVATION)
+        x1 = _values(sums[1], a_scale, b_scale_ptr, bias_ptr, column + _HALF, N, PER_TOKEN, HAS_BIAS, ACTIVATION)
+        bits = _magnitude_bits(x0, column, N, 128, RAGGED)
+        bits = gl.maximum(bits, _magnitude_bits(x1, column + _HALF, N, 128, RAGGED))
+        inverse, finite = _scale(bits, out_scale_ptr, stride_osm, stride_osg, row, column, M, N, 256)
+        _store(_codes(x0, inverse, finite), out_desc, out_bufs, row, column, WG, 0)
+        _store(_codes(x1, inverse, finite), out_desc, out_bufs, row, column, WG, 128)
+    else:
+        for half in gl.static_range(len(sums)):
+            first = column + half * _HALF
+            x = _values(sums[half], a_scale, b_scale_ptr, bias_ptr, first, N, PER_TOKEN, HAS_BIAS, ACTIVATION)
+            if OUT_BLOCK is None:
+                out = x.to(out_desc.dtype)
+            else:
+                bits = _magnitude_bits(x, first, N, OUT_BLOCK, RAGGED)
+                inverse, finite = _scale(bits, out_scale_ptr, stride_osm, stride_osg, row, first, M, N, OUT_BLOCK)
+                out = _codes(x, inverse, finite)
+            _store(out, out_desc, out_bufs, row, column, WG, half * _HALF)
+
+
+@_jit
+def _consumer(
+    WG: tl.constexpr, a_bufs, b_bufs, scale_bufs, b_scale_bufs, out_bufs, full, empty, turn,
+    out_desc, out_scale_ptr, stride_osm, stride_osg, a_scale_ptr, b_scale_ptr, bias_ptr, M, N, KB,
+    EXACT: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    OUT_BLOCK: tl.constexpr, RAGGED: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    layout: tl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+    BLOCK_N: tl.constexpr = HALVES * _HALF
+    tiles_m = gl.cdiv(M, _BLOCK_M)
+    tiles_n = gl.cdiv(N, BLOCK_N)
+    N = N // 4 * 4  # it is (`supports`); now the compiler knows that masks hold for pairs of columns, and loads pairs
+    never = M < 0
+    stage = 0
+    phase = 0
+    for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        tile_m, tile_n = _tile_of(t, tiles_m, tiles_n, GROUP_M)
+        row = tile_m * _BLOCK_M + WG * _WG_M
+        column = tile_n * BLOCK_N
+        a_scale = None
+        if PER_TOKEN:
+            sums0, sums1, stage, phase = _sum_all(
+                stage, phase, a_bufs, b_bufs, full, empty, KB, WG, HALVES, STAGES, layout
+            )
+            rows = row + gl.arange(0, _WG_M, gl.SliceLayout(1, layout))
+            a_scale = gl.load(a_scale_ptr + rows, mask=rows < M, other=0.0)
+        else:
+            sums0, sums1, stage, phase = _sum_scaled_blocks(
+                stage, phase, a_bufs, b_bufs, scale_bufs, b_scale_bufs, full, empty, turn, KB, never,
+                WG, EXACT, HALVES, STAGES, layout,
+            )  # fmt: skip
+        sums = (sums0, sums1) if HALVES == 2 else (sums0,)
+        _finish(
+            sums, a_scale, b_scale_ptr, bias_ptr, out_desc, out_bufs, out_scale_ptr, stride_osm, stride_osg,
+            row, column, M, N, WG, PER_TOKEN, HAS_BIAS, ACTIVATION, OUT_BLOCK, RAGGED,
+        )  # fmt: skip
+    tma.store_wait(0)
+
+
+@_jit
+def _barriers(STAGES: tl.constexpr, COUNT: tl.constexpr):
+    """One array for each K block of a pair: the compiler then puts fewer CTA barriers between uses of the two."""
+    first = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    second = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(first.index(i), count=COUNT)
+        mbarrier.init(second.index(i), count=COUNT)
+    return first, second
+
+
+@_jit(do_not_specialize=["M", "N", "KB", "stride_osm", "stride_osg"])
+def _int8_gemm_sm90_kernel(
+    a_desc, b_desc, out_desc, out_scale_ptr, stride_osm, stride_osg, a_scale, b_scale_ptr, bias_ptr, M, N, KB,
+    EXACT: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    OUT_BLOCK: tl.constexpr, RAGGED: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """a_scale is a descriptor of the K-major block scales [KB, M], or with PER_TOKEN a pointer to [M]."""
+    a_bufs = gl.allocate_shared_memory(gl.int8, [4 * STAGES, _WG_M, _BLOCK_K], a_desc.layout)
+    b_bufs = gl.allocate_shared_memory(gl.int8, [2 * STAGES, HALVES * _HALF, _BLOCK_K], b_desc.layout)
+    out_bufs = gl.allocate_shared_memory(out_desc.dtype, [2 * HALVES, _WG_M, out_desc.block_shape[1]], out_desc.layout)
+    scale_bufs = out_bufs
+    if not PER_TOKEN:
+        scale_bufs = gl.allocate_shared_memory(gl.float32, [4 * STAGES, 1, _WG_M], a_scale.layout)
+    b_scale_bufs = scale_bufs
+    if not PER_TOKEN:
+        b_scale_bufs = gl.allocate_shared_memory(
+            gl.float32, [2 * STAGES * HALVES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        )
+    full = _barriers(STAGES, 1 if PER_TOKEN else 2)
+    empty = _barriers(STAGES, 2)
+    turn0 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    turn1 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(turn0, count=1)
+    mbarrier.init(turn1, count=1)
+    turn = (turn0, turn1)
+    gl.warp_specialize(
+        [
+            (_consumer, (
+                0, a_bufs, b_bufs, scale_bufs, b_scale_bufs, out_bufs, full, empty, turn,
+                out_desc, out_scale_ptr, stride_osm, stride_osg, a_scale, b_scale_ptr, bias_ptr, M, N, KB,
+                EXACT, PER_TOKEN, HAS_BIAS, ACTIVATION, OUT_BLOCK, RAGGED, HALVES, STAGES, GROUP_M,
+            )),
+            (_consumer, (
+                1, a_bufs, b_bufs, scale_bufs, b_scale_bufs, out_bufs, full, empty, turn,
+                out_desc, out_scale_ptr, stride_osm, stride_osg, a_scale, b_scale_ptr, bias_ptr, M, N, KB,
+                EXACT, PER_TOKEN, HAS_BIAS, ACTIVATION, OUT_BLOCK, RAGGED, HALVES, STAGES, GROUP_M,
+            )),
+            (_producer, (
+                a_desc, b_desc, a_scale, b_scale_ptr, a_bufs, b_bufs, scale_bufs, b_scale_bufs, full, empty, M, N, KB,
+                PER_TOKEN, HALVES, STAGES, GROUP_M,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+@functools.cache
+def _shared_layout(rows, columns, dtype):
+    if dtype == torch.float32 and rows == 1:
+        return gl.NVMMASharedLayout(0, 32, 2)
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], getattr(gl, _DTYPES[dtype]))
+
+
+def _descriptor(x, rows, columns, row_stride, block):
+    # strides are spelled out: torch reports arbitrary ones for dimensions of size 1
+    return _Descriptor(x, [rows, columns], [row_stride, 1], list(block), _shared_layout(*block, x.dtype))
+
+
+@functools.cache
+def _device(device):
+    """-> number of SMs, whether it is Hopper"""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, (properties.major, properties.minor) == (9, 0)
+
+
+def _choose(M, N, sms, out_block_size):
+    """The narrow tile where the wide one leaves SMs without work for longer."""
+    tiles_m = triton.cdiv(M, 128)
+    wide = 2 * triton.cdiv(tiles_m * triton.cdiv(N, 256), sms)
+    narrow = triton.cdiv(tiles_m * triton.cdiv(N, 128), sms)
+    return "narrow" if narrow < wide and out_block_size != 256 else "wide"
+
+
+def supports(a, b, block_size, out_dtype, out_block_size=None):
+    """Whether `int8_gemm_sm90` can multiply a [M, K] and b [N, K], int8, into out [M, N] of a dtype.
+
+    That is on Hopper, with K >= 1; rows of a, b and out without gaps, of multiples of 16 bytes, a and b at addresses
+    that are; block_size 128 or None, out_block_size 32, 64, 128, 256 or (out not quantized) None.
+    """
+    return (
+        AVAILABLE
+        and block_size in (None, 128)
+        and out_block_size in (None, 32, 64, 128, 256)
+        and a.is_cuda
+        and min(*a.shape, b.shape[0]) > 0
+        and a.shape[1] % 16 == 0
+        and b.shape[0] * out_dtype.itemsize % 16 == 0
+        and (a.data_ptr() | b.data_ptr()) % 16 == 0
+        and a.is_contiguous()
+        and b.is_contiguous()
+        and _device(a.device)[1]
+    )
+
+
+def _k_major(a_s):
+    """Scales [M, KB] -> the same as rows of M that start at 16 bytes, as TMA wants them (a copy if needed), stride."""
+    M, KB = a_s.shape
+    if (a_s.stride(0) == 1 or M == 1) and (KB == 1 or a_s.stride(1) % 4 == 0 and a_s.stride(1) >= M):
+        if a_s.data_ptr() % 16 == 0:
+            return a_s, a_s.stride(1) if KB > 1 else triton.cdiv(M, 4) * 4
+    stride = triton.cdiv(M, 4) * 4
+    rows = a_s.new_empty((KB, stride))
+    rows[:, :M].copy_(a_s.t())
+    return rows, stride
+
+
+def int8_gemm_sm90(
+    a, a_s, b, b_s, out, out_scale=None, bias=None, block_size=128, out_block_size=None, exact=True, activation=None,
+    config=None,
+):  # fmt: skip
+    """out [M, N] = activation(dequant(a) @ dequant(b).T + bias), for what `supports` allows; checks nothing else.
+
+    a int8 [M, K] and b int8 [N, K], contiguous. block_size=128: a_s float32 [M, ceil(K / 128)], best K-major (strides
+    (1, M), M a multiple of 4: other scales are transposed first), b_s float32 [ceil(N / 128), ceil(K / 128)].
+    block_size=None: a_s [M, 1], b_s [N, 1], K <= 133144. bias: contiguous float [N] or None.
+    out, contiguous, 16-byte aligned, is written: float16, bfloat16 or float32; with out_block_size it is int8, codes of
+    1 x out_block_size, and out_scale float32 [M, ceil(N / out_block_size)], any strides, is written too.
+    exact=False: the fast mode (see above). config: a key or entry of _CONFIGS; out_block_size 256 needs a wide one.
+    """
+    M, K = a.shape
+    N = b.shape[0]
+    sms, _ = _device(a.device)
+    config = config or _choose(M, N, sms, out_block_size)
+    block_n, stages, group_m = _CONFIGS[config] if isinstance(config, str) else config
+    KB = triton.cdiv(K, 128)
+    per_token = block_size is None
+    if per_token:
+        a_scale = a_s.contiguous()
+    else:
+        rows, stride = _k_major(a_s)
+        a_scale = _descriptor(rows, KB, M, stride, (1, 64))
+    grid = (min(sms, triton.cdiv(M, 128) * triton.cdiv(N, block_n)),)
+    with torch.cuda.device_of(a):
+        return _int8_gemm_sm90_kernel[grid](
+            _descriptor(a, M, K, K, (64, 128)),
+            _descriptor(b, N, K, K, (block_n, 128)),
+            _descriptor(out, M, N, N, (64, 128 // out.itemsize)),
+            out_scale, *((0, 0) if out_scale is None else out_scale.stride()),
+            a_scale, b_s.contiguous(), bias, M, N, KB,
+            EXACT=exact, PER_TOKEN=per_token, HAS_BIAS=bias is not None, ACTIVATION=activation,
+            OUT_BLOCK=out_block_size, RAGGED=out_block_size is not None and N % out_block_size > 0,
+            HALVES=block_n // 128, STAGES=stages, GROUP_M=group_m,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip

@@ -1,0 +1,139 @@
+"""Every kernel, compiled for GPUs that need not be there; and what `python -m qk.aot` must not let pass."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import qk
+from qk import aot
+
+ARCHS = (75, 80, 89, 90)
+
+# a room with kernels of which one is wrong in each way, and what is said of it
+ROOM = """
+import os
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _copy_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs)
+    tl.store(out_ptr + offs, x - tl.sum(x))  # all of x is needed at the same time
+
+
+@triton.jit
+def _dot_kernel(
+    x_ptr, out_ptr, K, stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
+):
+    offs_m, offs_n, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+    for k in range(0, K, BLOCK_K):
+        a = tl.load(x_ptr + offs_m[:, None] * stride + k + offs_k[None, :])
+        b = tl.load(x_ptr + offs_n[:, None] * stride + k + offs_k[None, :])
+        acc = tl.dot(a, b.T, acc, out_dtype=tl.int32)
+    tl.store(out_ptr + offs_m[:, None] * BLOCK_N + offs_n[None, :], acc)
+
+
+def copy(x, block=1024):
+    _copy_kernel[(1,)](x, x, block, num_warps=1, enable_fp_fusion=False)
+
+
+def dot(x, out, stages=2):
+    options = dict(num_warps=8, num_stages=stages, enable_fp_fusion=False)
+    _dot_kernel[(1,)](x, out, x.shape[1], x.stride(0), 128, 128, 128, 1, **options)
+"""
+CASES = {
+    "copy(f32(4096))": ({"ld.global.128": 1}, None),
+    "dot(i8(128, 4096), i32(128, 128))": ({"mma": "tile"}, None),
+    "copy(f32(4096)[1:])": ({"ld.global.128": 1}, r"expected at least {'ld.global.128': 1}, has .*'ld.global.32'"),
+    "dot(i8(128, 4096), i32(128, 128), 3)": ({"wgmma": 1}, r"expected at least {'wgmma': 1}, has {'mma': "),
+    "dot(i8(128, 4096), i32(128, 128), 8)": ({}, r"needs \d+ bytes of shared memory, of 101376"),
+    "copy(f32(16384), 16384)": ({}, r"spills \d+ bytes"),
+    "copy(f32(4096), 1000)": ({}, r"arange's range must be a power of 2"),
+    "copy(f64(4096))": ({}, r"name 'f64' is not defined"),
+    "os.getpid()": ({}, r"no kernel was launched"),
+    "os.abort()": ({}, r"killed by SIGABRT"),
+}
+
+
+def _run(command, **environment):
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, env={**os.environ, **environment}, timeout=1800
+    )
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """What `python -m qk.aot` ends with, prints, and writes."""
+    file = tmp_path_factory.mktemp("aot") / "rows.json"
+    done = _run(["-m", "qk.aot", "--arch", ",".join(map(str, ARCHS)), "--json", str(file)])
+    assert file.exists(), done.stderr
+    return done, json.loads(file.read_text())
+
+
+def test_every_kernel_compiles_fits_its_gpu_and_has_its_instructions(sweep):
+    done, rows = sweep
+    assert [row for row in rows if row["problems"]] == []
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {row["arch"] for row in rows} == set(ARCHS)
+    assert f"{len(rows)} kernels for {len(ARCHS)} GPUs, 0 with problems" in done.stdout
+
+
+def test_no_kernel_is_left_out(sweep):
+    in_rooms = {
+        name
+        for room in Path(qk.__file__).parent.glob("*.py")
+        if room.name != "aot.py"
+        for name in re.findall(r"^def (\w+_kernel)\(", room.read_text(), re.M)
+    }
+    _, rows = sweep
+    without_gluon = set() if _has_gluon() else {"_int8_gemm_sm90_kernel"}
+    assert {row["kernel"] for row in rows} == in_rooms - without_gluon
+
+
+def _has_gluon():
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
+
+
+def test_kernels_that_are_wrong_are_found(tmp_path):
+    (tmp_path / "planted.py").write_text(ROOM)
+    script = f"""
+import sys
+from qk import aot
+import planted
+sys.modules["qk.planted"] = planted
+cases = {[(call, least) for call, (least, _) in CASES.items()]}
+aot.CASES = {{"planted": lambda arch: cases}}
+sys.exit(aot.main(["--arch", "89", "--json", sys.argv[1]]))
+"""
+    file = tmp_path / "rows.json"
+    done = _run(["-c", script, str(file)], PYTHONPATH=str(tmp_path), **aot.ENVIRONMENT)
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = {row["case"]: " ".join(row["problems"]) for row in json.loads(file.read_text())}
+    for call, (_, problem) in CASES.items():
+        assert re.search(problem, found[call]) if problem else found[call] == "", (call, found[call])
+
+
+def test_a_good_case_alone_ends_with_0_and_leaves_what_was_made(tmp_path):
+    case = r"^int4\.pack_int4\(i8\(8192, 2048\)\)"
+    done = _run(["-m", "qk.aot", "--arch", "89", "--only", case, "--keep", str(tmp_path)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {"ttgir", "ptx", "cubin", "sass"} <= {file.suffix[1:] for file in tmp_path.iterdir()}
+    (sass,) = tmp_path.glob("*.sass")
+    assert "LDG.E.128" in sass.read_text()
+
+
+def test_arguments_that_choose_nothing_fail():
+    assert _run(["-m", "qk.aot", "--only", "no such case"]).returncode == 1
+    assert _run(["-m", "qk.aot", "--arch", "70"]).returncode == 2
