@@ -168,8 +168,9 @@ def _gemm_sm75_cases(arch):
         for out_block in 32, 64, 128, 256:
             call = f"{_gemm_operands(M, 128)}, i8({M}, 4096), f32({M}, {4096 // out_block}), f16(4096)"
             yield f"int8_gemm_sm75({call}, activation='gelu', out_block_size={out_block})", least
-        for out in "bf16", "f32":
-            yield f"int8_gemm_sm75({_gemm_operands(M, 128)}, {out}({M}, 4096), None, {out}(4096))", least
+        yield f"int8_gemm_sm75({_gemm_operands(M, 128)}, bf16({M}, 4096), None, bf16(4096))", least
+        # with a float32 output and bias, the smaller tile at any M
+        yield f"int8_gemm_sm75({_gemm_operands(M, 128)}, f32({M}, 4096), None, f32(4096))", {"mma": 64}
 
 
 def _gemm_sm90_cases(arch):

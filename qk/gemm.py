@@ -52,7 +52,7 @@ _CONFIGS = {
         "large": (128, 64, 128, 1, 8, 8, 3, None),
     },
     "float": {
-        "decode": (16, 64, 32, 2, 1, 4, 1, None),
+        "decode": (16, 32, 32, 2, 1, 4, 1, None),
         "small": (32, 64, 16, 4, 8, 4, 1, None),
         "large": (32, 64, 16, 4, 8, 4, 1, None),
     },
@@ -203,7 +203,7 @@ def _finish(
 
 @triton.jit
 def _scales(
-    a_scale_ptrs, b_scale_ptrs, stride_ask, stride_bsk, mask_m, mask_n, k, K,
+    a_scale_ptrs, b_scale_ptrs, stride_ask, stride_bsk, offs_m, offs_n, M, N, K, k,
     EXACT_K: tl.constexpr, K_STEP: tl.constexpr, QUANT_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The scales of K_STEP columns from k on, as pairs, one for EXACT_K columns: of a's rows; of b, one or its rows."""
@@ -212,11 +212,13 @@ def _scales(
         first = k + i * EXACT_K
         block = (first // QUANT_BLOCK).to(tl.int64)
         # columns beyond K have no scales
-        a_scale = tl.load(a_scale_ptrs + block * stride_ask, mask=tl.where(K > first, mask_m, False), other=0.0)
+        mask_m = offs_m < tl.where(K > first, M, 0)
+        mask_n = offs_n < tl.where(K > first, N, 0)
+        a_scale = tl.load(a_scale_ptrs + block * stride_ask, mask=mask_m, other=0.0)
         if b_scale_ptrs.shape == ():
             b_scale = tl.load(b_scale_ptrs + block * stride_bsk, mask=K > first, other=0.0)
         else:
-            b_scale = tl.load(b_scale_ptrs + block * stride_bsk, mask=tl.where(K > first, mask_n, False), other=0.0)
+            b_scale = tl.load(b_scale_ptrs + block * stride_bsk, mask=mask_n, other=0.0)
         scales = scales + ((a_scale, b_scale),)
     return scales
 
@@ -271,14 +273,14 @@ def _int8_gemm_kernel(
         part = tl.zeros((BLOCK_M, BLOCK_N), part_dtype)
         if not PER_ROW:
             scales = _scales(
-                a_scale_ptrs, b_scale_ptrs, stride_ask, stride_bsk, mask_m, mask_n, tl.full((), 0, tl.int32), K,
+                a_scale_ptrs, b_scale_ptrs, stride_ask, stride_bsk, offs_m, offs_n, M, N, K, tl.full((), 0, tl.int32),
                 EXACT_K, K_STEP, QUANT_BLOCK,
             )  # fmt: skip
         for k0 in range(0, K, K_STEP):
             if not PER_ROW:
                 # those of the next iteration: they arrive while this one multiplies
                 next_scales = _scales(
-                    a_scale_ptrs, b_scale_ptrs, stride_ask, stride_bsk, mask_m, mask_n, k0 + K_STEP, K,
+                    a_scale_ptrs, b_scale_ptrs, stride_ask, stride_bsk, offs_m, offs_n, M, N, K, k0 + K_STEP,
                     EXACT_K, K_STEP, QUANT_BLOCK,
                 )  # fmt: skip
             for i in tl.static_range(K_STEP // BLOCK_K):
@@ -416,10 +418,15 @@ def _config(capability, M, N, K, block_size, out_block_size, float_dot):
     if _INTERPRETED.value:  # few large programs: each costs a millisecond
         block_m, block_n = (min(max(triton.next_power_of_2(size), 16), 256) for size in (M, N))
         block_k, unroll = min(max(triton.next_power_of_2(K), 16), 1024), 1
+    if out_block_size:
+        num_warps = max(num_warps, 4)
     while block_n < (out_block_size or 0):  # a group lies in one tile
         block_n *= 2
         unroll = max(unroll // 2, 1)
-        num_warps, block_m = (num_warps * 2, block_m) if num_warps < 8 else (8, max(block_m // 2, 16))
+        if num_warps < 8 and block_m < 128:
+            num_warps *= 2
+        else:
+            block_m = max(block_m // 2, 16)
     block_k = min(block_k, block_size or block_k)
     if not float_dot:
         stages = min(stages, _SHARED.get(arch, 99) * 1024 // ((block_m + block_n) * block_k * unroll))

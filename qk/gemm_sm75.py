@@ -19,9 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
-# MT, NT: 8 x 8 pieces of a warp's tile, down and across. WM, WN: warps of a program. "decode" is M <= 16. For a T4, of
-# what compiles without spills; not timed on one.
-_CONFIGS = {"decode": (2, 4, 1, 4), "large": (4, 8, 2, 2)}
+# MT, NT: 8 x 8 pieces of a warp's tile, down and across. WM, WN: warps of a program. "decode" is M <= 16; "float32":
+# larger, and float32 leaves with a bias. For a T4, of what compiles without spills; not timed on one.
+_CONFIGS = {"decode": (2, 4, 1, 4), "large": (4, 8, 2, 2), "float32": (2, 4, 2, 4)}
 
 # Triton's interpreter truncates float32 to bfloat16, the GPU rounds to nearest even; true while interpreting.
 _INTERPRETED = tl.constexpr(not isinstance(tl.cdiv, triton.JITFunction))
@@ -268,7 +268,8 @@ def int8_gemm_sm75(
     float32; with an out_block_size int8, and out_scale float32 [M, ceil(N / out_block_size)] is written too.
     """
     M, N = out.shape
-    mt, nt, wm, wn = _CONFIGS["decode" if M <= 16 else "large"]
+    size = "decode" if M <= 16 else "float32" if out.dtype == torch.float32 and bias is not None else "large"
+    mt, nt, wm, wn = _CONFIGS[size]
     wn = max(wn, (out_block_size or 0) // (8 * nt))
     out_scale_strides = (0, 0) if out_scale is None else out_scale.stride()
     with torch.cuda.device_of(a):
