@@ -366,6 +366,10 @@ def block_grid(shape, block, element=(0, 0), name="s"):
     return fig
 
 
+def _microseconds(us):
+    return f"{us:,.0f} µs" if us >= 100 else f"{us:.3g} µs"
+
+
 @style()
 def benchmark(record, op, dtype="float16", **options):
     """Measured speeds of an operation, as fractions of a copy's: a bar for each shape and contender.
@@ -395,7 +399,7 @@ def benchmark(record, op, dtype="float16", **options):
             ax.text(
                 row["of_copy"] + 0.01,
                 y,
-                f"{row['of_copy']:.2f} ({row['us']:.4g} µs)",
+                f"{row['of_copy']:.2f} ({_microseconds(row['us'])})",
                 va="center",
                 fontsize=9,
                 bbox=_PLAIN,
