@@ -331,16 +331,28 @@ def _check(condition, message):
         raise ValueError(message)
 
 
-def _check_operand(name, x, dtypes, device=None):
-    _check(isinstance(x, torch.Tensor), f"{name} must be a tensor, got {type(x).__name__}")
-    _check(x.dtype in dtypes, f"{name} has dtype {x.dtype}; it takes {', '.join(map(str, dtypes))}")
-    _check(device in (None, x.device), f"{name} is on {x.device}; a is on {device}")
-    interpreted_cpu = x.device.type == "cpu" and _INTERPRETED.value
-    _check(
-        x.is_cuda or interpreted_cpu,
-        f"{name} is on {x.device}, and kernels are compiled in this process: pass a CUDA tensor, or start Python with "
-        "TRITON_INTERPRET=1 to run them on the CPU",
-    )
+def _check_tensor(name, x, dtypes):
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"{name} is a {type(x).__name__}; it takes a tensor")
+    if x.dtype not in dtypes:
+        raise ValueError(f"{name} has dtype {x.dtype}; it takes {', '.join(map(str, dtypes))}")
+    if x.layout != torch.strided:
+        raise ValueError(f"{name} has layout {x.layout}; it takes torch.strided")
+    if x.device.type not in ("cuda", "cpu"):
+        raise ValueError(
+            f"{name} is on {x.device}; it takes a CUDA tensor, or a CPU tensor where kernels are interpreted"
+        )
+    if x.device.type == "cpu" and not _INTERPRETED.value:
+        raise ValueError(
+            f"{name} is on the CPU, and this process compiles its kernels: it takes a CUDA tensor. To interpret them, "
+            "on the CPU, start Python with TRITON_INTERPRET=1"
+        )
+
+
+def _check_operand(name, x, dtypes, a):
+    _check_tensor(name, x, dtypes)
+    if x.device != a.device:
+        raise ValueError(f"{name} is on {x.device}; it takes a's device, {a.device}")
 
 
 def _check_shape(name, x, shape):
@@ -353,10 +365,10 @@ def _check_one_of(name, value, takes):
 
 
 def _check_operands(a, a_s, b, b_s, bias, block_size, path):
-    _check_operand("a", a, (torch.int8,))
-    _check_operand("b", b, (torch.int8,), a.device)
-    _check_operand("a_s", a_s, (torch.float32,), a.device)
-    _check_operand("b_s", b_s, (torch.float32,), a.device)
+    _check_tensor("a", a, (torch.int8,))
+    _check_operand("b", b, (torch.int8,), a)
+    _check_operand("a_s", a_s, (torch.float32,), a)
+    _check_operand("b_s", b_s, (torch.float32,), a)
     _check_one_of("block_size", block_size, (*_BLOCKS, None))
     _check_one_of("path", path, (*_PATHS, None))
     _check(a.ndim >= 1, f"a has shape {list(a.shape)}; it takes [..., K]")
@@ -369,7 +381,7 @@ def _check_operands(a, a_s, b, b_s, bias, block_size, path):
     _check_shape("a_s", a_s, [*leading, blocks])
     _check_shape("b_s", b_s, [N if block_size is None else triton.cdiv(N, block_size), blocks])
     if bias is not None:
-        _check_operand("bias", bias, _FLOATS, a.device)
+        _check_operand("bias", bias, _FLOATS, a)
         _check_shape("bias", bias, [N])
 
 
@@ -539,7 +551,7 @@ def int8_addmm(a, a_s, b, b_s, bias=None, block_size=128, out_dtype=torch.float1
     exact=False allows Hopper's faster rescale (error: see `qk/gemm_sm90.py`). Raises ValueError for bad arguments.
     """
     _check_operands(a, a_s, b, b_s, bias, block_size, path)
-    _check(out_dtype in _FLOATS, f"out_dtype is {out_dtype}; it takes {', '.join(map(str, _FLOATS))}")
+    _check_one_of("out_dtype", out_dtype, _FLOATS)
     bias = None if bias is None else bias.detach()
     return _int8_gemm(a, a_s.detach(), b, b_s.detach(), bias, block_size, out_dtype, path, bool(exact))
 
