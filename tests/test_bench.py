@@ -175,8 +175,9 @@ class Clock:
             "current_stream": lambda: stream,
             "synchronize": lambda: None,
             "_sleep": lambda cycles: self.spend(500.0),
-            "get_device_properties": lambda device: types.SimpleNamespace(L2_cache_size=64),
         }
+        if not torch.cuda.is_available():  # where they are real, torch.compile asks for them too, and remembers them
+            replacements["get_device_properties"] = lambda device: types.SimpleNamespace(L2_cache_size=64)
         for name, value in replacements.items():
             monkeypatch.setattr(torch.cuda, name, value)
         copy_ = torch.Tensor.copy_
