@@ -37,21 +37,24 @@ try:
 except ImportError:  # Triton 3.3
     TensorDescriptor = None
 
-# BLOCK_M, BLOCK_N, BLOCK_K, UNROLL, GROUP_M, warps, stages, programs a multiprocessor (None: one a tile). "decode" is
-# M <= 16, "small" M <= 128. 90: NVIDIA H200, 2026-11; 80, for all other GPUs, and "float" for "sm75_float": not timed,
-# what compiles without spills.
+# BLOCK_M, BLOCK_N, BLOCK_K, UNROLL, GROUP_M, warps, stages, programs a multiprocessor (None: one a tile). "gemv" is
+# M <= 4, "decode" M <= 16, "small" M <= 128. 90: NVIDIA H200, 2026-11; 80, for all other GPUs, and "float", for
+# "sm75_float": not timed, what compiles without spills.
 _CONFIGS = {
     90: {
+        "gemv": (16, 64, 128, 4, 1, 2, 3, None),
         "decode": (16, 32, 128, 4, 1, 2, 3, None),
         "small": (128, 64, 128, 1, 8, 4, 4, None),
         "large": (64, 128, 128, 1, 16, 4, 3, 2),
     },
     80: {
+        "gemv": (16, 32, 128, 2, 1, 4, 4, None),
         "decode": (16, 32, 128, 2, 1, 4, 4, None),
         "small": (64, 64, 128, 1, 8, 4, 4, None),
         "large": (128, 64, 128, 1, 8, 8, 3, None),
     },
     "float": {
+        "gemv": (16, 32, 32, 2, 1, 4, 1, None),
         "decode": (16, 32, 32, 2, 1, 4, 1, None),
         "small": (32, 64, 16, 4, 8, 4, 1, None),
         "large": (32, 64, 16, 4, 8, 4, 1, None),
@@ -171,10 +174,13 @@ def _activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _finish(
-    x, row, column, M, N, bias_ptr, out_ptr, out_scale_ptr, stride_osm, stride_osg,
+    x, row, column, M, N, bias_ptr, out_ptr, out_desc, out_scale_ptr, stride_osm, stride_osg,
     ACTIVATION: tl.constexpr, OUT_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """float32 sums of the tile at row, column -> out, biased, activated, and rounded or quantized with its scales."""
+    """float32 sums of the tile at row, column -> out, biased, activated, and rounded or quantized with its scales.
+
+    out_desc: a TMA descriptor of out, to store through it; None stores through out_ptr.
+    """
     BLOCK_M: tl.constexpr = x.shape[0]
     BLOCK_N: tl.constexpr = x.shape[1]
     offs_m = row.to(tl.int64) + tl.arange(0, BLOCK_M)
@@ -197,8 +203,11 @@ def _finish(
         tl.store(out_scale_ptrs, scale, mask=(offs_m < M)[:, None] & mask_g[None, :])
         codes = tl.where(finite[:, None], _round_to_int32(x * inverse[:, None]), 0)
         out = tl.reshape(codes.to(tl.int8), (BLOCK_M, BLOCK_N))
-    mask = (offs_m < M)[:, None] & mask_n[None, :]
-    tl.store(out_ptr + offs_m[:, None] * N + offs_n[None, :], out, mask=mask)
+    if out_desc is None:
+        mask = (offs_m < M)[:, None] & mask_n[None, :]
+        tl.store(out_ptr + offs_m[:, None] * N + offs_n[None, :], out, mask=mask)
+    else:
+        out_desc.store([row, column], out)
 
 
 @triton.jit
@@ -228,13 +237,16 @@ def _int8_gemm_kernel(
     a_ptr, b_ptr,  # TMA descriptors if DESCRIPTORS
     a_scale_ptr, b_scale_ptr,
     bias_ptr,  # None: no bias
-    out_ptr, out_scale_ptr, M, N, K,
+    out_ptr,
+    out_desc,  # a TMA descriptor of out, or None
+    out_scale_ptr, M, N, K,
     stride_am, stride_bn, stride_asm, stride_ask, stride_bsn, stride_bsk, stride_osm, stride_osg,
     QUANT_BLOCK: tl.constexpr,  # None: one scale a row
     OUT_BLOCK: tl.constexpr,  # None: out is not quantized again
     ACTIVATION: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     FLOAT_DOT: tl.constexpr,  # multiply in float32
+    PREFETCH: tl.constexpr,  # load block scales an iteration ahead; else while an asynchronous dot multiplies
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # columns of K in a dot
     UNROLL: tl.constexpr,  # dots in an iteration
@@ -271,14 +283,13 @@ def _int8_gemm_kernel(
 
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if PER_ROW else tl.float32)
         part = tl.zeros((BLOCK_M, BLOCK_N), part_dtype)
-        if not PER_ROW:
+        if PREFETCH:
             scales = _scales(
                 a_scale_ptrs, b_scale_ptrs, stride_ask, stride_bsk, offs_m, offs_n, M, N, K, tl.full((), 0, tl.int32),
                 EXACT_K, K_STEP, QUANT_BLOCK,
             )  # fmt: skip
         for k0 in range(0, K, K_STEP):
-            if not PER_ROW:
-                # those of the next iteration: they arrive while this one multiplies
+            if PREFETCH:
                 next_scales = _scales(
                     a_scale_ptrs, b_scale_ptrs, stride_ask, stride_bsk, offs_m, offs_n, M, N, K, k0 + K_STEP,
                     EXACT_K, K_STEP, QUANT_BLOCK,
@@ -305,7 +316,13 @@ def _int8_gemm_kernel(
                     part = tl.dot(a, b.T, part, input_precision="ieee", out_dtype=part_dtype)
                 if (i + 1) * BLOCK_K % EXACT_K == 0:
                     if not PER_ROW:
-                        a_scale, b_scale = scales[i * BLOCK_K // EXACT_K]
+                        if PREFETCH:
+                            a_scale, b_scale = scales[i * BLOCK_K // EXACT_K]
+                        else:
+                            a_scale, b_scale = _scales(
+                                a_scale_ptrs, b_scale_ptrs, stride_ask, stride_bsk, offs_m, offs_n, M, N, K,
+                                k + BLOCK_K - EXACT_K, EXACT_K, EXACT_K, QUANT_BLOCK,
+                            )[0]  # fmt: skip
                         if QUANT_BLOCK % BLOCK_N == 0:
                             scale = tl.broadcast_to((a_scale * b_scale)[:, None], (BLOCK_M, BLOCK_N))
                         else:
@@ -314,7 +331,7 @@ def _int8_gemm_kernel(
                         acc = tl.fma(part.to(tl.float32), scale, acc)
                     elif FLOAT_DOT:
                         acc += part.to(tl.int32)
-            if not PER_ROW:
+            if PREFETCH:
                 scales = next_scales
 
         if PER_ROW:
@@ -322,8 +339,18 @@ def _int8_gemm_kernel(
             b_scale = tl.load(b_scale_ptrs, mask=offs_n < tl.where(K > 0, N, 0), other=0.0)
             acc = acc.to(tl.float32) * a_scale[:, None] * b_scale[None, :]
         _finish(
-            acc, row, column, M, N, bias_ptr, out_ptr, out_scale_ptr, stride_osm, stride_osg, ACTIVATION, OUT_BLOCK
+            acc, row, column, M, N, bias_ptr, out_ptr, out_desc, out_scale_ptr, stride_osm, stride_osg,
+            ACTIVATION, OUT_BLOCK,
         )  # fmt: skip
+
+
+def _cdiv(x, y):
+    """Quotient rounded up. triton.cdiv, outside a kernel, takes longer than many a check: 4 us on Triton 3.6."""
+    return -(-x // y)
+
+
+def _next_power_of_2(x):
+    return 1 << max(x - 1, 0).bit_length()
 
 
 def _check(condition, message):
@@ -377,9 +404,9 @@ def _check_operands(a, a_s, b, b_s, bias, block_size, path):
     N = b.shape[0]
     limit = f"K is {K}; with block_size None it takes at most {_LARGEST_K}, beyond which int32 sums overflow"
     _check(block_size is not None or K <= _LARGEST_K, limit)
-    blocks = 1 if block_size is None else triton.cdiv(K, block_size)
+    blocks = 1 if block_size is None else _cdiv(K, block_size)
     _check_shape("a_s", a_s, [*leading, blocks])
-    _check_shape("b_s", b_s, [N if block_size is None else triton.cdiv(N, block_size), blocks])
+    _check_shape("b_s", b_s, [N if block_size is None else _cdiv(N, block_size), blocks])
     if bias is not None:
         _check_operand("bias", bias, _FLOATS, a)
         _check_shape("bias", bias, [N])
@@ -395,7 +422,7 @@ def _as_rows(x):
     rows, columns = x.shape
     if columns % 16 == 0 and x.stride(1) == 1 and x.stride(0) >= columns and (x.stride(0) | x.data_ptr()) % 16 == 0:
         return x
-    out = x.new_zeros((rows, triton.cdiv(columns, 16) * 16))
+    out = x.new_zeros((rows, _cdiv(columns, 16) * 16))
     out[:, :columns] = x
     return out
 
@@ -405,7 +432,7 @@ def _empty_gemm(a, a_s, b, b_s, bias, block_size, out_dtype, path, exact):
 
 
 def _empty_gemm_quant(a, a_s, b, b_s, bias, out_block_size, activation, block_size, scale_layout, path, exact):
-    leading, groups = a.shape[:-1], triton.cdiv(b.shape[0], out_block_size)
+    leading, groups = a.shape[:-1], _cdiv(b.shape[0], out_block_size)
     if scale_layout == "row":
         scale = a.new_empty((*leading, groups), dtype=torch.float32)
     else:
@@ -425,11 +452,11 @@ def _config(capability, M, N, K, block_size, out_block_size, float_dot):
     """-> the kernel's tile, its warps and stages, and programs a multiprocessor (None: one a tile)."""
     arch = capability[0] * 10 + capability[1]
     known = "float" if float_dot else arch if arch in _CONFIGS else 80
-    size = "decode" if M <= 16 else "small" if M <= 128 else "large"
+    size = "gemv" if M <= 4 else "decode" if M <= 16 else "small" if M <= 128 else "large"
     block_m, block_n, block_k, unroll, group_m, num_warps, stages, programs = _CONFIGS[known][size]
     if _INTERPRETED.value:  # few large programs: each costs a millisecond
-        block_m, block_n = (min(max(triton.next_power_of_2(size), 16), 256) for size in (M, N))
-        block_k, unroll = min(max(triton.next_power_of_2(K), 16), 1024), 1
+        block_m, block_n = (min(max(_next_power_of_2(size), 16), 256) for size in (M, N))
+        block_k, unroll = min(max(_next_power_of_2(K), 16), 1024), 1
     if out_block_size:
         num_warps = max(num_warps, 4)
     while block_n < (out_block_size or 0):  # a group lies in one tile
@@ -498,17 +525,22 @@ def _launch(
     # on capability 12.0 kernels with descriptors spill
     descriptors = path == "portable" and capability[0] in (9, 10) and TensorDescriptor is not None and K > 0
     tile, num_warps, stages, programs = config or _config(capability, M, N, K, block_size, out_block_size, float_dot)
-    tiles = triton.cdiv(M, tile["BLOCK_M"]) * triton.cdiv(N, tile["BLOCK_N"])
+    tiles = _cdiv(M, tile["BLOCK_M"]) * _cdiv(N, tile["BLOCK_N"])
     out_scale_strides = (0, 0) if out_scale is None else out_scale.stride()
     strides = a.stride(0), b.stride(0), *a_s.stride(), *b_s.stride(), *out_scale_strides
+    out_desc = None
+    wgmma = capability == (9, 0) and tile["BLOCK_M"] >= 64 and num_warps >= 4
     if descriptors:
+        if N * out.itemsize % 16 == 0 and out.data_ptr() % 16 == 0:
+            out_desc = TensorDescriptor(out, [M, N], [N, 1], [tile["BLOCK_M"], tile["BLOCK_N"]])
         a = TensorDescriptor(a, [M, K], [a.stride(0), 1], [tile["BLOCK_M"], tile["BLOCK_K"]])
         b = TensorDescriptor(b, [N, K], [b.stride(0), 1], [tile["BLOCK_N"], tile["BLOCK_K"]])
     with torch.cuda.device_of(out):
         _int8_gemm_kernel[(min(tiles, multiprocessors * programs) if programs else tiles,)](
-            a, b, a_s, b_s, bias, out, out_scale, M, N, K, *strides,
+            a, b, a_s, b_s, bias, out, out_desc, out_scale, M, N, K, *strides,
             QUANT_BLOCK=block_size, OUT_BLOCK=out_block_size, ACTIVATION=activation, DESCRIPTORS=descriptors,
-            FLOAT_DOT=float_dot, **tile, num_warps=num_warps, num_stages=stages, enable_fp_fusion=False,
+            FLOAT_DOT=float_dot, PREFETCH=block_size is not None and not wgmma, **tile,
+            num_warps=num_warps, num_stages=stages, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -618,7 +650,7 @@ def int8_addmm_quant_ref(
         x = torch.nn.functional.silu(x)
     elif activation is not None:
         x = torch.nn.functional.gelu(x, approximate="none" if activation == "gelu" else "tanh")
-    N, groups = b.shape[0], triton.cdiv(b.shape[0], out_block_size)
+    N, groups = b.shape[0], _cdiv(b.shape[0], out_block_size)
     x = torch.nn.functional.pad(x, (0, groups * out_block_size - N)).unflatten(-1, (groups, out_block_size))
     absmax = x.abs().amax(-1, keepdim=True)
     usable = (absmax >= 3.8e-37) & absmax.isfinite()

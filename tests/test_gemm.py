@@ -1,6 +1,7 @@
 import inspect
 import itertools
 import math
+import random
 import re
 
 import numpy as np
@@ -55,14 +56,39 @@ def assert_quantized(result, x, out_block_size):
 
 
 def activate(x, activation):
-    if activation is None:
-        return x
-    functional = torch.nn.functional
-    return (
-        functional.silu(x)
-        if activation == "silu"
-        else functional.gelu(x, approximate="tanh" if "_" in activation else "none")
-    )
+    """In float64: left of -3, float32's 1 + erf has lost digits that the kernels have."""
+    functional, wide = torch.nn.functional, x.double()
+    if activation == "silu":
+        wide = functional.silu(wide)
+    elif activation is not None:
+        wide = functional.gelu(wide, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return wide.to(x.dtype)
+
+
+class Windows(list):
+    """What surrounds the outputs."""
+
+    def assert_untouched(self, outputs):
+        assert len(self) >= 2 * outputs
+        assert all((x == (-128 if x.dtype == torch.int8 else 1234.5)).all() for x in self)
+
+
+@pytest.fixture
+def windows(monkeypatch):
+    """Outputs are windows of larger tensors, and all of that is poisoned as `poison` does it."""
+    new_empty, surroundings = torch.Tensor.new_empty, Windows()
+
+    def window(x, size, dtype=None, **others):
+        if others:  # the interpreter's
+            return new_empty(x, size, dtype=dtype, **others)
+        count = math.prod(size)
+        whole = new_empty(x, (count + 8192,), dtype=dtype or x.dtype)
+        whole.fill_(1234.5 if whole.is_floating_point() else -128)
+        surroundings.extend((whole[:4096], whole[4096 + count :]))
+        return whole[4096 : 4096 + count].view(size)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", window)
+    return surroundings
 
 
 @pytest.mark.parametrize("block_size", (*BLOCKS, None))
@@ -209,6 +235,43 @@ def test_quantized_again(out_block_size, activation, poison):
         assert_quantized(result, x, out_block_size)
         reference = gemm.int8_addmm_quant_ref(a, a_s, b, b_s, bias, out_block_size, activation, block_size)
         assert_quantized(reference, x, out_block_size)
+
+
+def flags(path):
+    """(out_block_size, activation, block_size, bias dtype, scale_layout, exact), with each value of each of them."""
+    blocks = [block for block in (*BLOCKS, None) if DEVICE == "cpu" or path in paths_here(block_size=block)]
+    sets = BLOCKS, gemm._ACTIVATIONS, blocks, (None, *FLOATS), ("row", "column"), (True, False)
+    every = list(itertools.product(*sets))
+    random.Random(path).shuffle(every)
+    if DEVICE == "cpu" and path == "portable":  # the paths have one epilogue here
+        return {(*each[:3], each[3] is None): each for each in every}.values()
+    return every[:24]  # on a GPU, each takes seconds to compile
+
+
+@pytest.mark.parametrize("path", gemm._PATHS)
+def test_flags(path, windows):
+    """Fused or one after the other: the same, in every combination of flags; no byte else is written."""
+    if path not in (PATHS if DEVICE == "cpu" else paths_here()):
+        pytest.skip(f"path {path} does not run here")
+    shapes = [(1, 40, 64), (5, 33, 100), (3, 300, 72)]
+    if DEVICE == "cuda":  # what every path takes, for each of their tiles
+        shapes = [(1, 256, 384), (16, 512, 256), (100, 144, 512), (300, 400, 1152), (512, 1024, 640)]
+    combinations = flags(path)
+    for shape, (out_block_size, activation, block_size, bias_dtype, layout, exact) in zip(
+        itertools.cycle(shapes), combinations, strict=False
+    ):
+        how = {"path": path, "exact": exact}
+        x = operands(*shape, block_size)
+        bias = None if bias_dtype is None else randn(shape[1], dtype=bias_dtype)
+        sums = gemm.int8_addmm(*x, bias, block_size, torch.float32, **how)
+        rest = bias, out_block_size, activation, block_size
+        result = gemm.int8_addmm_quant(*x, *rest, scale_layout=layout, **how)
+        assert_quantized(result, activate(sums, activation), out_block_size)
+        assert result[1].t().is_contiguous() or layout == "row"
+        if bias is None and activation is None:
+            again = gemm.int8_gemm_quant(*x, out_block_size, block_size, scale_layout=layout, **how)
+            assert all(map(same, again, result))
+    windows.assert_untouched(outputs=3 * len(combinations))
 
 
 def test_quantized_again_to_the_bit():
@@ -407,7 +470,7 @@ def _play_assembly(self, assembly, constraints, values, types, is_pure, pack):
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the kernels are compiled here")
 @pytest.mark.parametrize("M, N, K, out_block_size", [(70, 200, 256, None), (5, 130, 128, 32), (64, 300, 128, 256)])
-def test_sm75_without_a_gpu(M, N, K, out_block_size, monkeypatch, poison):
+def test_sm75_without_a_gpu(M, N, K, out_block_size, monkeypatch, windows):
     from triton.runtime import interpreter
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", _play_assembly)
@@ -421,6 +484,7 @@ def test_sm75_without_a_gpu(M, N, K, out_block_size, monkeypatch, poison):
         result = gemm.int8_addmm_quant(a, a_s, b, b_s, bias, out_block_size, "gelu", path="sm75")
         x = gemm.int8_addmm_ref(a, a_s, b, b_s, bias, out_dtype=torch.float32)
         assert_quantized(result, activate(x, "gelu"), out_block_size)
+    windows.assert_untouched(outputs=1 if out_block_size is None else 2)
 
 
 # ---- on a GPU ----------------------------------------------------------------------------------------------------
@@ -530,28 +594,16 @@ def test_other_device():
 
 
 @pytest.mark.parametrize("path", (None, "sm75", "sm90"))
-def test_nothing_else_is_written(path, monkeypatch):
-    """Outputs are windows of a larger tensor; what surrounds them stays."""
+def test_nothing_else_is_written(path, windows):
     if path is not None and path not in paths_here():
         pytest.skip(f"path {path} does not run here")
-    new_empty, surroundings = torch.Tensor.new_empty, []
-
-    def window(x, size, dtype=None, **others):
-        if others:  # the interpreter's
-            return new_empty(x, size, dtype=dtype, **others)
-        count = math.prod(size)
-        whole = new_empty(x, (count + 8192,), dtype=dtype or x.dtype).fill_(77)
-        surroundings.extend((whole[:4096], whole[4096 + count :]))
-        return whole[4096 : 4096 + count].view(size)
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", window)
     for M, N, K in ((70, 272, 256), (1, 48, 128)):
         a, a_s, b, b_s = operands(M, N, K)
         for out_dtype in FLOATS:
             gemm.int8_gemm(a, a_s, b, b_s, out_dtype=out_dtype, path=path)
         for out_block_size, layout in itertools.product((32, 256), ("row", "column")):
             gemm.int8_gemm_quant(a, a_s, b, b_s, out_block_size, scale_layout=layout, path=path)
-    assert len(surroundings) >= 2 * 22 and all((x == 77).all() for x in surroundings)
+    windows.assert_untouched(outputs=2 * (3 + 4 * 2))
 
 
 def test_public_functions():
