@@ -1,0 +1,387 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from cases import BLOCKS, DEVICE, EMPTY, MATRICES, gpu, layouts, randn, rough, same
+
+from qk import data, gelu, gemm, int8
+from qk.gelu import int8_gelu, int8_gelu_ref
+from qk.int8 import act_dequant_ref, act_quant_ref
+
+NAN, INF = math.nan, math.inf
+ACTIVATIONS = ("gelu", "gelu_tanh", "silu")
+SCALE_LAYOUTS = ("row", "column")
+
+# what numpy would print in the interpreter: strict nbval compares stderr
+pytestmark = pytest.mark.filterwarnings("error:(divide by zero|invalid value):RuntimeWarning")
+
+
+def activate(x, activation):
+    """In float64, rounded to float32 once."""
+    functional, x = torch.nn.functional, x.double()
+    if activation == "silu":
+        return functional.silu(x).float()
+    return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none").float()
+
+
+def assert_near(results, expected, values):
+    """At most 0.1 % of codes off, by one, and scales by at most 1e-6 of the row's rms; the same blocks NaN and zero."""
+    (codes, scale), (codes_ref, scale_ref) = results, expected
+    assert codes.dtype == torch.int8 and scale.dtype == torch.float32
+    assert codes.shape == codes_ref.shape and scale.shape == scale_ref.shape
+    assert torch.equal(scale.isnan(), scale_ref.isnan()) and torch.equal(scale == 0, scale_ref == 0)
+    moved = (codes.int() - codes_ref.int()).abs()
+    assert not moved.numel() or moved.max() <= 1 and moved.count_nonzero() <= moved.numel() / 1000
+    rms = values.nan_to_num().double().square().mean(-1, keepdim=True).sqrt()
+    off = (scale.double() - scale_ref.double()).abs().nan_to_num()
+    assert (off <= 1e-6 * rms).all()
+
+
+def assert_gelu(x, s_x, block_size=128, activation="gelu", scale_layout="row"):
+    """Kernel, reference, and the three steps of which it is one, agree; the arguments stay. Returns its results."""
+    before = x.clone(), s_x.clone()
+    options = {"activation": activation, "scale_layout": scale_layout}
+    results, reference = (f(x, s_x, block_size, **options) for f in (int8_gelu, int8_gelu_ref))
+    assert same(x, before[0]) and same(s_x, before[1])
+    values = activate(act_dequant_ref(x, s_x, block_size, torch.float32), activation)
+    for a, b in zip(reference, act_quant_ref(values, block_size, scale_layout=scale_layout), strict=True):
+        assert same(a, b) and a.stride() == b.stride()
+    assert [r.is_contiguous() for r in results] == [r.is_contiguous() for r in reference]
+    assert_near(results, reference, values)
+    return results
+
+
+def quantized(*shape, block_size=128, size=2.0, seed=0, scale_layout="row"):
+    return act_quant_ref(randn(*shape, seed=seed) * size, block_size, scale_layout=scale_layout)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("block_size", BLOCKS)
+@pytest.mark.usefixtures("poison")
+def test_equals_the_reference(block_size, activation):
+    for M, K in MATRICES + EMPTY:
+        x, s_x = quantized(M, K, block_size=block_size)
+        for scale_layout in SCALE_LAYOUTS:
+            out, scale = assert_gelu(x, s_x, block_size, activation, scale_layout)
+            assert out.shape == (M, K) and scale.shape == (M, math.ceil(K / block_size))
+            assert not out.numel() or out.abs().max() <= 127
+
+
+@pytest.mark.usefixtures("poison")
+def test_every_code_of_every_size():
+    """Blocks of all codes, under scales from zero to where x * x leaves float32."""
+    codes = torch.arange(-127, 128, dtype=torch.int8, device=DEVICE)
+    exponents = torch.arange(-149, 36, 3, dtype=torch.float64)
+    scale = torch.cat((torch.zeros(1), (2**exponents).float())).to(DEVICE)[:, None]
+    for activation in ACTIVATIONS:
+        assert_gelu(codes.expand(len(scale), -1).contiguous(), scale, 256, activation)
+
+
+def test_negative_tails():
+    """Blocks far left of zero, where GELU is small and 1 + erf cancels: the codes are right there too."""
+    x = -torch.rand(64, 512, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    for low, high in ((0, -1), (-1, -3), (-3, -4)):
+        for activation in ACTIVATIONS:
+            assert_gelu(*act_quant_ref(low + x * (low - high)), activation=activation)
+
+
+def test_zero_and_bad_blocks():
+    x, s_x = quantized(6, 300)
+    x[0, :128] = 0
+    x[5, ::2] = -128  # which act_quant doesn't give, and the kernel takes
+    s_x[1, 1], s_x[2, 2], s_x[3, 0] = 0, NAN, -0.0
+    for activation in ACTIVATIONS:
+        out, scale = assert_gelu(x, s_x, activation=activation)
+        assert (scale == 0).nonzero().tolist() == [[0, 0], [1, 1], [3, 0]]
+        assert scale.isnan().nonzero().tolist() == [[2, 2]]
+        assert not out[0, :128].any() and not out[1, 128:256].any() and not out[2, 256:].any()
+        clean, clean_scale = int8_gelu(*quantized(6, 300), activation=activation)
+        assert same(out[4], clean[4]) and same(scale[4], clean_scale[4])
+        assert same(out[2, :256], clean[2, :256])
+
+
+@np.errstate(all="ignore")  # numpy warns of 0 * Inf
+def test_infinite_scales_are_seen():
+    x, s_x = quantized(3, 256)
+    x[1, 128:] = -1  # whose GELU is small, if it isn't NaN
+    s_x[0, 0], s_x[1, 1], s_x[2, 1] = INF, INF, 3e38
+    for activation in ACTIVATIONS:
+        out, scale = int8_gelu(x, s_x, activation=activation)
+        _, scale_ref = int8_gelu_ref(x, s_x, activation=activation)
+        assert torch.equal(scale.isnan(), scale_ref.isnan())
+        assert scale.isnan().nonzero().tolist() == [[0, 0], [1, 1], [2, 1]]
+        assert not out[0, :128].any() and not out[1:, 128:].any()
+
+
+def test_column_layout_is_the_same_scale():
+    x, s_x = quantized(3, 5, 300, block_size=32)
+    x_column, s_column = quantized(3, 5, 300, block_size=32, scale_layout="column")
+    assert same(x, x_column) and s_column.stride() == (5, 1, 15)
+    out, scale = assert_gelu(x, s_x, 32)
+    for scales in (s_x, s_column):
+        for scale_layout, stride in (("row", (50, 10, 1)), ("column", (5, 1, 15))):
+            again, scale_again = assert_gelu(x, scales, 32, scale_layout=scale_layout)
+            assert same(again, out) and same(scale_again, scale) and scale_again.stride() == stride
+
+
+def test_non_contiguous():
+    for K in (256, 300):
+        x, s_x = quantized(40, K)
+        out, scale = assert_gelu(x, s_x)
+        for (name, x_view), (_, s_view) in zip(layouts(x), layouts(s_x), strict=True):
+            for arguments in ((x_view, s_x), (x, s_view), (x_view, s_view)):
+                again, scale_again = assert_gelu(*arguments)
+                assert same(again, out) and same(scale_again, scale), name
+        row = x[:1].expand(4, K), s_x[:1].expand(4, -1)
+        for got, want in zip(assert_gelu(*row), (out[:1], scale[:1]), strict=True):
+            assert same(got, want.repeat(4, 1))
+
+
+def test_leading_dimensions():
+    x, s_x = quantized(30, 70, block_size=32)
+    out, scale = int8_gelu(x, s_x, 32)
+    for shape in ((2, 3, 5), (6, 5), (1, 30, 1)):
+        got, got_scale = int8_gelu(x.view(*shape, 70), s_x.view(*shape, 3), 32)
+        assert got.shape == (*shape, 70) and got_scale.shape == (*shape, 3)
+        assert same(got.view(30, 70), out) and same(got_scale.view(30, 3), scale)
+    # leading dimensions that no stride can merge
+    got, got_scale = int8_gelu(*(t.view(2, 3, 5, -1).transpose(0, 2) for t in (x, s_x)), 32)
+    assert same(got.transpose(0, 2).reshape(30, 70), out) and same(got_scale.transpose(0, 2).reshape(30, 3), scale)
+    got, got_scale = int8_gelu(x[29], s_x[29], 32)
+    assert same(got, out[29]) and same(got_scale, scale[29])
+    for shape in ((0,), (2, 0, 5), (0, 3, 70), (2, 3, 0)):
+        groups = math.ceil(shape[-1] / 32)
+        x, s_x = torch.zeros(shape, dtype=torch.int8, device=DEVICE), torch.zeros(*shape[:-1], groups, device=DEVICE)
+        for scale_layout in SCALE_LAYOUTS:
+            out, scale = int8_gelu(x, s_x, 32, scale_layout=scale_layout)
+            assert out.shape == shape and scale.shape == s_x.shape
+
+
+# several programs a row and several rows a program, on small tensors
+@pytest.mark.parametrize("config", [(1024, 256, 1, 8), (256, 256, 1, 8)], ids=str)
+@pytest.mark.usefixtures("poison")
+def test_any_tiles(config, monkeypatch):
+    monkeypatch.setattr(gelu, "_CONFIGS", dict.fromkeys(gelu._CONFIGS, config))
+    for M, K, block_size in ((11, 600, 64), (5, 512, 128), (3, 257, 256)):
+        for scale_layout in SCALE_LAYOUTS:
+            assert_gelu(*quantized(M, K, block_size=block_size), block_size, "gelu", scale_layout)
+
+
+def test_nothing_is_written_outside(monkeypatch):
+    """Outputs are windows of a larger tensor; what surrounds them stays."""
+    new_empty, surroundings = torch.Tensor.new_empty, []
+
+    def window(x, size, dtype=None, **others):
+        if others:  # the interpreter's
+            return new_empty(x, size, dtype=dtype, **others)
+        count = math.prod(size)
+        whole = new_empty(x, (count + 8192,), dtype=dtype or x.dtype).fill_(77)
+        surroundings.extend((whole[:4096], whole[4096 + count :]))
+        return whole[4096 : 4096 + count].view(size)
+
+    for M, K, block_size in ((5, 300, 32), (1, 1, 64), (3, 256, 128), (2, 700, 256)):
+        x, s_x = quantized(M, K, block_size=block_size)
+        for scale_layout in SCALE_LAYOUTS:
+            expected = int8_gelu(x, s_x, block_size, scale_layout=scale_layout)
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.Tensor, "new_empty", window)
+                results = int8_gelu(x, s_x, block_size, scale_layout=scale_layout)
+            for got, want in zip(results, expected, strict=True):
+                assert same(got, want)
+    assert len(surroundings) == 4 * 2 * 2 * 2 and all((x == 77).all() for x in surroundings)
+
+
+def test_truncation_would_fail():
+    """What these tests must not let pass: codes rounded towards zero, and the tanh GELU in place of the exact one."""
+    x, s_x = quantized(64, 512)
+    values = activate(act_dequant_ref(x, s_x), "gelu")
+    codes, scale = act_quant_ref(values)
+    truncated = (values / scale.repeat_interleave(128, 1)).to(torch.int8)
+    for wrong in ((truncated, scale), int8_gelu(x, s_x, activation="gelu_tanh")):
+        with pytest.raises(AssertionError):
+            assert_near(wrong, (codes, scale), values)
+    assert_near(int8_gelu(x, s_x), (codes, scale), values)
+
+
+def test_a_real_feed_forward_layer():
+    """In int8 from its input on: about as far off as with 16-bit activations, quantized for each product."""
+    parts = [data.load(f"ffn_{part}") for part in ("in.weight", "in.bias", "out.weight", "out.bias")]
+    x, w1, b1, w2, b2 = (part.to(DEVICE) for part in (data.load("activations")[:64], *parts))
+    linear, activation = torch.nn.functional.linear, torch.nn.functional.gelu
+    truth = linear(activation(linear(x.double(), w1.double(), b1.double())), w2.double(), b2.double())
+    q1, q2, quantized = int8.weight_quant(w1), int8.weight_quant(w2), int8.act_quant(x)
+    halves = int8.act_quant(activation(gemm.int8_addmm(*quantized, *q1, b1)))
+    separate = int8_gelu(*gemm.int8_addmm_quant(*quantized, *q1, b1))
+    fused = gemm.int8_addmm_quant(*quantized, *q1, b1, activation="gelu")
+    errors = []
+    for flow in (halves, separate, fused):
+        errors.append((gemm.int8_addmm(*flow, *q2, b2) - truth).norm().item() / truth.norm().item())
+    assert max(errors[1:]) <= 1.3 * errors[0] < 0.03
+
+
+def test_same_bits_every_run():
+    x, s_x = act_quant_ref(rough(64, 384, dtype=torch.float16).nan_to_num(posinf=9, neginf=-9))
+    out, scale = int8_gelu(x, s_x)
+    for _ in range(5):
+        again, scale_again = int8_gelu(x, s_x)
+        assert same(again, out) and same(scale_again, scale)
+
+
+# Torch operators
+
+
+def test_opcheck():
+    x, s_x = quantized(3, 70, block_size=32)
+    for scale_layout in SCALE_LAYOUTS:
+        torch.library.opcheck(torch.ops.qk.int8_gelu.default, (x, s_x, 32, "gelu", scale_layout))
+        leading = x.view(1, 3, 70), s_x.view(1, 3, 3)
+        torch.library.opcheck(torch.ops.qk.int8_gelu.default, (*leading, 32, "silu", scale_layout))
+
+
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=gpu)], ids=lambda backend: f"backend={backend}"
+)
+@pytest.mark.parametrize("dynamic", [False, None, True], ids=["static", "automatic", "dynamic"])
+def test_torch_compile(dynamic, backend):
+    def work(x):
+        out, scale = int8_gelu(*int8.act_quant(x * 2, 32), 32, activation="gelu_tanh", scale_layout="column")
+        return out, scale, int8.act_dequant(out, scale, 32) + 1
+
+    torch.compiler.reset()
+    compiled = torch.compile(work, fullgraph=True, backend=backend, dynamic=dynamic)
+    for shape in ((5, 300), (7, 410)):
+        x = randn(*shape, dtype=torch.float16)
+        for got, expected in zip(compiled(x), work(x), strict=True):
+            assert same(got, expected)
+
+
+def test_nothing_requires_grad():
+    x, s_x = quantized(3, 70)
+    for function in (int8_gelu, int8_gelu_ref):
+        assert not any(result.requires_grad for result in function(x, torch.nn.Parameter(s_x)))
+
+
+# Bad input
+
+X, S = quantized(4, 70, block_size=32)
+NO_TENSORS = [None, 1.5, True, "x", [[1, 2]], np.ones((4, 70), np.int8)]
+NO_CODES = [*NO_TENSORS, X.float(), X.int(), X.to(torch.uint8), X.to("meta"), X.to_sparse(), X[0, 0]]
+NO_SCALES = [*NO_TENSORS, X, S[0], S[None], S[:, :2], S[:2], S.t(), S.double(), S.half(), S.to("meta"), S.to_sparse()]
+NO_BLOCKS = [None, 0, 16, 33, 512, -32, 32.0, True, "32", torch.tensor(32), np.array([32, 64]), [32]]
+NO_ACTIVATIONS = [None, "", "GELU", "relu", "tanh", 0, True, ["gelu"], b"gelu", torch.nn.functional.gelu]
+NO_LAYOUTS = [None, "Row", "rows", 0, True, ["row"], b"row"]
+
+
+@pytest.mark.parametrize(
+    "argument, values",
+    [
+        ("x", NO_CODES),
+        ("s_x", NO_SCALES),
+        ("block_size", [*NO_BLOCKS]),
+        ("activation", NO_ACTIVATIONS),
+        ("scale_layout", NO_LAYOUTS),
+    ],
+)
+def test_bad_input(argument, values):
+    for value in values:
+        arguments = {"x": X, "s_x": S, "block_size": 32} | {argument: value}
+        with pytest.raises(ValueError, match=f"^{argument} "):
+            int8_gelu(**arguments)
+
+
+def test_message_says_what_it_got_and_takes():
+    for call, parts in (
+        (lambda: int8_gelu(X.float(), S, 32), ("x", "float32", "int8")),
+        (lambda: int8_gelu(X[0, 0], S, 32), ("x", "[]", "[..., K]")),
+        (lambda: int8_gelu(X, S, 48), ("block_size", "48", "32, 64, 128, 256")),
+        (lambda: int8_gelu(X, S), ("s_x", "[4, 3]", "[4, 1]")),
+        (lambda: int8_gelu(X, S, 32, activation="relu"), ("activation", "'relu'", "'gelu', 'gelu_tanh', 'silu'")),
+        (lambda: int8_gelu(X, S, 32, scale_layout="k"), ("scale_layout", "'k'", "'row', 'column'")),
+    ):
+        with pytest.raises(ValueError) as error:
+            call()
+        for part in parts:
+            assert part in str(error.value)
+
+
+# On a GPU
+
+
+@gpu
+def test_cpu_tensors_where_kernels_are_compiled():
+    for name, arguments in (("x", (X.cpu(), S)), ("s_x", (X, S.cpu()))):
+        with pytest.raises(ValueError, match=f"^{name} is on .*TRITON_INTERPRET=1"):
+            int8_gelu(*arguments, 32)
+
+
+def needs(gib):
+    free = torch.cuda.mem_get_info()[0] / 2**30
+    if free < gib:
+        pytest.skip(f"needs {gib} GiB of free GPU memory, {free:.0f} are")
+
+
+@gpu
+@pytest.mark.parametrize("shape", [(2**24 + 128, 128), (2**16, 2**15 + 2), (2**13, 2**18 + 1)], ids=str)
+@pytest.mark.parametrize("scale_layout", SCALE_LAYOUTS)
+def test_more_than_2_31_elements(shape, scale_layout):
+    """The whole against its rows slice by slice."""
+    needs(20)
+    x = torch.randint(-127, 128, shape, dtype=torch.int8, device=DEVICE)
+    s_x = torch.rand(shape[0], math.ceil(shape[1] / 128), device=DEVICE) / 30
+    assert x.numel() > 2**31
+    out, scale = int8_gelu(x, s_x, scale_layout=scale_layout)
+    step = max(2**27 // shape[1], 1)
+    for start in range(0, shape[0], step):
+        rows = slice(start, start + step)
+        again, scale_again = int8_gelu(x[rows], s_x[rows])
+        assert same(out[rows], again) and same(scale[rows], scale_again)
+    last = slice(shape[0] - 64, None)
+    values = activate(act_dequant_ref(x[last], s_x[last], out_dtype=torch.float32), "gelu")
+    assert_near((out[last], scale[last]), int8_gelu_ref(x[last], s_x[last]), values)
+
+
+@gpu
+def test_other_current_device():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    expected = int8_gelu(X, S, 32)
+    for current, other in ((0, 1), (1, 0)):
+        with torch.cuda.device(current):
+            results = int8_gelu(X.to(f"cuda:{other}"), S.to(f"cuda:{other}"), 32)
+        for got, want in zip(results, expected, strict=True):
+            assert got.device.index == other and same(got.cpu(), want.cpu())
+    with pytest.raises(ValueError, match="^s_x is on cuda:1"):
+        int8_gelu(X.to("cuda:0"), S.to("cuda:1"), 32)
+
+
+@gpu
+def test_runs_on_the_current_stream():
+    x, s_x = quantized(64, 384)
+    expected = int8_gelu(x, s_x)
+    late = torch.zeros_like(x)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        late.copy_(x)
+        results = int8_gelu(late, s_x)
+    stream.synchronize()
+    for got, want in zip(results, expected, strict=True):
+        assert same(got, want)
+
+
+@gpu
+def test_cuda_graph():
+    x, s_x = quantized(200, 20000)
+    new, s_new = quantized(200, 20000, seed=1)
+    expected = int8_gelu(new, s_new)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = int8_gelu(x, s_x)
+    x.copy_(new), s_x.copy_(s_new)
+    graph.replay()
+    torch.cuda.synchronize()
+    for got, want in zip(captured, expected, strict=True):
+        assert same(got, want)
