@@ -1,0 +1,396 @@
+import hypothesis
+import numpy as np
+import pytest
+import torch
+from cases import DEVICE, FLOATS, gpu, layouts, randn, rough, same
+from hypothesis import strategies as st
+
+import qk
+from qk import linear
+from qk.int8 import quantize_per_token
+from qk.linear import (
+    SlideWeight,
+    compress_slide,
+    compress_slide_ref,
+    dense_linear,
+    dense_linear_ref,
+    sparse_linear,
+    sparse_linear_ref,
+)
+from qk.slide import prune_slide, slide_weight
+
+LENGTHS = (4, 6, 8, 10)
+INT32, BF16 = torch.int32, torch.bfloat16
+# M, N, K: one, ragged, what the vendors' GEMMs take as it is and what they don't
+PROBLEMS = [(1, 1, 1), (1, 40, 300), (3, 5, 7), (16, 32, 64), (17, 33, 65), (33, 48, 1000), (128, 96, 384)]
+EMPTY = [(0, 5, 70), (5, 0, 70), (4, 5, 0), (0, 0, 0)]
+VENDOR = DEVICE == "cuda" and linear._has_cusparselt(torch.device(DEVICE))
+# what numpy would print in the interpreter: strict nbval compares stderr
+pytestmark = pytest.mark.filterwarnings("error:(divide by zero|invalid value):RuntimeWarning")
+
+
+def operands(M, N, K, L=8, dtype=torch.float16, seed=0):
+    """-> x, a pruned weight and a bias."""
+    x = randn(M, K, dtype=dtype, seed=seed)
+    return x, prune_slide(randn(N, K, dtype=dtype, seed=seed + 1), L), randn(N, dtype=dtype, seed=seed + 2)
+
+
+def integers(x, w):
+    """The sums of the codes, in Python's floats, which hold them all."""
+    return quantize_per_token(x)[0].double() @ quantize_per_token(w)[0].double().T
+
+
+# Both chains against their references: with int32 sums the same bits
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("problem", PROBLEMS + EMPTY, ids=str)
+def test_dense(problem, dtype):
+    M, N, K = problem
+    x, w, bias = operands(*problem, dtype=dtype)
+    codes, scale = quantize_per_token(w)
+    for b, out_dtype in ((None, None), (bias, None), (None, torch.float16), (bias, BF16), (bias, torch.float32)):
+        out = dense_linear(x, codes, scale, b, out_dtype)
+        assert out.shape == (M, N) and out.dtype == (out_dtype or dtype) and out.is_contiguous()
+        assert same(out, dense_linear_ref(x, codes, scale, b, out_dtype, INT32))
+    if K == 0:
+        assert same(dense_linear(x, codes, scale, bias), bias.expand(M, N))
+
+
+@pytest.mark.parametrize(
+    ("L", "dtype"), [(4, torch.float16), (6, BF16), (8, torch.float32), (8, BF16), (10, torch.float16)], ids=str
+)
+@pytest.mark.parametrize("problem", PROBLEMS + EMPTY, ids=str)
+def test_sparse(problem, dtype, L):
+    M, N, K = problem
+    x, w, bias = operands(*problem, L, dtype)
+    sw, sw_ref = compress_slide(w, L), compress_slide_ref(w, L)
+    assert sw.scale.shape == (N, 1) and sw.columns == K and sw.L == L and sw.codes.dtype == torch.int8
+    for gemm_dtype in (INT32, BF16):
+        for b, out_dtype in ((None, None), (bias, torch.float32)):
+            out = sparse_linear(x, sw, b, out_dtype, gemm_dtype)
+            assert out.shape == (M, N) and out.dtype == (out_dtype or dtype) and out.is_contiguous()
+            assert same(out, sparse_linear_ref(x, sw_ref, b, out_dtype, gemm_dtype))
+    if K == 0:
+        assert same(sparse_linear(x, sw, bias), bias.expand(M, N))
+
+
+@pytest.mark.parametrize("L", LENGTHS)
+def test_the_chains_agree(L):
+    """Sliding loses nothing: with int32 sums the sparse chain gives the dense one's bits."""
+    for problem in PROBLEMS:
+        x, w, bias = operands(*problem, L, torch.bfloat16)
+        dense = dense_linear(x, *quantize_per_token(w), bias, torch.float32)
+        assert same(sparse_linear(x, compress_slide(w, L), bias, torch.float32, INT32), dense)
+
+
+def test_close_to_the_product():
+    x, w, bias = operands(64, 96, 1024, dtype=torch.float32)
+    true = x.double() @ w.double().T + bias.double()
+    for out in (
+        dense_linear(x, *quantize_per_token(w), bias),
+        sparse_linear(x, compress_slide(w), bias, gemm_dtype=INT32),
+        sparse_linear(x, compress_slide(w), bias),
+    ):
+        assert torch.linalg.norm(out - true) < 0.015 * torch.linalg.norm(true)
+
+
+def test_what_bfloat16_sums_cost():
+    """Each sum is off by at most 2**-8 of itself, together they are by less than half of that."""
+    x, w, _ = operands(64, 96, 1024, dtype=torch.float32)
+    sw = compress_slide(w)
+    exact, rounded = (sparse_linear(x, sw, gemm_dtype=gemm_dtype) for gemm_dtype in (INT32, BF16))
+    # and float32's own roundings
+    assert ((rounded - exact).abs() <= exact.abs() * (2**-8 + 1e-6)).all()
+    assert 0.001 < torch.linalg.norm(rounded - exact) / torch.linalg.norm(exact) < 2**-9
+
+
+def test_leading_dimensions_and_strides():
+    x, w, bias = operands(30, 20, 70)
+    sw, quantized = compress_slide(w), quantize_per_token(w)
+    for function in (lambda x: dense_linear(x, *quantized, bias), lambda x: sparse_linear(x, sw, bias)):
+        expected = function(x)
+        for shape in ((2, 3, 5), (1, 30, 1)):
+            assert same(function(x.view(*shape, 70)), expected.view(*shape, 20))
+        assert same(function(x[7]), expected[7])
+        swapped = x.view(2, 3, 5, 70).transpose(0, 2)
+        assert same(function(swapped).transpose(0, 2), expected.view(2, 3, 5, 20))
+        for name, view in layouts(x):
+            assert same(function(view), expected), name
+    for (name, view), (_, scale) in zip(layouts(quantized[0]), layouts(quantized[1]), strict=True):
+        assert same(dense_linear(x, view, scale, bias), dense_linear(x, *quantized, bias)), name
+    bias_steps = bias.repeat_interleave(2)[::2]
+    assert same(dense_linear(x, *quantized, bias_steps), dense_linear(x, *quantized, bias))
+    for name, view in layouts(w):
+        assert same(sparse_linear(x, compress_slide(view), bias), sparse_linear(x, sw, bias)), name
+
+
+def test_bad_rows_are_seen():
+    x, w, bias = operands(40, 20, 70)
+    clean = x.clone()
+    x[3, 5] = torch.nan
+    sw, quantized = compress_slide(w), quantize_per_token(w)
+    for function in (lambda x: dense_linear(x, *quantized, bias), lambda x: sparse_linear(x, sw, bias)):
+        out, expected = function(x), function(clean)
+        assert out[3].isnan().all() and out.isnan().sum() == 20
+        out[3] = expected[3]
+        assert same(out, expected)
+
+
+def test_rough_input():
+    x, (_, w, bias) = rough(40, 300, dtype=torch.float16), operands(1, 24, 300)
+    for gemm_dtype in (INT32, BF16):
+        want = sparse_linear_ref(x, compress_slide_ref(w), bias, torch.float32, gemm_dtype)
+        assert same(sparse_linear(x, compress_slide(w), bias, torch.float32, gemm_dtype), want)
+    quantized = quantize_per_token(w)
+    assert same(dense_linear(x, *quantized, bias), dense_linear_ref(x, *quantized, bias))
+
+
+def test_the_largest_sums():
+    """127 * 127 * 133144 is just below 2**31; one column more is refused."""
+    K = 133144
+    x, w = torch.ones(1, K, device=DEVICE), torch.ones(2, K, device=DEVICE)
+    w[1] = -1
+    for L in (4, 8):
+        w[:, :: L // 2] = 0
+    sums = integers(x, w)
+    assert sums[0, 0] < 2**31
+    full = torch.ones(1, K, dtype=torch.int8, device=DEVICE) * 127
+    assert linear._dense_mm(full, full, INT32).item() == 127 * 127 * K
+    assert same(sparse_linear(x, compress_slide(w), gemm_dtype=INT32), dense_linear(x, *quantize_per_token(w)))
+    longer = torch.zeros(1, K + 1, device=DEVICE)
+    with pytest.raises(ValueError, match=f"^x has {K + 1} columns; it takes at most {K}"):
+        dense_linear(longer, *quantize_per_token(longer))
+    with pytest.raises(ValueError, match=f"^w has {K + 1} columns; it takes at most {K}"):
+        compress_slide(longer)
+
+
+laws = hypothesis.settings(deadline=None, max_examples=25, derandomize=True)
+
+
+@laws
+@hypothesis.given(
+    st.sampled_from(LENGTHS), st.integers(1, 40), st.integers(1, 40), st.integers(1, 200), st.integers(0, 2**31)
+)
+def test_law_of_the_integers(L, M, N, K, seed):
+    """What either library writes as int32 is the product of the codes."""
+    x, w, _ = operands(M, N, K, L, seed=seed)
+    expected = integers(x, w)
+    sw = compress_slide(w, L)
+    codes, _ = qk.quant_slide(x, L, row_multiple=16)
+    assert torch.equal(linear._sparse_mm(codes, sw.codes, N, sw.compressed, INT32)[:M].double(), expected)
+    dense = linear._dense_mm(quantize_per_token(x)[0], quantize_per_token(w)[0], INT32)
+    assert torch.equal(dense.double(), expected)
+
+
+def test_a_lost_code_would_fail():
+    """What these tests must not let pass: a chain that drops the last column, or the last row of the weight."""
+    x, w, _ = operands(17, 33, 65)
+    cut = w.clone()
+    cut[:, -1] = 0
+    assert not same(sparse_linear(x, compress_slide(cut)), sparse_linear_ref(x, compress_slide_ref(w)))
+    assert sparse_linear(x, compress_slide(w))[:, -1].any()
+
+
+# Torch operators
+
+
+def test_opcheck():
+    for M, N, K in ((3, 5, 70), (32, 32, 64)):
+        x, w, _ = operands(M, N, K)
+        codes, _ = qk.quant_slide(x, row_multiple=16)
+        a, b = quantize_per_token(x)[0], quantize_per_token(w)[0]
+        torch.library.opcheck(torch.ops.qk.dense_mm.default, (a, b, INT32))
+        for sw in (compress_slide(w), compress_slide_ref(w)):
+            for gemm_dtype in (INT32, BF16):
+                arguments = codes, sw.codes, N, sw.compressed, gemm_dtype
+                torch.library.opcheck(torch.ops.qk.sparse_mm.default, arguments)
+
+
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=gpu)], ids=lambda backend: f"backend={backend}"
+)
+@pytest.mark.parametrize("dynamic", [False, None, True], ids=["static", "automatic", "dynamic"])
+def test_torch_compile(dynamic, backend):
+    _, w, bias = operands(1, 20, 300)
+    sw, quantized = compress_slide(w), quantize_per_token(w)
+
+    def work(x):
+        x = x * 2
+        return dense_linear(x, *quantized, bias) + 1, sparse_linear(x, sw, bias), sparse_linear(x, sw, None, x.dtype)
+
+    torch.compiler.reset()
+    compiled = torch.compile(work, fullgraph=True, backend=backend, dynamic=dynamic)
+    for shape in ((5, 300), (2, 7, 300)):
+        x = randn(*shape, dtype=torch.float16)
+        for got, expected in zip(compiled(x), work(x), strict=True):
+            assert same(got, expected)
+
+
+def test_nothing_requires_grad():
+    x, w, bias = (torch.nn.Parameter(t) for t in operands(4, 5, 70))
+    quantized = quantize_per_token(w)
+    scale = torch.nn.Parameter(quantized[1])
+    assert not dense_linear(x, quantized[0], scale, bias).requires_grad
+    assert not compress_slide(w).scale.requires_grad and not sparse_linear(x, compress_slide(w), bias).requires_grad
+    assert not dense_linear_ref(x, quantized[0], scale, bias).requires_grad
+    assert not sparse_linear_ref(x, compress_slide_ref(w), bias).requires_grad
+
+
+def test_libraries():
+    text = linear.libraries(DEVICE)
+    assert qk.backend().endswith(f"; {text}")
+    assert ("cuSPARSELt" in text) == VENDOR and ("cuBLASLt" in text) == (DEVICE == "cuda")
+
+
+# Bad input
+
+X, W, BIAS = operands(4, 5, 70)
+Q, S = quantize_per_token(W)
+SW = compress_slide(W)
+META = torch.empty(4, 70, dtype=torch.float16, device="meta")
+NO_TENSORS = [1.5, True, "x", [[1.0, 2.0]], np.ones((4, 70), np.float16)]
+NO_X = [None, *NO_TENSORS, META, X.double(), X.int(), X > 0, X.to_sparse(), X[0, 0], X[:, 1:], X.t()]
+NO_BIAS = [*NO_TENSORS, BIAS.double(), BIAS.int(), BIAS[None], BIAS[1:], BIAS.to("meta"), 0]
+NO_DTYPES = [torch.int8, torch.float64, "float16", np.float16, 16, True]
+
+
+def bad(function, argument, values, **good):
+    return [(function, argument, value, good) for value in values]
+
+
+DENSE, SPARSE = {"w": Q, "w_s": S}, {"sw": SW}
+BAD = (
+    bad(dense_linear, "x", NO_X, **DENSE)
+    + bad(dense_linear, "w", [None, *NO_TENSORS, W, Q.int(), Q[0], Q[None], Q.to_sparse(), Q.to("meta")], x=X, w_s=S)
+    + bad(dense_linear, "w_s", [None, *NO_TENSORS, S.half(), S.double(), S[0], S.t(), S[1:], S.to("meta")], x=X, w=Q)
+    + bad(dense_linear, "bias", NO_BIAS, x=X, **DENSE)
+    + bad(dense_linear, "out_dtype", NO_DTYPES, x=X, **DENSE)
+    + bad(dense_linear, "gemm_dtype", [*NO_DTYPES, BF16, torch.float32], x=X, **DENSE)
+    + bad(compress_slide, "w", [None, *NO_TENSORS, META, Q, W.double(), W[0], W[None], torch.ones_like(W)])
+    + bad(compress_slide, "L", [None, 5, 12, 8.0, True, "8"], w=W)
+    + bad(compress_slide, "dtype", [None, torch.uint8, "int8", 8], w=W)
+    + bad(sparse_linear, "x", NO_X, **SPARSE)
+    + bad(sparse_linear, "sw", [None, *NO_TENSORS, W, Q, tuple(SW), SW._replace(scale=S.to("meta"))], x=X)
+    + bad(sparse_linear, "bias", NO_BIAS, x=X, **SPARSE)
+    + bad(sparse_linear, "out_dtype", NO_DTYPES, x=X, **SPARSE)
+    + bad(sparse_linear, "gemm_dtype", [None, *NO_DTYPES, torch.float16, torch.float32], x=X, **SPARSE)
+)
+
+
+@pytest.mark.parametrize("function", [dense_linear, compress_slide, sparse_linear], ids=lambda f: f.__name__)
+def test_bad_input(function):
+    wrong = []
+    for _, argument, value, good in (case for case in BAD if case[0] is function):
+        case = f"{argument}={value!r:.60} {type(value).__name__}"
+        try:
+            function(**{argument: value}, **good)
+        except ValueError as error:
+            if not str(error).startswith(argument + " "):
+                wrong.append(f"{case}: the message names another argument: {error}")
+        except Exception as error:
+            wrong.append(f"{case}: {type(error).__name__} {error}")
+        else:
+            wrong.append(f"{case}: taken")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_reference_refuses_what_only_the_library_reads():
+    with pytest.raises(ValueError, match="^sw is in cuSPARSELt's own format"):
+        sparse_linear_ref(X, SlideWeight(SW.codes, SW.scale, 70, 8, True))
+
+
+# On a GPU
+
+
+@gpu
+@pytest.mark.parametrize("L", LENGTHS)
+@pytest.mark.parametrize("problem", [(1, 32, 64), (100, 1000, 1000), (1000, 384, 1536), (4096, 4096, 4096)], ids=str)
+def test_cusparselt_sums_are_the_dense_ones(problem, L):
+    if not VENDOR:
+        pytest.skip(f"needs cuSPARSELt and capability 8.0: {linear.libraries(DEVICE)}")
+    x, w, _ = operands(*problem, L, BF16)
+    M, N, _ = problem
+    sw = compress_slide(w, L)
+    assert sw.compressed and sw.codes.nbytes < 0.7 * slide_weight(w, L).numel() + 4096  # half, and its metadata
+    codes, _ = qk.quant_slide(x, L, row_multiple=16)
+    sums = linear._sparse_mm(codes, sw.codes, N, True, INT32)[:M]
+    dense = linear._dense_mm(quantize_per_token(x)[0], quantize_per_token(w)[0], INT32)
+    assert torch.equal(sums, dense) and torch.equal(sums.double(), integers(x, w))
+    # and its bfloat16 is the nearest
+    rounded = linear._sparse_mm(codes, sw.codes, N, True, BF16)[:M]
+    assert same(rounded, sums.to(BF16))
+
+
+@gpu
+@pytest.mark.parametrize("chain", ["dense", "sparse"])
+def test_fp8(chain):
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs capability 8.9")
+    fp8 = torch.float8_e4m3fn
+    for problem in (*PROBLEMS, (1000, 384, 1536)):
+        x, w, bias = operands(*problem, dtype=BF16)
+        for gemm_dtype, limit in ((torch.float32, 2e-3), (BF16, 5e-3)):
+            if chain == "dense":
+                quantized = quantize_per_token(w, fp8)
+                out = dense_linear(x, *quantized, bias, torch.float32, gemm_dtype)
+                want = dense_linear_ref(x, *quantized, bias, torch.float32, torch.float32)
+            else:
+                out = sparse_linear(x, compress_slide(w, dtype=fp8), bias, torch.float32, gemm_dtype)
+                want = sparse_linear_ref(x, compress_slide_ref(w, dtype=fp8), bias, torch.float32, torch.float32)
+            # the tensor cores add up FP8 products with fewer bits than float32 has
+            assert torch.linalg.norm(out - want) <= limit * torch.linalg.norm(want), (problem, gemm_dtype)
+
+
+@gpu
+@pytest.mark.parametrize("searched", [False, True])
+def test_cuda_graph(searched, monkeypatch):
+    """What wasn't called before is captured too: without a search."""
+    monkeypatch.setattr(linear, "_ALGORITHMS", {})
+    x, w, bias = operands(100, 96, 512)
+    new = randn(100, 512, dtype=torch.float16, seed=9)
+    sw, quantized = compress_slide(w), quantize_per_token(w)
+
+    def work(x):
+        return dense_linear(x, *quantized, bias), sparse_linear(x, sw, bias, gemm_dtype=INT32)
+
+    work(x)  # libraries start, kernels are compiled
+    torch.cuda.synchronize()
+    if not searched:
+        linear._ALGORITHMS.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = work(x)
+    assert len(linear._ALGORITHMS) == int(searched and VENDOR)
+    x.copy_(new)
+    graph.replay()
+    torch.cuda.synchronize()
+    for got, want in zip(captured, work(new), strict=True):
+        assert same(got, want)
+
+
+@gpu
+def test_a_search_for_each_shape(monkeypatch):
+    if not VENDOR:
+        pytest.skip("needs cuSPARSELt")
+    monkeypatch.setattr(linear, "_ALGORITHMS", {})
+    x, w, _ = operands(100, 96, 512)
+    sw = compress_slide(w)
+    for rows, searches in ((100, 1), (97, 1), (112, 1), (90, 2)):  # in sixteens
+        sparse_linear(torch.cat([x, x])[:rows], sw)
+        assert len(linear._ALGORITHMS) == searches
+    sparse_linear(x, sw, gemm_dtype=INT32)
+    assert len(linear._ALGORITHMS) == 3
+
+
+@gpu
+def test_cpu_tensors_where_kernels_are_compiled():
+    for call, name in (
+        (lambda: dense_linear(X.cpu(), Q, S), "x"),
+        (lambda: dense_linear(X, Q.cpu(), S), "w"),
+        (lambda: dense_linear(X, Q, S, BIAS.cpu()), "bias"),
+        (lambda: sparse_linear(X.cpu(), SW), "x"),
+        (lambda: compress_slide(W.cpu()), "w"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} is on .*TRITON_INTERPRET=1"):
+            call()
