@@ -51,6 +51,8 @@ if isinstance(triton.language.cdiv, triton.JITFunction) == _INTERPRET:
         f"start Python with TRITON_INTERPRET={int(_INTERPRET)}."
     )
 
+from qk.dequant_bias import dequant_bias, dequant_bias_ref  # noqa: E402
+from qk.gelu import int8_gelu, int8_gelu_ref  # noqa: E402
 from qk.gemm import (  # noqa: E402
     int8_addmm,
     int8_addmm_quant,
@@ -83,6 +85,25 @@ from qk.int8 import (  # noqa: E402
     weight_quant,
     weight_quant_ref,
 )
+from qk.linear import (  # noqa: E402
+    compress_slide,
+    compress_slide_ref,
+    dense_linear,
+    dense_linear_ref,
+    sparse_linear,
+    sparse_linear_ref,
+)
+from qk.linear import libraries as _libraries  # noqa: E402
+from qk.slide import (  # noqa: E402
+    prune_slide,
+    prune_slide_ref,
+    quant_slide,
+    quant_slide_ref,
+    slide,
+    slide_ref,
+    slide_weight,
+    slide_weight_ref,
+)
 
 __all__ = [
     "act_dequant",
@@ -90,6 +111,12 @@ __all__ = [
     "act_quant",
     "act_quant_ref",
     "backend",
+    "compress_slide",
+    "compress_slide_ref",
+    "dense_linear",
+    "dense_linear_ref",
+    "dequant_bias",
+    "dequant_bias_ref",
     "dequantize_int4",
     "dequantize_int4_ref",
     "device",
@@ -97,16 +124,28 @@ __all__ = [
     "int8_addmm_quant",
     "int8_addmm_quant_ref",
     "int8_addmm_ref",
+    "int8_gelu",
+    "int8_gelu_ref",
     "int8_gemm",
     "int8_gemm_quant",
     "int8_gemm_quant_ref",
     "int8_gemm_ref",
     "pack_int4",
     "pack_int4_ref",
+    "prune_slide",
+    "prune_slide_ref",
+    "quant_slide",
+    "quant_slide_ref",
     "quantize_int4",
     "quantize_int4_ref",
     "quantize_per_token",
     "quantize_per_token_ref",
+    "slide",
+    "slide_ref",
+    "slide_weight",
+    "slide_weight_ref",
+    "sparse_linear",
+    "sparse_linear_ref",
     "unpack_int4",
     "unpack_int4_ref",
     "weight_dequant",
@@ -117,8 +156,8 @@ __all__ = [
 
 
 def backend():
-    """One line: whether the kernels are compiled or interpreted in this process, and why."""
-    return f"{'interpreted' if _INTERPRET else 'compiled'}: {_REASON}"
+    """One line: whether kernels are compiled or interpreted in this process, why, and what multiplies in the chains."""
+    return f"{'interpreted' if _INTERPRET else 'compiled'}: {_REASON}; {_libraries(device())}"
 
 
 def device():

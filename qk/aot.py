@@ -190,6 +190,52 @@ def _gemm_sm90_cases(arch):
             yield f"{call}{options})", least
 
 
+def _gelu_cases(arch):
+    for block in 32, 128:
+        yield f"int8_gelu(i8(8192, 8192), f32(8192, {8192 // block}), {block})", _LOADS | _STORES
+    # K-major scales in and out
+    yield "int8_gelu(i8(8192, 8192), f32(32, 8192).t(), 256, scale_layout='column')", _LOADS | _STORES
+    for activation in "gelu_tanh", "silu":
+        yield f"int8_gelu(i8(8192, 8192), f32(8192, 64), activation='{activation}')", _LOADS | _STORES
+    yield "int8_gelu(i8(8192, 8191), f32(8192, 64))", {}
+
+
+def _dequant_bias_cases(arch):
+    # the last has offsets beyond int32
+    for M, N, inputs in (1, 2560, "bf16"), (64, 3840, "bf16 f32"), (512, 2560, "bf16 f32"), (131072, 16384, "bf16"):
+        for g in inputs.split():
+            yield f"dequant_bias({g}({M}, {N}), f32({M}, 1), f32(1, {N}), f32({N}))", _LOADS | _STORES
+    for g in "bf16", "f16", "f32", "i32":
+        yield f"dequant_bias({g}(16384, 13824), f32(16384, 1), f32(1, 13824), f32(13824))", _LOADS | _STORES
+    operands = "f32(4096, 1), f32(1, 4096), bf16(4096)"
+    for out in "f16", "f32":
+        yield f"dequant_bias(i32(4096, 4096), {operands}, {out}.dtype)", _LOADS | _STORES
+        yield f"dequant_bias(bf16(4096, 4096), {operands}, {out}.dtype)", _LOADS | _STORES
+    yield "dequant_bias(bf16(4096, 4096), 0.5, 0.5)", _LOADS | _STORES
+    yield "dequant_bias(bf16(4096, 4096), f32(1), f32(1))", _LOADS | _STORES
+    yield "dequant_bias(bf16(4096, 4096), bf16(4096), f16(4096, 1), f16(4096))", _LOADS
+    yield "dequant_bias(bf16(4096, 4096).t(), f32(4096), f32(4096))", _LOADS
+    yield "dequant_bias(f32(4096, 8192)[:, ::2], f32(4096), f32(4096))", {}
+    yield "dequant_bias(bf16(4095, 4095), f32(4095), f32(4095), f32(4095))", {}
+    yield "dequant_bias(bf16(1000000, 3), f32(1000000), f32(3), f32(3))", {}
+
+
+def _slide_cases(arch):
+    # L = 8 stores 24 words of a warp's 32 side by side; the others whole units, which are narrower than 16 bytes
+    for L, least in (4, _LOADS | {"st.global.64": 1}), (6, {"st.global.64": 1}), (8, _LOADS), (10, _STORES):
+        yield f"quant_slide(f16(16384, 18944), {L})", least
+        yield f"quant_slide(bf16(16384, 3584), {L}, row_multiple=16)", least
+    for columns in 32, 384, 8192, 65536:
+        yield f"quant_slide(f16(8192, {columns}))", _LOADS
+    yield "quant_slide(f32(16384, 18944))", _LOADS
+    for L in 4, 6, 8, 10:
+        yield f"quant_slide(f16(8191, 8191), {L})", {}
+    yield "quant_slide(f16(8192, 8192).t())", {}
+    if arch >= 89:
+        yield "quant_slide(f16(16384, 18944), 8, torch.float8_e4m3fn)", _LOADS
+        yield "quant_slide(bf16(16384, 3584), 10, torch.float8_e4m3fn)", _STORES
+
+
 # room -> function of a capability that lists its cases: a call, evaluated with the names of the room and of _TENSORS,
 # and the least count of each instruction that one of the kernels it launches must have. "tile" is what the tile of the
 # kernel takes in one round of its loop; of names with | between them, one will do.
@@ -199,6 +245,9 @@ CASES = {
     "gemm": _gemm_cases,
     "gemm_sm75": _gemm_sm75_cases,
     "gemm_sm90": _gemm_sm90_cases,
+    "gelu": _gelu_cases,
+    "dequant_bias": _dequant_bias_cases,
+    "slide": _slide_cases,
 }
 
 

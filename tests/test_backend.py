@@ -9,6 +9,8 @@ from cases import gpu
 import qk
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+# what the inference chains say on the CPU
+BY_TORCH = "dense and sparse GEMM by torch"
 
 
 def python(code, **environment):
@@ -80,6 +82,10 @@ def test_nonsense_in_qk_backend(machine, value):
 def test_this_process():
     assert qk.backend().startswith({"cpu": "interpreted: ", "cuda": "compiled: "}[qk.device()])
     assert "\n" not in qk.backend()
+    if qk.device() == "cpu":
+        assert qk.backend().endswith(f"; {BY_TORCH}")
+    else:
+        assert f"; dense GEMM by cuBLASLt of CUDA {torch.version.cuda}, sparse GEMM by " in qk.backend()
     assert os.environ["TRITON_INTERPRET"] == {"cpu": "1", "cuda": "0"}[qk.device()]
 
 
@@ -90,7 +96,7 @@ print(qk.backend())
 print(qk.device())
 print(qk.quantize_int4(torch.tensor([[7.0, -1.0]]))[0].tolist())
 """
-    assert python(code, **NO_GPU) == ["interpreted: no CUDA GPU", "cpu", "[[247]]"]
+    assert python(code, **NO_GPU) == [f"interpreted: no CUDA GPU; {BY_TORCH}", "cpu", "[[247]]"]
 
 
 def test_compile_without_a_gpu():
@@ -104,7 +110,7 @@ except ValueError as error:
     print(error)
 """
     backend, device, message = python(code, QK_BACKEND="compile", **NO_GPU)
-    assert (backend, device) == ("compiled: QK_BACKEND=compile", "cuda")
+    assert (backend, device) == (f"compiled: QK_BACKEND=compile; {BY_TORCH}", "cuda")
     assert message.startswith("x is on the CPU") and "TRITON_INTERPRET=1" in message
 
 
@@ -151,7 +157,7 @@ print(qk.backend())
     message, backend = python(code, TRITON_INTERPRET="1", **NO_GPU)
     assert "compile its kernels here (QK_BACKEND=compile), but Triton was imported before" in message
     assert "TRITON_INTERPRET=0" in message
-    assert backend == "interpreted: QK_BACKEND=interpret"
+    assert backend == f"interpreted: QK_BACKEND=interpret; {BY_TORCH}"
 
 
 @gpu
@@ -166,7 +172,8 @@ print(qk.quantize_int4(x)[0].tolist())
         assert torch.cuda.get_device_name() in qk.backend()
     for variable in ("TRITON_INTERPRET", "QK_BACKEND"):
         setting = "1" if variable == "TRITON_INTERPRET" else "interpret"
-        assert python(code, **{variable: setting}) == [f"interpreted: {variable}={setting}", "[[119], [119]]"]
+        expected = [f"interpreted: {variable}={setting}; {BY_TORCH}", "[[119], [119]]"]
+        assert python(code, **{variable: setting}) == expected
 
 
 @gpu

@@ -1,8 +1,11 @@
 """The measuring kit: its arithmetic against a clock that we set, its files, its table, and a small job on a GPU."""
 
 import contextlib
+import importlib
 import json
+import math
 import os
+import statistics
 import subprocess
 import sys
 import types
@@ -53,6 +56,9 @@ def test_merging_replaces_the_measured_jobs_and_keeps_the_others():
         ("gemm", "qk", 3.0),
         ("int4", "copy", 7.0),
     ]
+    # --dtype measures a part of a job
+    merged = bench.merge(report(row("copy"), row("copy", dtype="int32", us=5.0)), report(row("copy", us=7.0)))
+    assert [(r["dtype"], r["us"]) for r in merged["results"]] == [("int32", 5.0), ("float16", 7.0)]
 
 
 def test_merging_refuses_another_gpu():
@@ -247,6 +253,22 @@ def test_gemms_get_tops_and_a_copy_only_where_memory_bound(clock):
     assert [r["contender"] for r in rows] == ["qk", "copy"]
 
 
+def test_the_second_half_of_a_turn_counts(clock, monkeypatch):
+    """Of a GPU that needs 0.2 seconds of work to slow down to what its power limit allows, and rests between turns."""
+    worked = {"hot": 0.0, "cool": 0.0}
+
+    def replay(name):
+        worked[name] += 0.01
+        slow = name == "hot" and worked[name] % 0.4 > 0.2
+        clock.spend(10_000.0 * (2 if slow else 1))
+
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: sum(worked.values()))
+    replays = {name: (lambda name=name: replay(name), 1, "graph") for name in worked}
+    times = bench._time_turns(replays, 0.4)
+    assert statistics.median(times["hot"]) == 20_000.0 and statistics.median(times["cool"]) == 10_000.0
+    assert worked == pytest.approx({"hot": 0.8, "cool": 0.8}, abs=0.2)
+
+
 def test_what_refuses_or_errs_is_recorded_and_not_timed(clock):
     def refuses(x):
         raise RuntimeError("needs M > 16,\n  got 1")
@@ -294,30 +316,147 @@ def test_the_command_records_replaces_and_checks(clock, monkeypatch, tmp_path, c
     assert "Tesla T4" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "case", list(bench.ffn(17, 128, 256)), ids=lambda case: f"{case.op} {case.options['activation']}"
+)
+def test_feed_forward_contenders_compute_the_same(case):
+    torch.manual_seed(0)
+    inputs = case.inputs()
+    errors = {
+        name: bench._error(case.restored(call(*inputs)), truth(*inputs))
+        for name, (call, truth) in case.contenders.items()
+        if "compile" not in name
+    }
+    exact = {"bf16", "int8_gemm"} & errors.keys()
+    assert all((error < 0.005) == (name in exact) and error < 0.02 for name, error in errors.items()), errors
+    # the other GELU would be noticed, and a missing bias
+    call, truth = case.contenders["qk"]
+    (other,) = {"gelu", "gelu_tanh"} - {case.options["activation"]}
+    make = bench._ffn_case if case.op == "ffn" else bench._epilogue_case
+    other_call, _ = make(*case.shape, other).contenders["qk"]
+    assert not torch.equal(*(case.restored(each(*inputs)) for each in (call, other_call)))
+
+
+def test_peak_memory_counts_the_input_and_what_a_call_allocates(clock, monkeypatch):
+    held, peak = [1000, 1000]
+
+    def allocate(x):
+        nonlocal peak
+        peak = max(peak, held + 2 * x.nbytes)
+        return clock.spend(10.0, x.clone())
+
+    def reset():
+        nonlocal peak
+        peak = held
+
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak)
+    case = small_case(clock, {"eager": 50.0})
+    case.contenders["qk"] = allocate, lambda x: x
+    rows = {r["contender"]: r for r in bench.measure(case._replace(activation_bytes=4096), 0)}
+    assert (rows["qk"]["peak_bytes"], rows["eager"]["peak_bytes"]) == (4096 + 8192, 4096)
+    assert "peak_bytes" not in rows["copy"]
+    assert not any("peak_bytes" in r for r in bench.measure(case, 0))
+
+
+def test_a_result_may_be_restored_before_it_is_compared(clock):
+    case = small_case(clock, {})
+    case.contenders["qk"] = lambda x: clock.spend(10.0, (2 * x, 0)), lambda x: x
+    (row, _) = bench.measure(case._replace(restored=lambda result: result[0] / 2), 0)
+    assert row["error"] == 0 and row["us"] == 10.0
+
+
+def test_correctness(capsys):
+    def case(error, limit):
+        call = (lambda x: x * (1 + error)), lambda x: x
+        inputs = bench._matrix((32, 64), torch.float32)
+        return bench.Case("op", (32, 64), torch.float32, {}, inputs, {"qk": call, "rival": (None, None)}, limit=limit)
+
+    def wrong(*cases, dtypes=()):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bench, "_JOBS", {"job": lambda: cases})
+            right = bench.correct("job", dtypes)
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert right == last.endswith(" 0 wrong")
+        return last
+
+    assert wrong(case(0.0, 0), case(1e-3, 0.01)) == "job: 2 results, 0 wrong"
+    assert wrong(case(1e-3, 0), case(math.nan, 0.01), case(0.0, 0)) == "job: 3 results, 2 wrong"
+    assert wrong(case(1e-3, 0), dtypes=[torch.float16]) == "job: 0 results, 0 wrong"
+
+
+def test_dequant_bias_rivals_do_the_same_work():
+    shapes = {(case.dtype, *case.shape) for case in bench._JOBS["dequant_bias"]()}
+    assert len(shapes) == 3 * 3 * 31
+    for dtype in torch.bfloat16, torch.float32, torch.int32:
+        assert (dtype, 65536, 13824) in shapes
+        case = bench._dequant_bias_case(5, 70, dtype)
+        inputs = case.inputs()
+        assert inputs[0].dtype == dtype and case.limit == 0
+        for name in "qk", "eager":
+            call, truth = case.contenders[name]
+            assert call(*inputs).dtype == torch.bfloat16 and bench._error(call(*inputs), truth(*inputs)) == 0
+
+
 def test_tune_prints_the_fastest_configuration_that_runs(clock, monkeypatch, capsys):
     present, fast, slow, broken = "present", "fast", "slow", "broken"
     # fast is slower at the first shape, but not as much as it is faster at the second
     cost = {("small", present): 4.0, ("small", fast): 5.0, ("large", present): 4.0, ("large", fast): 2.0}
-    room = types.SimpleNamespace(_CONFIGS={90: {"large": present}})
+    rows = {"large": present}
+    room = types.SimpleNamespace(_CONFIGS={90: rows})
 
     def call(x):
-        config = room._CONFIGS[90]["large"]
+        config = rows["large"]
         if config == broken:
             raise RuntimeError("out of shared memory")
         return clock.spend(cost.get((sizes[x.numel()], config), 9.0), x.clone())
 
     sizes = {4: "small", 8: "large"}
-    monkeypatch.setattr(qk, "gemm", room, raising=False)
-    monkeypatch.setattr(bench, "_TUNED", {"large": ([(4,), (8,)], [slow, fast, broken])})
-    monkeypatch.setattr(bench, "_operands", lambda size: (torch.ones(size),))
-    monkeypatch.setattr(bench, "_int8_gemm", lambda path: (call, lambda x: x))
+
+    def case_of(size):
+        return bench.Case("op", (size,), torch.float32, {}, lambda: (torch.ones(size),), {"qk": (call, lambda x: x)})
+
+    monkeypatch.setitem(sys.modules, "qk.gemm", room)
+    monkeypatch.setattr(bench, "_TUNED", {"gemm": (case_of, {"large": ([(4,), (8,)], [slow, fast, broken])})})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    bench.tune(0)
+    bench.tune("gemm", 0)
     out = capsys.readouterr().out
     assert "large (4,) broken RuntimeError: out of shared memory" in out
-    assert "large (4,) fast 5.0 us; present 4.0 us" in out
-    assert out.index("    90: {  # NVIDIA H200") < out.index('        "large": fast,')
+    assert "large (4,) fast 5.00 us; present 4.00 us" in out
+    assert out.index("gemm 90: NVIDIA H200, ") < out.index('"large": fast,')
+    assert rows == {"large": fast}
+
+    # a room without tables by capability
+    room._CONFIGS = rows
+    rows |= {"large": present, "other": slow}
+    bench._TUNED["dequant_bias"] = bench._TUNED["gemm"]
+    monkeypatch.setitem(sys.modules, "qk.dequant_bias", room)
+    bench.tune("dequant_bias", 0)
+    assert rows == {"large": fast, "other": slow}
+
+
+@pytest.mark.parametrize("job", bench._TUNED)
+def test_what_is_tuned_is_in_the_room(job):
+    configs = importlib.import_module(f"qk.{job}")._CONFIGS
+    rows = configs[90] if job == "gemm" else configs
+    case_of, kinds = bench._TUNED[job]
+    assert kinds.keys() <= rows.keys()
+    for kind, (shapes, candidates) in kinds.items():
+        assert len(set(candidates)) == len(candidates) and {len(config) for config in candidates} == {len(rows[kind])}
+        for shape in shapes:
+            assert "qk" in case_of(*shape).contenders
+
+
+def test_what_is_tuned_is_of_the_kind_it_is_tuned_for(monkeypatch):
+    room = importlib.import_module("qk.dequant_bias")
+    monkeypatch.setattr(room, "_INTERPRETED", types.SimpleNamespace(value=False))
+    number = {kind: i for i, kind in enumerate(room._CONFIGS)}
+    monkeypatch.setattr(room, "_CONFIGS", {kind: (8, 8, 1, i) for kind, i in number.items()})
+    for kind, (shapes, _) in bench._TUNED["dequant_bias"][1].items():
+        for M, N, dtype in shapes:
+            assert room._tiles(torch.empty(M, N, dtype=dtype, device="meta"), torch.bfloat16)[3] == number[kind]
 
 
 @gpu

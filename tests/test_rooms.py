@@ -23,8 +23,11 @@ RUNS = {
     "int4": "room.dequantize_int4(*room.quantize_int4(x), 4).allclose(x.half())",
     "int8": "room.act_dequant(*room.act_quant(x)).allclose(x)",
     "gemm": "room.int8_gemm(x.char(), x[:, :1], x.char(), x[:1, :1]).eq(4).all()",
+    "dequant_bias": "room.dequant_bias(x, 2.0, x[0], x[0]).eq(3).all()",
+    "gelu": "room.int8_gelu(x.char() * 127, x[:, :1])[0].eq(127).all()",
     "gemm_sm75": "True",
     "gemm_sm90": "True",
+    "slide": "room.quant_slide(x, 4)[0][:, :4].eq(127).all()",
 }
 
 
