@@ -9,8 +9,10 @@ import qk
 sys.path.insert(0, os.path.dirname(__file__))
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     for item in items:
+        if item.get_closest_marker("browser") and "browser" not in config.option.markexpr:
+            item.add_marker(pytest.mark.skip(reason="takes minutes and a browser: pytest -m browser"))
         if item.get_closest_marker("gpu") and qk.device() != "cuda":
             item.add_marker(pytest.mark.skip(reason=f"needs CUDA and compiled kernels ({qk.backend()})"))
 

@@ -86,6 +86,23 @@ def test_ci_runs_the_readme_s_test_command():
     assert "README.md" in script and "pip install -e" not in script
 
 
+def test_ci_moves_the_sliders():
+    assert "pytest -m browser" in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+def test_workflow_tests_both_ends_of_the_ranges():
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    rows = re.findall(r'\{ python: "(.*?)", torch: "(.*?)", triton: "(.*?)" \}', workflow)
+    oldest, newest = [[version.replace("*", "0") for version in row] for row in rows]
+    ranges = [PYPROJECT["project"]["requires-python"], packages()["torch"], packages()["triton"]]
+    for version, text in zip(oldest, ranges, strict=True):
+        assert text.startswith(f">={version.removesuffix('.0')}")
+    for version, text in zip(newest, ranges, strict=True):
+        assert version in SpecifierSet(text)
+    major, minor, _ = map(int, newest[1].split("."))
+    assert f"{major}.{minor + 1}.0" not in SpecifierSet(ranges[1]), "torch: there is a newer one in the range"
+
+
 def test_pre_commit_keeps_outputs():
     hooks = re.findall(r"id: (\S+)", (ROOT / ".pre-commit-config.yaml").read_text())
     assert hooks == ["ruff-check", "ruff-format"]
