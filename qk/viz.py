@@ -196,8 +196,8 @@ def access(loads, element_bytes=2, title="Which thread reads which bytes"):
 
 
 @style()
-def error_map(errors, title="Where the error is"):
-    """errors: {label: matrix of absolute errors}, one above the other, on one colour scale.
+def error_map(errors, title="Where the error is", name="weight"):
+    """errors: {label: matrix of absolute errors}, one above the other, on one colour scale. name: of the exact values.
 
     A large matrix is drawn in tiles, each the mean of its errors.
     """
@@ -219,12 +219,12 @@ def error_map(errors, title="Where the error is"):
         ax.set(title=f"{title}: {label}", ylabel="row")
     axes[-1].set_xlabel("column")
     of = "" if tile == (1, 1) else f", mean of {tile[0]} x {tile[1]}"
-    fig.colorbar(image, ax=axes, label=f"|restored - weight|{of}", extend="max")
+    fig.colorbar(image, ax=axes, label=f"|restored - {name}|{of}", extend="max")
     return fig
 
 
 @style()
-def memory_bars(sizes, title="Memory"):
+def memory_bars(sizes, title="Memory", what="memory", ylabel="format"):
     """sizes: {label: {part: bytes}}; bars with exact byte counts, and how much smaller each is than the first."""
     largest = max(sum(parts.values()) for parts in sizes.values())
     unit, name = max(
@@ -240,15 +240,35 @@ def memory_bars(sizes, title="Memory"):
         for kind, size in parts.items():
             ax.barh(y, size / unit, left=left / unit, color=colors[kinds.index(kind)], height=0.55)
             left += size
-        text = " + ".join(f"{size:,}" for size in parts.values()) + " bytes"
-        ax.text(left / unit, y, f"  {text}" + (f", {first / left:.2f}x smaller" if y else ""), va="center")
+        # of many parts, the sum: there is no room for more
+        counts = parts.values() if len(kinds) < 4 else (left,)
+        text = "  " + " + ".join(f"{size:,}" for size in counts) + " bytes"
+        if y:
+            text += f", {left / first:.2f}x larger" if left > first else f", {first / left:.2f}x smaller"
+        ax.text(left / unit, y, text, va="center")
     for kind, color in zip(kinds, colors, strict=False):
         ax.barh(0, 0, color=color, label=kind)
     ax.set_yticks(range(len(sizes)), list(sizes))
     # the longest bar's text needs room beside it
-    ax.set(title=title, xlabel=f"memory ({name})", ylabel="format", xlim=(0, 1.45 * largest / unit))
+    ax.set(title=title, xlabel=f"{what} ({name})", ylabel=ylabel, xlim=(0, 1.45 * largest / unit))
     ax.invert_yaxis()
     fig.legend(loc="outside lower center", ncols=len(kinds))
+    return fig
+
+
+@style()
+def error_profile(errors, title="the output"):
+    """errors: {label: matrix [tokens, channels] of errors}: their root mean square for each token and each channel."""
+    fig = _figure(9, 3.8)
+    axes = fig.subplots(1, 2, sharey=True)
+    for ax, axis, unit in zip(axes, (1, 0), ("token", "channel"), strict=True):
+        for (label, error), color in zip(errors.items(), (BLUE, ORANGE, GREEN, PURPLE), strict=False):
+            line = torch.as_tensor(error).detach().double().square().mean(axis).sqrt().cpu()
+            ax.plot(line.numpy(), ".", color=color, markersize=4, label=label if axis else None)
+        ax.set(yscale="log", title=f"{title}, {unit} by {unit}", xlabel=unit)
+        ax.set_ylabel("error (root mean square)")
+        ax.grid(True, axis="y")
+    fig.legend(loc="outside lower center", ncols=len(errors), markerscale=2)
     return fig
 
 
@@ -606,6 +626,229 @@ def roofline(record, shape):
     return fig
 
 
+@style()
+def before_after(x, restored, title="After the round trip"):
+    """A matrix, what is left of it after quantization, and the difference, on one colour scale."""
+    x, restored = torch.as_tensor(_array(x)), torch.as_tensor(_array(restored))
+    top = x.abs().quantile(0.99).item() or 1
+    error = ((restored - x).norm() / x.norm()).item() if x.any() else 0
+    parts = {"the weights": x, title: restored, f"what was lost: {error:.1%}": restored - x}
+    fig = _figure(9, 2.6)
+    axes = fig.subplots(1, 3, sharey=True)
+    for ax, (name, values) in zip(axes, parts.items(), strict=True):
+        image = ax.imshow(values.numpy(), "PuOr", vmin=-top, vmax=top, aspect="auto", interpolation="nearest")
+        ax.set(title=name, xlabel="column", ylabel="row")
+        ax.title.set_fontsize(10)
+    fig.colorbar(image, ax=axes, label="weight", extend="both")
+    return fig
+
+
+@style()
+def path(rows):
+    """Tensors on their way through a network: a corner of each as a picture, with its type, its shape and its bytes.
+
+    rows: {title: [(step, name, tensor or (codes, scales)), ...]}; step says what made it of the tensor before.
+    uint8 codes are two of int4 each.
+    """
+    wide, high = 9, 2.5 * len(rows)
+    # placed by hand, in inches: the arrows must know where the pictures are
+    fig = Figure(figsize=(wide, high))
+    for y, (title, stages) in enumerate(rows.items()):
+        bottom = high - 2.5 * y - 1.85
+        fig.text(0.1 / wide, (bottom + 1.62) / high, title, fontsize=11, va="center")
+        for x, (step, name, tensors) in enumerate(stages):
+            values, *scales = tensors if isinstance(tensors, tuple) else (tensors,)
+            piece = _array(values[:48, :96])
+            if values.dtype == torch.uint8:
+                nibbles = torch.stack([values & 15, values >> 4], -1).flatten(1)
+                piece = _array(((nibbles + 8) % 16).to(torch.int8) - 8)[:48, :96]
+            top = torch.as_tensor(abs(piece)).quantile(0.99).item() or 1
+            left = 0.3 + 2.4 * x
+            ax = fig.add_axes((left / wide, bottom / high, 1.4 / wide, 1.25 / high))
+            ax.imshow(piece, "PuOr", vmin=-top, vmax=top, aspect="auto", interpolation="nearest")
+            ax.spines[:].set_visible(True)
+            ax.set(title=name, xticks=[], yticks=[])
+            ax.set_ylabel("row", fontsize=8, labelpad=2)
+            kind = str(values.dtype).removeprefix("torch.") + (" + scales" if scales else "")
+            size = sum(tensor.nbytes for tensor in (values, *scales))
+            ax.set_xlabel(f"{kind}\n{' x '.join(map(str, values.shape))}\n{size:,} bytes", fontsize=9)
+            if step:
+                # between the picture before and this one's label
+                middle, height = (left - 0.58) / wide, (bottom + 0.5) / high
+                fig.text(middle, height + 0.08 / high, step, fontsize=8.5, ha="center")
+                ends = ((left - 0.2) / wide, height), ((left - 0.95) / wide, height)
+                ax.annotate("", *ends, "figure fraction", arrowprops={"arrowstyle": "-|>", "color": _INK})
+    return fig
+
+
+@style()
+def windows(weights, slid, placed=None):
+    """How the windows of one group take its weights, one window after the other, and what is stored in the end.
+
+    weights: [L], at most L - 2 of them not zero. slid: `qk.slide_weight` of them. placed: how many windows have had
+    their turn; None: all.
+    """
+    values, slid, L = _array(weights).tolist(), _array(slid).tolist(), len(weights)
+    count = L // 2 - 1
+    placed = count if placed is None else placed
+    taken = {2 * w + j: w for w in range(placed) for j in range(4) if slid[4 * w + j]}
+    colors = SKY, ORANGE, GREEN, PURPLE
+    cells = max(2 * L - 4, 10)  # fewer leave no room for the title
+    fig = _figure(1.3 + 0.5 * cells, 2.2 + 0.42 * count)
+    ax = fig.subplots()
+
+    def cell(x, y, text, window=None):
+        color = "white" if window is None else colors[window]
+        ax.add_patch(Rectangle((x, y), 1, 0.8, facecolor=color, edgecolor="#888888", linewidth=0.6, alpha=0.6))
+        ax.text(x + 0.5, y + 0.4, text, ha="center", va="center", fontsize=9)
+
+    for column, value in enumerate(values):
+        ax.text(column + 0.5, -0.3, column, ha="center", va="center", fontsize=9, color="#666666")
+        cell(column, 0, f"{value:g}", taken.get(column))
+    rows = {"weight": 0.4}
+    end = 1.3 + count
+    for w in range(count):
+        rows[f"window {w}"] = 1.5 + w
+        for j in range(4 if w < placed else 0):
+            column = 2 * w + j
+            mine = taken.get(column) == w
+            cell(column, 1.1 + w, f"{values[column]:g}" if mine else "", w if mine else None)
+            cell(4 * w + j, end, f"{slid[4 * w + j]:g}", w if mine else None)
+            cell(4 * w + j, end + 1, f"x{column}")
+        if w == placed - 1:
+            ax.add_patch(Rectangle((2 * w, 1.1 + w), 4, 0.8, fill=False, edgecolor=_INK, linewidth=1.8))
+    rows |= {"slid weight": end + 0.4, "slid x": end + 1.4}
+    last = placed - 1
+    columns = ", ".join(str(column) for column, w in taken.items() if w == last) or "nothing"
+    ax.set_title(f"{L - 2}:{L}. Window {last} covers columns {2 * last} to {2 * last + 3} and takes {columns}")
+    ax.set(xlim=(-0.1, cells + 0.1), ylim=(end + 2, -0.6), xticks=[], ylabel="one group")
+    ax.set_yticks(list(rows.values()), list(rows))
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    ax.set_xlabel("top: columns of the group; the two rows at the bottom: as stored")
+    return fig
+
+
+@style()
+def time_bars(times, title):
+    """times: {label: {step: microseconds}}; bars, their sums, and how much faster each is than the first."""
+    steps = list(dict.fromkeys(step for parts in times.values() for step in parts))
+    totals = [sum(parts.values()) for parts in times.values()]
+    fig = _figure(9, 1.3 + 0.5 * len(times))
+    ax = fig.subplots()
+    for y, (parts, total) in enumerate(zip(times.values(), totals, strict=True)):
+        left = 0
+        for step, us in parts.items():
+            ax.barh(y, us, 0.55, left, color=(BLUE, ORANGE, GREEN, PURPLE)[steps.index(step)])
+            left += us
+        ax.text(left, y, f"  {_microseconds(total)}" + (f", {totals[0] / total:.2f}x" if y else ""), va="center")
+    for step, color in zip(steps, (BLUE, ORANGE, GREEN, PURPLE), strict=False):
+        ax.barh(0, 0, color=color, label=step)
+    ax.set_yticks(range(len(times)), list(times))
+    ax.set(title=title, xlabel="time (µs)", ylabel="way to do it", xlim=(0, 1.3 * max(totals)))
+    ax.invert_yaxis()
+    fig.legend(loc="outside lower center", ncols=len(steps))
+    return fig
+
+
+@style()
+def speedups(record):
+    """How much faster each operation is than what others wrote, measured side by side: a dot for each shape.
+
+    record: a report of qk.bench or qk.data.recorded(), or None: then the figure says that nothing is recorded.
+    Eager torch is left out where there is a better rival, and so are other ways to use this package.
+    """
+    known = {"compile": "torch.compile", "eager": "eager torch", "bf16": "bf16, cuBLAS", "cublas fp8": "FP8, cuBLAS"}
+    known |= {"_int_mm": "torch._int_mm, no scales"}
+    dots = {}
+    for row in (record or {"results": []})["results"]:
+        if row["contender"] == "qk" and row["op"] != "ladder":
+            over = {rival: ratio for rival, ratio in row.get("speedup_over", {}).items() if rival in known}
+            for rival in over.keys() - {"eager"} or over:
+                dots.setdefault(row["op"], []).append((over[rival], known[rival]))
+    if not dots:
+        return _not_measured("speedups")
+    fig = _figure(9, 1.6 + 0.34 * len(dots))
+    ax = fig.subplots()
+    for rival, color in zip(known.values(), (ORANGE, VERMILION, BLUE, PURPLE, GREEN), strict=True):
+        points = [(ratio, y) for y, pairs in enumerate(dots.values()) for ratio, other in pairs if other == rival]
+        if points:
+            ax.plot(*zip(*points, strict=True), "o", color=color, alpha=0.65, markersize=7, label=rival)
+    ax.axvline(1, color=_INK, linewidth=1, linestyle="--")
+    ax.set_yticks(range(len(dots)), list(dots))
+    ax.set(xscale="log", ylim=(len(dots) - 0.5, -0.5), ylabel="operation")
+    ax.xaxis.set_major_locator(matplotlib.ticker.FixedLocator((0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10, 20, 50)))
+    ax.xaxis.set_major_formatter("{x:g}x")
+    ax.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+    ax.grid(True, axis="x")
+    ax.set_title(f"qk against its rivals at the same shapes, {record['gpu']}, {record['date']}")
+    ax.set_xlabel("how many times as fast (left of the dashed line: qk is slower)")
+    fig.legend(loc="outside lower center", ncols=5)
+    return fig
+
+
+@style()
+def traffic(ways, title="Bytes moved, step by step", unit="bytes for each element"):
+    """ways: {label: [(step, bytes read, bytes written), ...]}: the steps of each, one after the other."""
+    longest = max(sum(read + written for _, read, written in steps) for steps in ways.values())
+    fig = _figure(9, 1.5 + 0.75 * len(ways))
+    ax = fig.subplots()
+    for y, steps in enumerate(ways.values()):
+        left = 0
+        for step, read, written in steps:
+            # no name where the next one would cover it
+            if read + written > 0.012 * len(step) * longest or len(steps) == 1:
+                ax.annotate(step, (left, y - 0.28), (2, 0), textcoords="offset points", fontsize=9, va="bottom")
+            for size, color in ((read, SKY), (written, ORANGE)):
+                ax.barh(y, size, 0.5, left=left, color=color, edgecolor="white")
+                if size > 0.03 * longest:
+                    ax.text(left + size / 2, y, f"{size:.4g}", ha="center", va="center")
+                left += size
+        ax.text(left, y, f"  {left:.4g} in all", va="center")
+    for label, color in (("read", SKY), ("written", ORANGE)):
+        ax.barh(0, 0, color=color, label=label)
+    ax.set_yticks(range(len(ways)), list(ways))
+    ax.set(title=title, xlabel=unit, ylabel="way to do it", xlim=(0, 1.15 * longest), ylim=(len(ways) - 0.5, -0.7))
+    fig.legend(loc="outside lower center", ncols=2)
+    return fig
+
+
+@style()
+def curves(lines, title, xlabel, ylabel, dots=None, mark=None, level=None, log=True):
+    """lines, dots: {label: [(x, y), ...]}, one colour a label; mark, level: an x, a y to draw a line at.
+
+    Axes are logarithmic (but not that of a y that varies little), or, with log=False, linear; x may then be text.
+    """
+    dots = dots or {}
+    labels = list(dict.fromkeys([*lines, *dots]))
+    fig = _figure(8, 4)
+    ax = fig.subplots()
+    for label, color in zip(labels, (BLUE, ORANGE, GREEN, PURPLE, VERMILION, SKY, GREY), strict=False):
+        if label in lines:
+            ax.plot(*zip(*lines[label], strict=True), color=color, label=label)
+        if label in dots:
+            name = None if label in lines else label
+            ax.plot(*zip(*dots[label], strict=True), "o", color=color, markersize=5, label=name)
+    if mark is not None:
+        ax.axvline(mark, color=_INK, linewidth=1, linestyle="--")
+    if level is not None:
+        ax.axhline(level, color=_INK, linewidth=1, linestyle="--")
+    ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    if log:
+        ax.set(xscale="log", yscale="log")
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_formatter("{x:g}")
+    low, high = ax.get_ylim()
+    if log and high < 3 * low:
+        ax.set(yscale="linear")
+    elif log and high < 30 * low:  # too few powers of ten to read a value from
+        ax.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 3, 5, 7)))
+        ax.yaxis.set_minor_formatter("")
+    ax.grid(True)
+    fig.legend(loc="outside lower center", ncols=3)
+    return fig
+
+
 def explore(draw, **choices):
     """A slider for each of draw's arguments, and the figure that it returns; moving a slider draws again.
 
@@ -620,6 +863,7 @@ def explore(draw, **choices):
             index=values.index(inspect.signature(draw).parameters[name].default),
             description=name.replace("_", " "),
             style={"description_width": "initial"},
+            layout={"width": "450px"},  # room for long values
         )
 
     def figure():

@@ -44,6 +44,20 @@ GEMM_RECORD = RECORD | {
         for name, time in times.items()
     ]
 }
+SPEEDS = {
+    "a": {"eager": 50.0, "compile": 0.9},
+    "b": {"bf16": 1.5, "cublas fp8": 0.8},
+    "c": {"eager": 3.0, "around": 2.0},
+}
+SPEEDS["ladder"] = {"bf16": 7.0}
+SPEED_RECORD = RECORD | {
+    "results": [
+        {"op": op, "shape": [8, 8], "contender": name, "speedup_over": over}
+        for op, over in SPEEDS.items()
+        for name in ("qk", "qk fast")
+    ]
+}
+CODES8 = torch.tensor([[0x1F, 0xF1], [0x70, 0x09]], dtype=torch.uint8)
 SCALES = torch.rand(256, 12), torch.rand(3, 12)
 
 
@@ -62,6 +76,7 @@ PLOTS = {
     "access": lambda: viz.access({"even": [0, None, 1, None], "all": [0, 0, 1, 1]}),
     "error map": lambda: viz.error_map({"rows": torch.rand(300, 500), "groups": torch.rand(300, 500)}),
     "small error map": lambda: viz.error_map({"none": torch.zeros(3, 5)}),
+    "error profile": lambda: viz.error_profile({"one": torch.rand(30, 50), "other": torch.rand(30, 50) / 9}),
     "scales": lambda: viz.scale_map(torch.randn(300, 500), (128, 128), "weights"),
     "scale of zeros": lambda: viz.scale_map(torch.zeros(3, 5), (3, 5)),
     "rounding": lambda: viz.rounding(50 * ROW, {"round": torch.round, "truncate": torch.trunc}),
@@ -76,6 +91,16 @@ PLOTS = {
     "gemm": lambda: viz.gemm_speed(GEMM_RECORD, "int8_gemm", (8192, 8192, 8192)),
     "gemm of one token": lambda: viz.gemm_speed(GEMM_RECORD, "int8_gemm", (1, 8192, 8192)),
     "roofline": lambda: viz.roofline(GEMM_RECORD, (16, 8192, 8192)),
+    "before and after": lambda: viz.before_after(ROW.view(16, 24), ROW.round(decimals=1).view(16, 24)),
+    "before and after of zeros": lambda: viz.before_after(torch.zeros(3, 5), torch.zeros(3, 5)),
+    "path": lambda: viz.path(
+        {"once": [("", "a", ROW[None]), ("01", "b", (CODES8, ROW[:5]))], "often": [("", "c", ROW[None])]}
+    ),
+    "windows": lambda: viz.windows([3, 0, -1, 2, 5, 6, 0, 7], [3, 0, -1, 0, 0, 2, 5, 0, 0, 6, 0, 7], 2),
+    "windows of zeros": lambda: viz.windows(torch.zeros(4), torch.zeros(4)),
+    "linear curves": lambda: viz.curves({"one": [("2:4", 0.3), ("6:8", 0.1)]}, "t", "x", "y", level=1, log=False),
+    "times": lambda: viz.time_bars({"dense": {"GEMM": 3.0, "bias": 1.0}, "sparse": {"GEMM": 2.0}}, "t"),
+    "speedups": lambda: viz.speedups(SPEED_RECORD),
     "roofline without measurements": lambda: viz.roofline(None, (16, 8192, 8192)),
 }
 
@@ -122,6 +147,13 @@ def test_memory_is_exact_to_the_byte():
     fig = viz.memory_bars({"float16": {"weights": 33554432}, "int4": {"codes": 8388608, "absmax": 16384}})
     assert "  33,554,432 bytes" in texts(fig)
     assert "  8,388,608 + 16,384 bytes, 3.99x smaller" in texts(fig)
+
+
+def test_error_profile_is_the_root_mean_square():
+    error = torch.tensor([[3.0, 4.0], [1.0, 0.0]])
+    tokens, channels = viz.error_profile({"one": error}).axes
+    assert tokens.lines[0].get_ydata() == pytest.approx([12.5**0.5, 0.5**0.5])
+    assert channels.lines[0].get_ydata() == pytest.approx([5**0.5, 8**0.5])
 
 
 def test_histogram_counts_codes():
@@ -242,6 +274,48 @@ def test_roofline_is_drawn_from_the_record_or_says_that_there_is_none():
     copies = GEMM_RECORD | {"results": [{"op": "x", "shape": [8, 8], "contender": "copy"} | COPY]}
     assert "slope: measured" in viz.roofline(copies, (1, 8192, 8192)).axes[0].get_title(loc="left")
     assert "no measurement recorded" in viz.roofline(None, (1, 8192, 8192)).axes[0].get_title(loc="left")
+
+
+def test_before_after_says_what_was_lost():
+    assert "what was lost: 20.0%" in texts(viz.before_after([[3.0, 4.0]], [[3.0, 5.0]]))
+
+
+def test_path_counts_bytes_and_unpacks_int4():
+    fig = viz.path({"once": [("", "x", ROW[None]), ("01\npack", "codes", (CODES8, ROW[:5].half()))]})
+    assert {"float32\n1 x 384\n1,536 bytes", "uint8 + scales\n2 x 2\n14 bytes", "01\npack"} <= set(texts(fig))
+    assert fig.axes[1].images[0].get_array().tolist() == [[-1, 1, 1, -1], [0, 7, -7, 0]]
+
+
+def test_memory_that_grows_is_called_larger():
+    found = texts(viz.memory_bars({"codes": {"x": 200}, "windows": {"x": 300}, "packed": {"x": 100}}))
+    assert {"  200 bytes", "  300 bytes, 1.50x larger", "  100 bytes, 2.00x smaller"} <= set(found)
+
+
+def test_windows_show_what_each_took():
+    weights, slid = [3, 0, -1, 2, 5, 6, 0, 7], [3, 0, -1, 0, 0, 2, 5, 0, 0, 6, 0, 7]
+    fig = viz.windows(weights, slid, 2)
+    assert "6:8. Window 1 covers columns 2 to 5 and takes 3, 4" in texts(fig)
+    assert "x5" in texts(fig) and "x6" not in texts(fig)
+    assert {"x6", "window 2"} <= set(texts(viz.windows(weights, slid)))
+
+
+def test_times_are_summed_and_compared():
+    found = texts(viz.time_bars({"dense": {"GEMM": 3.0, "bias": 1.0}, "sparse": {"GEMM": 2.5}}, "t"))
+    assert {"  4 µs", "  2.5 µs, 1.60x"} <= set(found)
+
+
+def test_speedups_shows_gains_and_losses():
+    ax = viz.speedups(SPEED_RECORD).axes[0]
+    assert ax.get_title(loc="left").endswith("NVIDIA H200, 2026-02-01")
+    dots = {line.get_label(): (*line.get_xdata(), *line.get_ydata()) for line in ax.lines[:-1]}
+    # eager torch counts only where nothing else was measured; of qk's own, only the default does
+    assert dots == {
+        "torch.compile": (0.9, 0),
+        "bf16, cuBLAS": (1.5, 1),
+        "FP8, cuBLAS": (0.8, 1),
+        "eager torch": (3.0, 2),
+    }
+    assert any("No measurement" in text for text in texts(viz.speedups(None)))
 
 
 def test_figure_follows_slider(monkeypatch, capsys):
