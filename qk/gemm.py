@@ -458,10 +458,9 @@ def _config(capability, M, N, K, block_size, out_block_size, float_dot):
         block_m, block_n = (min(max(_next_power_of_2(size), 16), 256) for size in (M, N))
         block_k, unroll = min(max(_next_power_of_2(K), 16), 1024), 1
     if out_block_size:
-        num_warps = max(num_warps, 4)
+        num_warps, unroll = max(num_warps, 4), 1
     while block_n < (out_block_size or 0):  # a group lies in one tile
         block_n *= 2
-        unroll = max(unroll // 2, 1)
         if num_warps < 8 and block_m < 128:
             num_warps *= 2
         else:
@@ -531,7 +530,8 @@ def _launch(
     out_desc = None
     wgmma = capability == (9, 0) and tile["BLOCK_M"] >= 64 and num_warps >= 4
     if descriptors:
-        if N * out.itemsize % 16 == 0 and out.data_ptr() % 16 == 0:
+        # elsewhere it makes kernels spill
+        if capability == (9, 0) and N * out.itemsize % 16 == 0 and out.data_ptr() % 16 == 0:
             out_desc = TensorDescriptor(out, [M, N], [N, 1], [tile["BLOCK_M"], tile["BLOCK_N"]])
         a = TensorDescriptor(a, [M, K], [a.stride(0), 1], [tile["BLOCK_M"], tile["BLOCK_K"]])
         b = TensorDescriptor(b, [N, K], [b.stride(0), 1], [tile["BLOCK_N"], tile["BLOCK_K"]])

@@ -81,6 +81,8 @@ def sweep(tmp_path_factory):
 
 
 def test_every_kernel_compiles_fits_its_gpu_and_has_its_instructions(sweep):
+    if not _has_gluon():
+        pytest.skip("registers and widths of loads are held to from Triton 3.6 on")
     done, rows = sweep
     assert [row for row in rows if row["problems"]] == []
     assert done.returncode == 0, done.stdout + done.stderr
