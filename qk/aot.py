@@ -6,8 +6,8 @@ registers of a thread, bytes it spills, shared memory of a block against what th
 
     python -m qk.aot --arch 75,90 --only int4 --keep artefacts
 
-ends with 1 if a kernel does not compile, does not fit its GPU, spills more than 16 bytes, or lacks an instruction that the
-case expects.
+ends with 1 if a kernel does not compile, does not fit its GPU, spills more than 16 bytes, or lacks an instruction that
+the case expects.
 """
 
 import argparse
