@@ -243,7 +243,7 @@ def memory_bars(sizes, title="Memory", what="memory", ylabel="format"):
         # of many parts, the sum: there is no room for more
         counts = parts.values() if len(kinds) < 4 else (left,)
         text = "  " + " + ".join(f"{size:,}" for size in counts) + " bytes"
-        if y:
+        if y and left != first:
             text += f", {left / first:.2f}x larger" if left > first else f", {first / left:.2f}x smaller"
         ax.text(left / unit, y, text, va="center")
     for kind, color in zip(kinds, colors, strict=False):
