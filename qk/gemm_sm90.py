@@ -302,7 +302,7 @@ def _sum_all(
 @_jit
 def _gelu(x):
     """x * (1 + erf(x / sqrt 2)) / 2, to 5e-8; the left tail to 3e-4 of itself."""
-    # As in qk/gemm.py: max(x, 0) - |x| * Q(|x|), log2 Q being a polynomial. (libdevice's erf takes more registers.)
+    # As in gemm_epilogue.py: max(x, 0) - |x| * Q(|x|), log2 Q a polynomial. (libdevice's erf takes more registers.)
     t = gl.minimum(gl.abs(x), 14.0)
     log2_q = gl.fma(t, -5.9330125e-07, 9.920431e-06)
     log2_q = gl.fma(log2_q, t, -3.0710635e-05)

@@ -81,13 +81,16 @@ def sweep(tmp_path_factory):
 
 
 def test_every_kernel_compiles_fits_its_gpu_and_has_its_instructions(sweep):
-    if not _has_gluon():
-        pytest.skip("registers and widths of loads are held to from Triton 3.6 on")
     done, rows = sweep
-    assert [row for row in rows if row["problems"]] == []
-    assert done.returncode == 0, done.stdout + done.stderr
+    problems = [problem for row in rows for problem in row["problems"]]
+    if not _has_gluon():  # Triton before 3.6 spills a few bytes and loads and stores in narrower pieces
+        problems = [
+            text for text in problems if not re.match(r"spills \d\d? bytes$|expected at least .'(ld|st)\.global", text)
+        ]
+    assert problems == []
+    assert done.returncode == 0 or not _has_gluon(), done.stdout + done.stderr
     assert {row["arch"] for row in rows} == set(ARCHS)
-    assert f"{len(rows)} kernels for {len(ARCHS)} GPUs, 0 with problems" in done.stdout
+    assert f"{len(rows)} kernels for {len(ARCHS)} GPUs" in done.stdout
 
 
 def test_no_kernel_is_left_out(sweep):

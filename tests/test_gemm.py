@@ -12,7 +12,7 @@ import triton.language as tl
 from cases import BLOCKS, DEVICE, FLOATS, gpu, layouts, randn, same
 
 import qk
-from qk import gemm, gemm_sm75, gemm_sm90, int4, int8
+from qk import gemm, gemm_epilogue, gemm_sm75, gemm_sm90, int8
 
 NAN, INF = math.nan, math.inf
 # M, N, K: one element, decode, ragged in every dimension, whole blocks
@@ -401,19 +401,10 @@ def test_opcheck():
             torch.library.opcheck(gemm._int8_gemm_quant, arguments)
 
 
-@pytest.mark.parametrize("name, other", [(n, r) for r in (gemm_sm75, int4, int8) for n in vars(gemm) if n in vars(r)])
-def test_shared_helpers_have_one_text(name, other):
-    function = getattr(gemm, name)
-    function = getattr(function, "fn", function)
-    if inspect.isfunction(function) and function.__module__ == "qk.gemm" and not name.startswith("_check"):
-        theirs = getattr(other, name)
-        assert inspect.getsource(function) == inspect.getsource(getattr(theirs, "fn", theirs))
-
-
 @triton.jit
 def _activate_kernel(x_ptr, out_ptr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     offs = tl.arange(0, BLOCK)
-    tl.store(out_ptr + offs, gemm._activate(tl.load(x_ptr + offs), ACTIVATION))
+    tl.store(out_ptr + offs, gemm_epilogue._activate(tl.load(x_ptr + offs), ACTIVATION))
 
 
 @pytest.mark.parametrize("activation, bound", [("gelu", 6e-8), ("gelu_tanh", 6e-8), ("silu", 6e-8)])

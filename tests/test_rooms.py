@@ -16,7 +16,7 @@ import qk
 PACKAGE = Path(qk.__file__).parent
 UPPER = {"viz", "bench", "aot", "data", "export"}
 # the rooms that are made of others, and which they may call
-MADE_OF = {"gemm": {"gemm_sm75", "gemm_sm90"}}
+MADE_OF = {"gemm": {"gemm_epilogue", "gemm_sm75", "gemm_sm90"}, "gemm_sm75": {"gemm_epilogue"}}
 ROOMS = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem not in UPPER | {"__init__", "linear"})
 # what must be true of a room copied alone (x: ones); True: it is for one kind of GPU, and only its import is tried
 RUNS = {
@@ -25,6 +25,7 @@ RUNS = {
     "gemm": "room.int8_gemm(x.char(), x[:, :1], x.char(), x[:1, :1]).eq(4).all()",
     "dequant_bias": "room.dequant_bias(x, 2.0, x[0], x[0]).eq(3).all()",
     "gelu": "room.int8_gelu(x.char() * 127, x[:, :1])[0].eq(127).all()",
+    "gemm_epilogue": "True",
     "gemm_sm75": "True",
     "gemm_sm90": "True",
     "slide": "room.quant_slide(x, 4)[0][:, :4].eq(127).all()",
