@@ -15,7 +15,7 @@ import torch
 from cases import gpu
 
 import qk
-from qk import bench
+from qk import bench, bench_jobs
 
 
 def row(contender="qk", job="int4", **fields):
@@ -107,7 +107,7 @@ def test_check_finds_what_fell_and_nothing_else():
 def test_no_two_cases_are_the_same():
     keys = [
         str((job, case.op, case.shape, case.dtype, case.options))
-        for job, cases in bench._JOBS.items()
+        for job, cases in bench_jobs.JOBS.items()
         for case in cases()
     ]
     assert len(keys) == len(set(keys)) > 0
@@ -115,7 +115,8 @@ def test_no_two_cases_are_the_same():
 
 @pytest.mark.parametrize("options", [{"group_size": None}, {"group_size": 32, "packing": "int32"}])
 def test_rivals_do_the_same_work(options):
-    case = bench._rivals("quantize_int4", (8, 64), torch.float16, bench._matrix((8, 64), torch.float16), **options)
+    matrix = bench_jobs.random_matrix((8, 64), torch.float16)
+    case = bench_jobs.rivals("quantize_int4", (8, 64), torch.float16, matrix, **options)
     assert list(case.contenders) == ["qk", "eager", "compile"]
     inputs = case.inputs()
     for call, truth in list(case.contenders.values())[:2]:
@@ -124,9 +125,9 @@ def test_rivals_do_the_same_work(options):
 
 @pytest.mark.parametrize("M", [1, 16])
 def test_gemm_operands_are_codes_of_the_same_matrices(M):
-    ((x, w, *quantized),) = bench._operands(M, 128, 256)
+    ((x, w, *quantized),) = bench_jobs.operands(M, 128, 256)
     product = x.float() @ w.float().t()
-    errors = [bench._error(bench._product(*operands), product) for operands in quantized]
+    errors = [bench._error(bench_jobs.product(*operands), product) for operands in quantized]
     # int8 in blocks, int8 by rows, FP8: their quantization errors on normal values
     assert 0.005 < errors[0] < 0.02 and 0.005 < errors[1] < 0.02 and 0.02 < errors[2] < 0.06
 
@@ -205,9 +206,9 @@ def small_case(clock, contenders, flops=0):
     def taking(us):
         return lambda x: clock.spend(us, x.clone()), lambda x: x
 
-    inputs = bench._matrix((32, 64), torch.float16)
+    inputs = bench_jobs.random_matrix((32, 64), torch.float16)
     contenders = {name: taking(us) for name, us in contenders.items()}
-    return bench.Case("op", (32, 64), torch.float16, {}, inputs, contenders, flops=flops)
+    return bench_jobs.Case("op", (32, 64), torch.float16, {}, inputs, contenders, flops=flops)
 
 
 def test_times_and_ratios(clock):
@@ -285,10 +286,10 @@ def test_what_refuses_or_errs_is_recorded_and_not_timed(clock):
 
 def test_the_command_records_replaces_and_checks(clock, monkeypatch, tmp_path, capsys):
     speed = {"qk": 10.0, "eager": 50.0}
-    monkeypatch.setattr(bench, "_JOBS", {"int4": lambda: [small_case(clock, speed)], "int8": lambda: []})
+    monkeypatch.setattr(bench_jobs, "JOBS", {"int4": lambda: [small_case(clock, speed)], "int8": lambda: []})
     monkeypatch.setattr(qk, "device", lambda: "cuda")
-    monkeypatch.setattr(bench, "_randn", lambda *shape, dtype: torch.randn(shape, dtype=dtype))
-    monkeypatch.setattr(bench, "_randbytes", lambda size: torch.zeros(size, dtype=torch.uint8))
+    monkeypatch.setattr(bench_jobs, "randn", lambda *shape, dtype: torch.randn(shape, dtype=dtype))
+    monkeypatch.setattr(bench_jobs, "randbytes", lambda size: torch.zeros(size, dtype=torch.uint8))
     monkeypatch.setattr(torch, "ones", lambda size, dtype, device: torch.zeros(size, dtype=dtype))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -317,7 +318,7 @@ def test_the_command_records_replaces_and_checks(clock, monkeypatch, tmp_path, c
 
 
 @pytest.mark.parametrize(
-    "case", list(bench.ffn(17, 128, 256)), ids=lambda case: f"{case.op} {case.options['activation']}"
+    "case", list(bench_jobs.ffn(17, 128, 256)), ids=lambda case: f"{case.op} {case.options['activation']}"
 )
 def test_feed_forward_contenders_compute_the_same(case):
     torch.manual_seed(0)
@@ -332,7 +333,7 @@ def test_feed_forward_contenders_compute_the_same(case):
     # the other GELU would be noticed, and a missing bias
     call, truth = case.contenders["qk"]
     (other,) = {"gelu", "gelu_tanh"} - {case.options["activation"]}
-    make = bench._ffn_case if case.op == "ffn" else bench._epilogue_case
+    make = bench_jobs.ffn_case if case.op == "ffn" else bench_jobs.epilogue_case
     other_call, _ = make(*case.shape, other).contenders["qk"]
     assert not torch.equal(*(case.restored(each(*inputs)) for each in (call, other_call)))
 
@@ -370,12 +371,14 @@ def test_a_result_may_be_restored_before_it_is_compared(clock):
 def test_correctness(capsys):
     def case(error, limit):
         call = (lambda x: x * (1 + error)), lambda x: x
-        inputs = bench._matrix((32, 64), torch.float32)
-        return bench.Case("op", (32, 64), torch.float32, {}, inputs, {"qk": call, "rival": (None, None)}, limit=limit)
+        inputs = bench_jobs.random_matrix((32, 64), torch.float32)
+        return bench_jobs.Case(
+            "op", (32, 64), torch.float32, {}, inputs, {"qk": call, "rival": (None, None)}, limit=limit
+        )
 
     def wrong(*cases, dtypes=()):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(bench, "_JOBS", {"job": lambda: cases})
+            patch.setattr(bench_jobs, "JOBS", {"job": lambda: cases})
             right = bench.correct("job", dtypes)
         last = capsys.readouterr().out.splitlines()[-1]
         assert right == last.endswith(" 0 wrong")
@@ -387,11 +390,11 @@ def test_correctness(capsys):
 
 
 def test_dequant_bias_rivals_do_the_same_work():
-    shapes = {(case.dtype, *case.shape) for case in bench._JOBS["dequant_bias"]()}
+    shapes = {(case.dtype, *case.shape) for case in bench_jobs.JOBS["dequant_bias"]()}
     assert len(shapes) == 3 * 3 * 31
     for dtype in torch.bfloat16, torch.float32, torch.int32:
         assert (dtype, 65536, 13824) in shapes
-        case = bench._dequant_bias_case(5, 70, dtype)
+        case = bench_jobs.dequant_bias_case(5, 70, dtype)
         inputs = case.inputs()
         assert inputs[0].dtype == dtype and case.limit == 0
         for name in "qk", "eager":
@@ -415,10 +418,12 @@ def test_tune_prints_the_fastest_configuration_that_runs(clock, monkeypatch, cap
     sizes = {4: "small", 8: "large"}
 
     def case_of(size):
-        return bench.Case("op", (size,), torch.float32, {}, lambda: (torch.ones(size),), {"qk": (call, lambda x: x)})
+        return bench_jobs.Case(
+            "op", (size,), torch.float32, {}, lambda: (torch.ones(size),), {"qk": (call, lambda x: x)}
+        )
 
     monkeypatch.setitem(sys.modules, "qk.gemm", room)
-    monkeypatch.setattr(bench, "_TUNED", {"gemm": (case_of, {"large": ([(4,), (8,)], [slow, fast, broken])})})
+    monkeypatch.setattr(bench_jobs, "TUNED", {"gemm": (case_of, {"large": ([(4,), (8,)], [slow, fast, broken])})})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     bench.tune("gemm", 0)
@@ -431,17 +436,17 @@ def test_tune_prints_the_fastest_configuration_that_runs(clock, monkeypatch, cap
     # a room without tables by capability
     room._CONFIGS = rows
     rows |= {"large": present, "other": slow}
-    bench._TUNED["dequant_bias"] = bench._TUNED["gemm"]
+    bench_jobs.TUNED["dequant_bias"] = bench_jobs.TUNED["gemm"]
     monkeypatch.setitem(sys.modules, "qk.dequant_bias", room)
     bench.tune("dequant_bias", 0)
     assert rows == {"large": fast, "other": slow}
 
 
-@pytest.mark.parametrize("job", bench._TUNED)
+@pytest.mark.parametrize("job", bench_jobs.TUNED)
 def test_what_is_tuned_is_in_the_room(job):
     configs = importlib.import_module(f"qk.{job}")._CONFIGS
     rows = configs[90] if job == "gemm" else configs
-    case_of, kinds = bench._TUNED[job]
+    case_of, kinds = bench_jobs.TUNED[job]
     assert kinds.keys() <= rows.keys()
     for kind, (shapes, candidates) in kinds.items():
         assert len(set(candidates)) == len(candidates) and {len(config) for config in candidates} == {len(rows[kind])}
@@ -454,15 +459,15 @@ def test_what_is_tuned_is_of_the_kind_it_is_tuned_for(monkeypatch):
     monkeypatch.setattr(room, "_INTERPRETED", types.SimpleNamespace(value=False))
     number = {kind: i for i, kind in enumerate(room._CONFIGS)}
     monkeypatch.setattr(room, "_CONFIGS", {kind: (8, 8, 1, i) for kind, i in number.items()})
-    for kind, (shapes, _) in bench._TUNED["dequant_bias"][1].items():
+    for kind, (shapes, _) in bench_jobs.TUNED["dequant_bias"][1].items():
         for M, N, dtype in shapes:
             assert room._tiles(torch.empty(M, N, dtype=dtype, device="meta"), torch.bfloat16)[3] == number[kind]
 
 
 @gpu
 def test_a_small_job_on_the_gpu():
-    matrix = bench._matrix((4096, 4096), torch.float16)
-    case = bench._rivals("quantize_int4", (4096, 4096), torch.float16, matrix, group_size=None, packing="uint8")
+    matrix = bench_jobs.random_matrix((4096, 4096), torch.float16)
+    case = bench_jobs.rivals("quantize_int4", (4096, 4096), torch.float16, matrix, group_size=None, packing="uint8")
     del case.contenders["compile"]
     rows = {r["contender"]: r for r in bench.measure(case, 0)}
     assert {r["timing"] for r in rows.values()} == {"graph"}
