@@ -124,12 +124,17 @@ def _int8_gemm_kernel(
     ACTIVATION: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     FLOAT_DOT: tl.constexpr,  # multiply in float32
+    PERSISTENT: tl.constexpr,  # a program may take several tiles; else it takes one
     PREFETCH: tl.constexpr,  # load block scales an iteration ahead; else while an asynchronous dot multiplies
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # columns of K in a dot
     UNROLL: tl.constexpr,  # dots in an iteration
     GROUP_M: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     PER_ROW: tl.constexpr = QUANT_BLOCK is None
     K_STEP: tl.constexpr = UNROLL * BLOCK_K
     # columns of K that are summed exactly, in int32 or float32, before a rescale
@@ -140,7 +145,10 @@ def _int8_gemm_kernel(
     offs_k = tl.arange(0, BLOCK_K)
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
-    for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+    # the compiler removes a loop of one round, and then holds nothing in registers for a next tile
+    first = tl.program_id(0)
+    end = tiles_m * tiles_n if PERSISTENT else first + 1
+    for tile in range(first, end, tl.num_programs(0) if PERSISTENT else 1):
         # through groups of GROUP_M tile rows, column by column: what programs read at a time stays in the L2 cache
         group, in_group = tile // (GROUP_M * tiles_n), tile % (GROUP_M * tiles_n)
         group_rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
@@ -319,6 +327,16 @@ def _empty_gemm_quant(a, a_s, b, b_s, bias, out_block_size, activation, block_si
 
 
 @functools.cache
+def _early(device):
+    """-> options of a launch that needn't wait for the end of the kernel before: the kernel itself does (EARLY).
+
+    Programmatic dependent launch, from capability 9.0 on: launching, about a microsecond, overlaps with that kernel.
+    """
+    known = not _INTERPRETED.value and hasattr(tl.extra.cuda, "gdc_wait")
+    return {"launch_pdl": True} if known and torch.cuda.get_device_capability(device) >= (9, 0) else {}
+
+
+@functools.cache
 def _gpu(device):
     """-> capability and multiprocessors of a GPU; the interpreter's count as 8.0 and 1."""
     if _INTERPRETED.value:
@@ -406,6 +424,7 @@ def _launch(
     out_scale_strides = (0, 0) if out_scale is None else out_scale.stride()
     strides = a.stride(0), b.stride(0), *a_s.stride(), *b_s.stride(), *out_scale_strides
     out_desc = None
+    early = _early(out.device) if M <= 16 else {}  # elsewhere it gains nothing, and a persistent grid loses balance
     wgmma = capability == (9, 0) and tile["BLOCK_M"] >= 64 and num_warps >= 4
     if descriptors:
         # elsewhere it makes kernels spill
@@ -417,8 +436,8 @@ def _launch(
         _int8_gemm_kernel[(min(tiles, multiprocessors * programs) if programs else tiles,)](
             a, b, a_s, b_s, bias, out, out_desc, out_scale, M, N, K, *strides,
             QUANT_BLOCK=block_size, OUT_BLOCK=out_block_size, ACTIVATION=activation, DESCRIPTORS=descriptors,
-            FLOAT_DOT=float_dot, PREFETCH=block_size is not None and not wgmma, **tile,
-            num_warps=num_warps, num_stages=stages, enable_fp_fusion=False,
+            FLOAT_DOT=float_dot, PERSISTENT=programs is not None, PREFETCH=block_size is not None and not wgmma,
+            EARLY=bool(early), **tile, num_warps=num_warps, num_stages=stages, enable_fp_fusion=False, **early,
         )  # fmt: skip
 
 

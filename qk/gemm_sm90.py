@@ -52,6 +52,8 @@ try:
     # Triton 3.6 has other names than later ones
     _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
     _tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+    _buffer = gl.shared_memory_descriptor
+    _reinterpret = getattr(_buffer, "reinterpret", None) or _buffer._reinterpret
     # Gluon of 3.5 has another warp_specialize; the interpreter has none
     AVAILABLE = not triton.__version__.startswith("3.5.") and isinstance(tl.cdiv, triton.JITFunction)
 
@@ -75,6 +77,7 @@ _BLOCK_M = tl.constexpr(128)
 _BLOCK_K = tl.constexpr(128)  # also the block of the scales
 _WG_M = tl.constexpr(64)  # rows of a consumer
 _HALF = tl.constexpr(128)  # columns of a product
+_SCALES = tl.constexpr(32)  # of b, loaded at a time for the two that are used: TMA writes to multiples of 128 bytes
 _SPAN = tl.constexpr(16)  # fast mode: K blocks between two corrections
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23
 _MAGIC_BITS = tl.constexpr(0x4B400000)
@@ -104,7 +107,7 @@ def _stage_before(stage, STAGES: tl.constexpr):
 
 @_jit
 def _producer(
-    a_desc, b_desc, a_scale_desc, b_scale_ptr, a_bufs, b_bufs, scale_bufs, b_scale_bufs, full, empty, M, N, KB,
+    a_desc, b_desc, a_scale_desc, b_scale_desc, a_bufs, b_bufs, scale_bufs, b_scale_bufs, full, empty, M, N, KB,
     PER_TOKEN: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """Keeps the ring full. A stage is a pair of K blocks; beyond the matrix, TMA fills in zeros."""
@@ -112,25 +115,19 @@ def _producer(
     BYTES: tl.constexpr = (_BLOCK_M + BLOCK_N) * _BLOCK_K + (0 if PER_TOKEN else 4 * _BLOCK_M)
     tiles_m = gl.cdiv(M, _BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N)
-    last_row = gl.cdiv(N, 128) - 1
-    one: tl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     stage = 0
     phase = 1  # a fresh barrier counts as completed in phase 1: the ring starts empty
     for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         tile_m, tile_n = _tile_of(t, tiles_m, tiles_n, GROUP_M)
-        left_row = gl.minimum(tile_n * HALVES, last_row) * KB
-        right_row = gl.minimum(tile_n * HALVES + 1, last_row) * KB
         for k in range(0, KB, 2):
             for u in gl.static_range(2):
                 ready = full[u].index(stage)
-                if not PER_TOKEN:
-                    # one past an odd end meets an activation scale of zero
-                    b_scale_k = b_scale_ptr + gl.minimum(k + u, KB - 1)
-                    left = gl.load(b_scale_k + left_row)
-                    if HALVES == 2:
-                        right = gl.load(b_scale_k + right_row)
                 mbarrier.wait(empty[u].index(stage), phase)
-                mbarrier.expect(ready, BYTES)
+                if PER_TOKEN or u == 1:
+                    mbarrier.expect(ready, BYTES)
+                else:  # b's scales of both K blocks come with the first, from a multiple of 16 bytes on
+                    mbarrier.expect(ready, BYTES + HALVES * 4 * _SCALES)
+                    _tma_load(b_scale_desc, [tile_n * HALVES, k & -4], ready, b_scale_bufs.index(stage))
                 block = 2 * stage + u
                 _tma_load(b_desc, [tile_n * BLOCK_N, (k + u) * _BLOCK_K], ready, b_bufs.index(block))
                 for wg in gl.static_range(2):
@@ -138,11 +135,6 @@ def _producer(
                     if not PER_TOKEN:
                         _tma_load(a_scale_desc, [k + u, row], ready, scale_bufs.index(2 * block + wg))
                     _tma_load(a_desc, [row, (k + u) * _BLOCK_K], ready, a_bufs.index(2 * block + wg))
-                if not PER_TOKEN:
-                    b_scale_bufs.index(HALVES * block).store(gl.full([1], left, gl.float32, one))
-                    if HALVES == 2:
-                        b_scale_bufs.index(HALVES * block + 1).store(gl.full([1], right, gl.float32, one))
-                    mbarrier.arrive(ready, count=1)
             stage, phase = _next_stage(stage, phase, STAGES)
 
 
@@ -185,14 +177,15 @@ def _rescale(sums, product, scale, EXACT: tl.constexpr):
 
 @_jit
 def _scales(
-    scale_bufs, b_scale_bufs, stage, offset,
+    scale_bufs, b_scale_bufs, stage, k, offset,
     WG: tl.constexpr, half: tl.constexpr, HALVES: tl.constexpr, layout: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """-> what the two products of a pair are multiplied by, and the fast mode's offset, both for each row."""
     s1 = scale_bufs.index(4 * stage + WG).reshape([_WG_M]).load(layout)
     s2 = scale_bufs.index(4 * stage + 2 + WG).reshape([_WG_M]).load(layout)
-    s1 *= b_scale_bufs.index(HALVES * 2 * stage + half).load(layout)
-    s2 *= b_scale_bufs.index(HALVES * (2 * stage + 1) + half).load(layout)
+    place = (HALVES * stage + half) * _SCALES + (k & 2)
+    s1 *= b_scale_bufs.index(place).load(layout)
+    s2 *= b_scale_bufs.index(place + 1).load(layout)
     if not EXACT:
         offset += s1
         s1 -= s2
@@ -218,7 +211,7 @@ def _sum_scaled_blocks(
     for first in range(0, KB, SPAN):
         offset0 = gl.full([_WG_M], 0.0, gl.float32, row_layout)
         offset1 = gl.full([_WG_M], 0.0, gl.float32, row_layout)
-        for _ in range(first, gl.minimum(first + SPAN, KB), 2):
+        for k in range(first, gl.minimum(first + SPAN, KB), 2):
             b1 = b_bufs.index(2 * stage)
             b2 = b_bufs.index(2 * stage + 1)
             a1 = a_bufs.index(4 * stage + WG)
@@ -230,7 +223,7 @@ def _sum_scaled_blocks(
             product = _multiply(a1, b1.slice(0, 128, 0), product, use_first)
             mbarrier.arrive(other, count=1)
             mbarrier.wait(full[1].index(stage), phase)
-            s1, s2, offset0 = _scales(scale_bufs, b_scale_bufs, stage, offset0, WG, 0, HALVES, row_layout, EXACT)
+            s1, s2, offset0 = _scales(scale_bufs, b_scale_bufs, stage, k, offset0, WG, 0, HALVES, row_layout, EXACT)
             product = warpgroup_mma_wait(0, (product,))
             if HALVES == 1:
                 mbarrier.arrive(empty[0].index(stage), count=1)
@@ -249,7 +242,7 @@ def _sum_scaled_blocks(
                 mbarrier.wait(mine, FIRST)
                 product = _multiply(a1, b1.slice(128, 128, 0), product, use_first)
                 mbarrier.arrive(other, count=1)
-                s1, s2, offset1 = _scales(scale_bufs, b_scale_bufs, stage, offset1, WG, 1, HALVES, row_layout, EXACT)
+                s1, s2, offset1 = _scales(scale_bufs, b_scale_bufs, stage, k, offset1, WG, 1, HALVES, row_layout, EXACT)
                 product = warpgroup_mma_wait(0, (product,))
                 mbarrier.arrive(empty[0].index(stage), count=1)
                 sums1 = _rescale(sums1, product, s1, EXACT)
@@ -517,11 +510,11 @@ def _barriers(STAGES: tl.constexpr, COUNT: tl.constexpr):
 
 @_jit(do_not_specialize=["M", "N", "KB", "stride_osm", "stride_osg"])
 def _int8_gemm_sm90_kernel(
-    a_desc, b_desc, out_desc, out_scale_ptr, stride_osm, stride_osg, a_scale, b_scale_ptr, bias_ptr, M, N, KB,
+    a_desc, b_desc, out_desc, out_scale_ptr, stride_osm, stride_osg, a_scale, b_scale, bias_ptr, M, N, KB,
     EXACT: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     OUT_BLOCK: tl.constexpr, RAGGED: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """a_scale is a descriptor of the K-major block scales [KB, M], or with PER_TOKEN a pointer to [M]."""
+    """a_scale, b_scale: descriptors of block scales, a's K-major [KB, M]; with PER_TOKEN pointers to [M] and [N]."""
     a_bufs = gl.allocate_shared_memory(gl.int8, [4 * STAGES, _WG_M, _BLOCK_K], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(gl.int8, [2 * STAGES, HALVES * _HALF, _BLOCK_K], b_desc.layout)
     out_bufs = gl.allocate_shared_memory(out_desc.dtype, [2 * HALVES, _WG_M, out_desc.block_shape[1]], out_desc.layout)
@@ -529,11 +522,12 @@ def _int8_gemm_sm90_kernel(
     if not PER_TOKEN:
         scale_bufs = gl.allocate_shared_memory(gl.float32, [4 * STAGES, 1, _WG_M], a_scale.layout)
     b_scale_bufs = scale_bufs
+    b_scales = scale_bufs
     if not PER_TOKEN:
-        b_scale_bufs = gl.allocate_shared_memory(
-            gl.float32, [2 * STAGES * HALVES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
-        )
-    full = _barriers(STAGES, 1 if PER_TOKEN else 2)
+        b_scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, HALVES, _SCALES], b_scale.layout)
+        one: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        b_scales = _reinterpret(b_scale_bufs, gl.float32, [HALVES * STAGES * _SCALES, 1], one)
+    full = _barriers(STAGES, 1)
     empty = _barriers(STAGES, 2)
     turn0 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     turn1 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -543,17 +537,17 @@ def _int8_gemm_sm90_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                0, a_bufs, b_bufs, scale_bufs, b_scale_bufs, out_bufs, full, empty, turn,
-                out_desc, out_scale_ptr, stride_osm, stride_osg, a_scale, b_scale_ptr, bias_ptr, M, N, KB,
+                0, a_bufs, b_bufs, scale_bufs, b_scales, out_bufs, full, empty, turn,
+                out_desc, out_scale_ptr, stride_osm, stride_osg, a_scale, b_scale, bias_ptr, M, N, KB,
                 EXACT, PER_TOKEN, HAS_BIAS, ACTIVATION, OUT_BLOCK, RAGGED, HALVES, STAGES, GROUP_M,
             )),
             (_consumer, (
-                1, a_bufs, b_bufs, scale_bufs, b_scale_bufs, out_bufs, full, empty, turn,
-                out_desc, out_scale_ptr, stride_osm, stride_osg, a_scale, b_scale_ptr, bias_ptr, M, N, KB,
+                1, a_bufs, b_bufs, scale_bufs, b_scales, out_bufs, full, empty, turn,
+                out_desc, out_scale_ptr, stride_osm, stride_osg, a_scale, b_scale, bias_ptr, M, N, KB,
                 EXACT, PER_TOKEN, HAS_BIAS, ACTIVATION, OUT_BLOCK, RAGGED, HALVES, STAGES, GROUP_M,
             )),
             (_producer, (
-                a_desc, b_desc, a_scale, b_scale_ptr, a_bufs, b_bufs, scale_bufs, b_scale_bufs, full, empty, M, N, KB,
+                a_desc, b_desc, a_scale, b_scale, a_bufs, b_bufs, scale_bufs, b_scale_bufs, full, empty, M, N, KB,
                 PER_TOKEN, HALVES, STAGES, GROUP_M,
             )),
         ],
@@ -615,16 +609,16 @@ def supports(a, b, block_size, out_dtype, out_block_size=None):
     )
 
 
-def _k_major(a_s):
-    """Scales [M, KB] -> the same as rows of M that start at 16 bytes, as TMA wants them (a copy if needed), stride."""
-    M, KB = a_s.shape
-    if (a_s.stride(0) == 1 or M == 1) and (KB == 1 or a_s.stride(1) % 4 == 0 and a_s.stride(1) >= M):
-        if a_s.data_ptr() % 16 == 0:
-            return a_s, a_s.stride(1) if KB > 1 else _cdiv(M, 4) * 4
-    stride = _cdiv(M, 4) * 4
-    rows = a_s.new_empty((KB, stride))
-    rows[:, :M].copy_(a_s.t())
-    return rows, stride
+def _aligned_rows(x):
+    """A matrix -> the same with rows that start at multiples of 16 bytes, as TMA wants them, and their stride."""
+    rows, columns = x.shape
+    if (columns == 1 or x.stride(1) == 1) and x.data_ptr() % 16 == 0:
+        if rows == 1 or x.stride(0) % 4 == 0 and x.stride(0) >= columns:
+            return x, x.stride(0) if rows > 1 else _cdiv(columns, 4) * 4
+    stride = _cdiv(columns, 4) * 4
+    out = x.new_empty((rows, stride))
+    out[:, :columns].copy_(x)
+    return out, stride
 
 
 def int8_gemm_sm90(
@@ -634,7 +628,8 @@ def int8_gemm_sm90(
     """out [M, N] = activation(dequant(a) @ dequant(b).T + bias), for what `supports` allows; checks nothing else.
 
     a int8 [M, K] and b int8 [N, K], contiguous. block_size=128: a_s float32 [M, ceil(K / 128)], best K-major (strides
-    (1, M), M a multiple of 4: other scales are transposed first), b_s float32 [ceil(N / 128), ceil(K / 128)].
+    (1, M), M a multiple of 4: other scales are transposed first), b_s float32 [ceil(N / 128), ceil(K / 128)] (copied
+    if its rows don't begin at multiples of 16 bytes, as when K / 128 is not a multiple of 4).
     block_size=None: a_s [M, 1], b_s [N, 1], K <= 133144. bias: contiguous float [N] or None.
     out, contiguous, 16-byte aligned, is written: float16, bfloat16 or float32; with out_block_size it is int8, codes of
     1 x out_block_size, and out_scale float32 [M, ceil(N / out_block_size)], any strides, is written too.
@@ -648,10 +643,12 @@ def int8_gemm_sm90(
     KB = _cdiv(K, 128)
     per_token = block_size is None
     if per_token:
-        a_scale = a_s.contiguous()
+        a_scale, b_scale = a_s.contiguous(), b_s.contiguous()
     else:
-        rows, stride = _k_major(a_s)
+        rows, stride = _aligned_rows(a_s.t())
         a_scale = _descriptor(rows, KB, M, stride, (1, 64))
+        rows, stride = _aligned_rows(b_s)
+        b_scale = _descriptor(rows, *b_s.shape, stride, (block_n // 128, _SCALES.value))
     grid = (min(sms, _cdiv(M, 128) * _cdiv(N, block_n)),)
     with torch.cuda.device_of(a):
         return _int8_gemm_sm90_kernel[grid](
@@ -659,7 +656,7 @@ def int8_gemm_sm90(
             _descriptor(b, N, K, K, (block_n, 128)),
             _descriptor(out, M, N, N, (64, 128 // out.itemsize)),
             out_scale, *((0, 0) if out_scale is None else out_scale.stride()),
-            a_scale, b_s.contiguous(), bias, M, N, KB,
+            a_scale, b_scale, bias, M, N, KB,
             EXACT=exact, PER_TOKEN=per_token, HAS_BIAS=bias is not None, ACTIVATION=activation,
             OUT_BLOCK=out_block_size, RAGGED=out_block_size is not None and N % out_block_size > 0,
             HALVES=block_n // 128, STAGES=stages, GROUP_M=group_m,

@@ -487,6 +487,28 @@ def test_other_current_device():
 
 
 @gpu
+@pytest.mark.parametrize("shape", [(1, 64), (64, 4096), (2048, 4096)], ids=str)
+def test_a_launch_waits_for_the_one_before(shape):
+    """Launched early, a kernel may neither read nor overwrite what the one before still writes or reads."""
+    x, bias = product(*shape, torch.float32), factors(*shape)[2]
+
+    def chain(function, x):
+        for _ in range(201):  # x, bias - x and x again: one turn missed shows at the end
+            x = function(x, -1.0, 1.0, bias, torch.float32)  # into the memory of the input before
+        return x
+
+    expected = chain(dequant_bias_ref, x)
+    assert same(chain(dequant_bias, x), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(dequant_bias, x)
+    for _ in range(3):
+        out.fill_(NAN)
+        graph.replay()
+        assert same(out, expected)
+
+
+@gpu
 def test_runs_on_the_current_stream():
     expected = dequant_bias(G, A, B, BIAS)
     late = torch.zeros_like(G)
