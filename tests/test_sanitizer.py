@@ -1,0 +1,161 @@
+"""compute-sanitizer over every kernel, at small and ragged shapes: memcheck and racecheck find nothing.
+
+Each case is a process of its own: this file, run under the tool with the name of a case. It needs the CUDA toolkit.
+"""
+
+import functools
+import inspect
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from cases import BLOCKS, FLOATS, gpu
+
+import qk
+from qk import gemm_sm90
+
+gl, mbarrier = (getattr(gemm_sm90, name, None) for name in ("gl", "mbarrier"))
+SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+MATRICES = [(1, 1), (3, 257), (33, 1024), (2, 8193)]
+
+
+def randn(*shape, dtype=torch.float16):
+    return torch.randn(shape, device="cuda").to(dtype)
+
+
+def int4():
+    for shape, dtype in itertools.product(MATRICES, FLOATS):
+        for group_size, packing in itertools.product((None, 32, 128), ("uint8", "int32")):
+            codes, scale = qk.quantize_int4(randn(*shape, dtype=dtype), group_size, packing)
+            qk.dequantize_int4(codes, scale, shape[1], group_size, dtype)
+    for packing in ("uint8", "int32"):
+        codes = torch.randint(-8, 8, (3, 257), device="cuda", dtype=torch.int8)
+        qk.unpack_int4(qk.pack_int4(codes, packing), 257)
+    qk.quantize_int4(randn(300, 40).t())
+    qk.quantize_int4(randn(2, 70000))
+
+
+def int8():
+    for shape, dtype in itertools.product(MATRICES, FLOATS):
+        x = randn(*shape, dtype=dtype)
+        for block_size in (32, 128, 256):
+            for layout in ("row", "column"):
+                qk.act_dequant(*qk.act_quant(x, block_size, scale_layout=layout), block_size, dtype)
+            qk.weight_dequant(*qk.weight_quant(x, block_size), block_size, dtype)
+        for code in (torch.int8, torch.float8_e4m3fn):
+            qk.quantize_per_token(x, code)
+    qk.quantize_per_token(randn(2, 70000))
+    qk.act_quant(randn(300, 40).t())
+
+
+def gelu():
+    for shape, block_size in itertools.product(MATRICES, (32, 128)):
+        qk.int8_gelu(*qk.act_quant(randn(*shape), block_size), block_size)
+
+
+def dequant_bias():
+    for (M, N), dtype in itertools.product(MATRICES, (torch.bfloat16, torch.float32, torch.int32)):
+        g = (randn(M, N, dtype=torch.float32) * 100).to(dtype)
+        for out_dtype in (torch.bfloat16, torch.float32):
+            qk.dequant_bias(g, randn(M, 1), randn(1, N), randn(N), out_dtype)
+            qk.dequant_bias(g.t(), 0.5, randn(1), None, out_dtype)
+
+
+def slide():
+    for shape, L, dtype in itertools.product(MATRICES, (4, 6, 8, 10), (torch.int8, torch.float8_e4m3fn)):
+        qk.quant_slide(randn(*shape), L, dtype)
+    qk.quant_slide(randn(2, 70000), 8)
+
+
+def gemm(path):
+    blocks = {"sm75": (128,), "sm90": (128, None)}.get(path, (*BLOCKS, None))
+    shapes = [(1, 256, 384), (70, 144, 256), (200, 272, 640), (300, 400, 272)]
+    for (M, N, K), block_size in itertools.product(shapes, blocks):
+        if path == "sm75" and K % 128:
+            continue
+        columns = 1 if block_size is None else -(-K // block_size)
+        rows = N if block_size is None else -(-N // block_size)
+        a, b = (torch.randint(-127, 128, (size, K), device="cuda", dtype=torch.int8) for size in (M, N))
+        a_s, b_s = (torch.rand(size, columns, device="cuda") for size in (M, rows))
+        bias = randn(N)
+        qk.int8_addmm(a, a_s, b, b_s, bias, block_size, torch.bfloat16, path=path)
+        qk.int8_addmm_quant(a, a_s, b, b_s, bias, 64, "gelu", block_size, path=path)
+        qk.int8_gemm_quant(a, a_s, b, b_s, 256, block_size, path=path, scale_layout="column")
+        if path == "sm90":
+            qk.int8_gemm(a, a_s, b, b_s, block_size, torch.float32, path=path, exact=False)
+
+
+@gemm_sm90._jit
+def _part(x_ptr):
+    gl.store(x_ptr + gl.arange(0, 128, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 7)
+
+
+@gemm_sm90._jit
+def _parts_kernel(x_ptr):
+    barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(barriers.index(0), count=1)
+    mbarrier.init(barriers.index(1), count=1)
+    gl.warp_specialize([(_part, (x_ptr,)), (_part, (x_ptr + 128,)), (_part, (x_ptr + 256,))], [4, 1], [240, 24])
+
+
+def parts():
+    """Warps in parts that share no memory."""
+    x = torch.zeros(384, dtype=torch.int32, device="cuda")
+    _parts_kernel[(3,)](x, num_warps=4)
+    assert x.eq(7).all()
+
+
+CASES = {function.__name__: function for function in (int4, int8, gelu, dequant_bias, slide, parts)}
+CASES |= {path: functools.partial(gemm, path) for path in qk.gemm._PATHS}
+
+
+def in_own_code(hazard):
+    """Whether a line of a hazard lies outside the kernels that only divide the warps into parts.
+
+    Shared memory tells the parts what to run. The compiler puts barriers of all warps around that; racecheck overlooks
+    them if a barrier of some warps came before, and reports `_parts_kernel` too, which has nothing to race for.
+    """
+    places = re.findall(r"Thread \(.* in (\w+\.py):(\d+)", hazard)
+    for file, number in places:
+        kernel = {"gemm_sm90.py": gemm_sm90._int8_gemm_sm90_kernel, "test_sanitizer.py": _parts_kernel}.get(file)
+        lines, first = inspect.getsourcelines(kernel.fn) if kernel else ([], 0)
+        if not first <= int(number) < first + len(lines):
+            return True
+    return places == []
+
+
+@gpu
+@pytest.mark.parametrize("tool", ("memcheck", "racecheck"))
+@pytest.mark.parametrize("case", CASES)
+def test_finds_nothing(case, tool):
+    if not os.path.exists(SANITIZER):
+        pytest.skip("needs compute-sanitizer, of the CUDA toolkit")
+    if case in ("sm90", "parts") and not (gemm_sm90.AVAILABLE and torch.cuda.get_device_capability() == (9, 0)):
+        pytest.skip("needs Hopper, and Gluon")
+    command = [SANITIZER, "--tool", tool, "--print-limit", "10000", "--show-backtrace", "no", sys.executable, __file__]
+    if tool == "racecheck":
+        command[3:3] = ["--racecheck-report", "hazard"]
+    # each tensor an allocation of its own, so that memcheck knows where it ends
+    done = subprocess.run(
+        [*command, case], capture_output=True, text=True, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    )
+    if "Device not supported" in done.stdout:
+        pytest.skip("compute-sanitizer does not support this GPU here")
+    assert done.returncode == 0 and f"ran {case}" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
+    if tool == "racecheck":
+        hazards = [text for text in done.stdout.split("Error: ")[1:] if in_own_code(text)]
+        assert hazards == [] and "RACECHECK SUMMARY" in done.stdout
+    else:
+        assert "ERROR SUMMARY: 0 errors" in done.stdout, done.stdout[-3000:]
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    CASES[sys.argv[1]]()
+    torch.cuda.synchronize()
+    print("ran", sys.argv[1])
