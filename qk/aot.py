@@ -188,6 +188,13 @@ def _gemm_sm90_cases(arch):
         for out, options in ("f16", ""), ("bf16", ", bias=f16(4096)"), ("f32", ", bias=f32(4096), activation='silu'"):
             call = f"int8_gemm_sm90({_gemm_operands(4096, 128)}, {out}(4096, 4096), config='{config}', exact=False"
             yield f"{call}{options})", least
+        for out_block in 32, 64, 128, 256:
+            out = f"i8(4096, 4096), f32(4096, {4096 // out_block}), f16(4096)"
+            for block, exact in (128, True), (128, False), (None, True):
+                call = f"{_gemm_operands(4096, block)}, {out}, {block}, {out_block}, {exact}, 'gelu', '{config}'"
+                common = out_block == 128 or (block, exact) == (128, True)
+                if common and (out_block < 256 or config == "wide"):
+                    yield f"int8_gemm_sm90({call})", least
 
 
 def _gelu_cases(arch):

@@ -295,8 +295,9 @@ def _sum_all(
 @_jit
 def _gelu(x):
     """x * (1 + erf(x / sqrt 2)) / 2, to 5e-8; the left tail to 3e-4 of itself."""
-    # As in gemm_epilogue.py: max(x, 0) - |x| * Q(|x|), log2 Q a polynomial. (libdevice's erf takes more registers.)
-    t = gl.minimum(gl.abs(x), 14.0)
+    # As in gemm_epilogue.py: max(x, 0) - |x| * Q(|x|), log2 Q a polynomial, which falls on beyond where Q is 0.
+    # (libdevice's erf takes more registers.)
+    t = gl.abs(x)
     log2_q = gl.fma(t, -5.9330125e-07, 9.920431e-06)
     log2_q = gl.fma(log2_q, t, -3.0710635e-05)
     log2_q = gl.fma(log2_q, t, -0.0005623476)
@@ -305,7 +306,7 @@ def _gelu(x):
     log2_q = gl.fma(log2_q, t, -0.45895657)
     log2_q = gl.fma(log2_q, t, -1.1511579)
     log2_q = gl.fma(log2_q, t, -0.9999964)
-    return gl.where(x > 0, x, 0.0) - gl.abs(x) * gl.exp2(log2_q)
+    return gl.fma(t, -gl.exp2(log2_q), gl.where(x > 0, x, 0.0))
 
 
 @_jit
@@ -384,9 +385,9 @@ def _divide(QMAX: tl.constexpr, x):
 
 @_jit
 def _scale(
-    bits, out_scale_ptr, stride_osm, stride_osg, row, column, M, N, OUT_BLOCK: tl.constexpr
+    bits, out_scale_ptr, row, column, M, N, OUT_BLOCK: tl.constexpr, K_MAJOR: tl.constexpr
 ):  # fmt: skip
-    """What _magnitude_bits found -> 127 / absmax (1 where there is none), whether that is finite; stores the scales."""
+    """What _magnitude_bits found -> 127 / absmax, 1 where that is 0, 0 where it isn't finite; stores the scales."""
     layout: tl.constexpr = bits.type.layout
     absmax = bits.to(gl.float32, bitcast=True)
     finite = bits < 0x7F800000
@@ -395,20 +396,27 @@ def _scale(
     absmax = gl.where(finite, gl.where(usable, absmax, 0.0), float("nan"))
     scale = absmax * 0.007874015718698502  # the float next to 1 / 127
     scale = gl.fma(gl.fma(scale, -127.0, absmax), 0.007874015718698502, scale)  # absmax / 127, correctly rounded
-    rows = (row + gl.arange(0, _WG_M, gl.SliceLayout(1, layout))).expand_dims(1)
-    groups = (column // OUT_BLOCK + gl.arange(0, bits.shape[1], gl.SliceLayout(0, layout))).expand_dims(0)
-    out_scale_ptrs = out_scale_ptr + rows.to(gl.int64) * stride_osm + groups.to(gl.int64) * stride_osg
-    gl.store(out_scale_ptrs, scale, mask=(rows < M) & (groups < gl.cdiv(N, OUT_BLOCK)))
-    return inverse, finite
+    rows = gl.arange(0, _WG_M, gl.SliceLayout(1, layout)).expand_dims(1)
+    groups = gl.arange(0, bits.shape[1], gl.SliceLayout(0, layout)).expand_dims(0)
+    count = gl.cdiv(N, OUT_BLOCK)
+    first = column // OUT_BLOCK
+    if K_MAJOR:
+        out_scale_ptr += first.to(gl.int64) * M + row
+        offsets = groups.to(gl.int64) * M + rows
+    else:
+        out_scale_ptr += row.to(gl.int64) * count + first
+        offsets = rows.to(gl.int64) * count + groups
+    gl.store(out_scale_ptr + offsets, scale, mask=(rows < M - row) & (groups < count - first))
+    return gl.where(finite, inverse, 0.0)
 
 
 @_jit
-def _codes(x, inverse, finite):
+def _codes(x, inverse):
     """float32 [64, 128] -> int8 codes, rounded to nearest even; 0 where the group isn't finite."""
     GROUPS: tl.constexpr = inverse.shape[1]
     # near _MAGIC a float has no fraction bits: the addition rounds, and the sum's low byte is the code
     codes = x.reshape([_WG_M, GROUPS, _HALF // GROUPS]) * inverse.expand_dims(2) + _MAGIC
-    codes = gl.where(finite.expand_dims(2), codes.to(gl.int32, bitcast=True), 0)
+    codes = gl.where(inverse.expand_dims(2) > 0, codes.to(gl.int32, bitcast=True), 0)
     return codes.to(gl.int8).reshape([_WG_M, _HALF])
 
 
@@ -432,9 +440,9 @@ def _store(x, out_desc, out_bufs, row, column, WG: tl.constexpr, FIRST: tl.const
 
 @_jit
 def _finish(
-    sums, a_scale, b_scale_ptr, bias_ptr, out_desc, out_bufs, out_scale_ptr, stride_osm, stride_osg, row, column, M, N,
+    sums, a_scale, b_scale_ptr, bias_ptr, out_desc, out_bufs, out_scale_ptr, row, column, M, N,
     WG: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    OUT_BLOCK: tl.constexpr, RAGGED: tl.constexpr,
+    OUT_BLOCK: tl.constexpr, K_MAJOR: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """The sums of the tile's halves -> out and, if it is quantized, out_scale."""
     if OUT_BLOCK == 256:
@@ -442,9 +450,9 @@ def _finish(
         x1 = _values(sums[1], a_scale, b_scale_ptr, bias_ptr, column + _HALF, N, PER_TOKEN, HAS_BIAS, ACTIVATION)
         bits = _magnitude_bits(x0, column, N, 128, RAGGED)
         bits = gl.maximum(bits, _magnitude_bits(x1, column + _HALF, N, 128, RAGGED))
-        inverse, finite = _scale(bits, out_scale_ptr, stride_osm, stride_osg, row, column, M, N, 256)
-        _store(_codes(x0, inverse, finite), out_desc, out_bufs, row, column, WG, 0)
-        _store(_codes(x1, inverse, finite), out_desc, out_bufs, row, column, WG, 128)
+        inverse = _scale(bits, out_scale_ptr, row, column, M, N, 256, K_MAJOR)
+        _store(_codes(x0, inverse), out_desc, out_bufs, row, column, WG, 0)
+        _store(_codes(x1, inverse), out_desc, out_bufs, row, column, WG, 128)
     else:
         for half in gl.static_range(len(sums)):
             first = column + half * _HALF
@@ -453,17 +461,18 @@ def _finish(
                 out = x.to(out_desc.dtype)
             else:
                 bits = _magnitude_bits(x, first, N, OUT_BLOCK, RAGGED)
-                inverse, finite = _scale(bits, out_scale_ptr, stride_osm, stride_osg, row, first, M, N, OUT_BLOCK)
-                out = _codes(x, inverse, finite)
+                inverse = _scale(bits, out_scale_ptr, row, first, M, N, OUT_BLOCK, K_MAJOR)
+                out = _codes(x, inverse)
             _store(out, out_desc, out_bufs, row, column, WG, half * _HALF)
 
 
 @_jit
 def _consumer(
     WG: tl.constexpr, a_bufs, b_bufs, scale_bufs, b_scale_bufs, out_bufs, full, empty, turn,
-    out_desc, out_scale_ptr, stride_osm, stride_osg, a_scale_ptr, b_scale_ptr, bias_ptr, M, N, KB,
+    out_desc, out_scale_ptr, a_scale_ptr, b_scale_ptr, bias_ptr, M, N, KB,
     EXACT: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    OUT_BLOCK: tl.constexpr, RAGGED: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
+    OUT_BLOCK: tl.constexpr, K_MAJOR: tl.constexpr, RAGGED: tl.constexpr,
+    HALVES: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     layout: tl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     BLOCK_N: tl.constexpr = HALVES * _HALF
@@ -491,8 +500,8 @@ def _consumer(
             )  # fmt: skip
         sums = (sums0, sums1) if HALVES == 2 else (sums0,)
         _finish(
-            sums, a_scale, b_scale_ptr, bias_ptr, out_desc, out_bufs, out_scale_ptr, stride_osm, stride_osg,
-            row, column, M, N, WG, PER_TOKEN, HAS_BIAS, ACTIVATION, OUT_BLOCK, RAGGED,
+            sums, a_scale, b_scale_ptr, bias_ptr, out_desc, out_bufs, out_scale_ptr,
+            row, column, M, N, WG, PER_TOKEN, HAS_BIAS, ACTIVATION, OUT_BLOCK, K_MAJOR, RAGGED,
         )  # fmt: skip
     tma.store_wait(0)
 
@@ -508,11 +517,12 @@ def _barriers(STAGES: tl.constexpr, COUNT: tl.constexpr):
     return first, second
 
 
-@_jit(do_not_specialize=["M", "N", "KB", "stride_osm", "stride_osg"])
+@_jit(do_not_specialize=["M", "N", "KB"])
 def _int8_gemm_sm90_kernel(
-    a_desc, b_desc, out_desc, out_scale_ptr, stride_osm, stride_osg, a_scale, b_scale, bias_ptr, M, N, KB,
+    a_desc, b_desc, out_desc, out_scale_ptr, a_scale, b_scale, bias_ptr, M, N, KB,
     EXACT: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    OUT_BLOCK: tl.constexpr, RAGGED: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
+    OUT_BLOCK: tl.constexpr, K_MAJOR: tl.constexpr, RAGGED: tl.constexpr,
+    HALVES: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """a_scale, b_scale: descriptors of block scales, a's K-major [KB, M]; with PER_TOKEN pointers to [M] and [N]."""
     a_bufs = gl.allocate_shared_memory(gl.int8, [4 * STAGES, _WG_M, _BLOCK_K], a_desc.layout)
@@ -538,13 +548,13 @@ def _int8_gemm_sm90_kernel(
         [
             (_consumer, (
                 0, a_bufs, b_bufs, scale_bufs, b_scales, out_bufs, full, empty, turn,
-                out_desc, out_scale_ptr, stride_osm, stride_osg, a_scale, b_scale, bias_ptr, M, N, KB,
-                EXACT, PER_TOKEN, HAS_BIAS, ACTIVATION, OUT_BLOCK, RAGGED, HALVES, STAGES, GROUP_M,
+                out_desc, out_scale_ptr, a_scale, b_scale, bias_ptr, M, N, KB,
+                EXACT, PER_TOKEN, HAS_BIAS, ACTIVATION, OUT_BLOCK, K_MAJOR, RAGGED, HALVES, STAGES, GROUP_M,
             )),
             (_consumer, (
                 1, a_bufs, b_bufs, scale_bufs, b_scales, out_bufs, full, empty, turn,
-                out_desc, out_scale_ptr, stride_osm, stride_osg, a_scale, b_scale, bias_ptr, M, N, KB,
-                EXACT, PER_TOKEN, HAS_BIAS, ACTIVATION, OUT_BLOCK, RAGGED, HALVES, STAGES, GROUP_M,
+                out_desc, out_scale_ptr, a_scale, b_scale, bias_ptr, M, N, KB,
+                EXACT, PER_TOKEN, HAS_BIAS, ACTIVATION, OUT_BLOCK, K_MAJOR, RAGGED, HALVES, STAGES, GROUP_M,
             )),
             (_producer, (
                 a_desc, b_desc, a_scale, b_scale, a_bufs, b_bufs, scale_bufs, b_scale_bufs, full, empty, M, N, KB,
@@ -632,7 +642,7 @@ def int8_gemm_sm90(
     if its rows don't begin at multiples of 16 bytes, as when K / 128 is not a multiple of 4).
     block_size=None: a_s [M, 1], b_s [N, 1], K <= 133144. bias: contiguous float [N] or None.
     out, contiguous, 16-byte aligned, is written: float16, bfloat16 or float32; with out_block_size it is int8, codes of
-    1 x out_block_size, and out_scale float32 [M, ceil(N / out_block_size)], any strides, is written too.
+    1 x out_block_size, and out_scale float32 [M, ceil(N / out_block_size)], in rows or in columns without gaps, too.
     exact=False: the fast mode (see above). config: a key or entry of _CONFIGS; out_block_size 256 needs a wide one.
     """
     M, K = a.shape
@@ -655,10 +665,10 @@ def int8_gemm_sm90(
             _descriptor(a, M, K, K, (64, 128)),
             _descriptor(b, N, K, K, (block_n, 128)),
             _descriptor(out, M, N, N, (64, 128 // out.itemsize)),
-            out_scale, *((0, 0) if out_scale is None else out_scale.stride()),
-            a_scale, b_scale, bias, M, N, KB,
+            out_scale, a_scale, b_scale, bias, M, N, KB,
             EXACT=exact, PER_TOKEN=per_token, HAS_BIAS=bias is not None, ACTIVATION=activation,
-            OUT_BLOCK=out_block_size, RAGGED=out_block_size is not None and N % out_block_size > 0,
+            OUT_BLOCK=out_block_size, K_MAJOR=out_scale is not None and out_scale.stride(0) == 1,
+            RAGGED=out_block_size is not None and N % out_block_size > 0,
             HALVES=block_n // 128, STAGES=stages, GROUP_M=group_m,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
