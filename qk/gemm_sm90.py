@@ -359,14 +359,18 @@ def _values(
 
 
 @_jit
+def _larger(a, b):
+    return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@_jit
 def _magnitude_bits(x, column, N, GROUP: tl.constexpr, RAGGED: tl.constexpr):
-    """The bits of the largest magnitude of each group of columns before N: [64, 128 / GROUP]."""
-    # As integers, magnitudes keep their order, with Inf and then NaN on top: one maximum finds absmax and bad input.
-    bits = x.to(gl.int32, bitcast=True) & 0x7FFFFFFF
+    """The bits of the largest magnitude of each group of columns before N, NaN if there is one: [64, 128 / GROUP]."""
     if RAGGED:
         columns = column + gl.arange(0, _HALF, gl.SliceLayout(0, x.type.layout))
-        bits = gl.where((columns < N).expand_dims(0), bits, 0)
-    return gl.max(bits.reshape([_WG_M, _HALF // GROUP, GROUP]), 2)
+        x = gl.where((columns < N).expand_dims(0), x, 0.0)
+    absmax = gl.reduce(gl.abs(x).reshape([_WG_M, _HALF // GROUP, GROUP]), 2, _larger)
+    return absmax.to(gl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @_jit
