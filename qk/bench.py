@@ -11,9 +11,10 @@ Each contender is called on n sets of random inputs (n such that about 1 GB pass
 output of its own, and the n calls are captured in one CUDA graph. Before each replay the GPU reads a buffer four times
 the size of its L2, so every call finds its inputs in memory. Events around the replay, divided by n, give `us`: the
 median (`us_p20`, `us_p80`: the spread). What can't be captured is timed by events around single calls ("timing":
-"events"). `wall_us` is the host's time for one of 16 calls back to back: what launching costs. Before a contender is
-timed its result is compared with plain torch; `error` is the share of codes that differ, or the relative Frobenius
-error.
+"events"). A kernel that is launched before the one in front of it ends (EARLY, in some of qk's) overlaps with it here,
+as it would in a network: `us` is then the time from one result to the next. `wall_us` is the host's time for one of 16
+calls back to back: what launching costs. Before a contender is timed its result is compared with plain torch; `error`
+is the share of codes that differ, or the relative Frobenius error.
 
 Where memory is the limit, every contender has one replay a round, so that what slows the GPU meets all alike; one of
 less than a millisecond comes after a pause, which lets the host get ahead. `copy` moves as many bytes as one call reads

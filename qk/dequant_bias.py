@@ -112,9 +112,9 @@ def _dequant_bias_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     HELD: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY: tl.constexpr,  # launched before the end of the kernel before: see _early
 ):
-    if EARLY:
+    if EARLY:  # before any access, and in this order: what this kernel waits for has itself waited for all before it
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     # int64 for all would be a third of the instructions of a small kernel

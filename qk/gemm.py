@@ -130,9 +130,9 @@ def _int8_gemm_kernel(
     BLOCK_K: tl.constexpr,  # columns of K in a dot
     UNROLL: tl.constexpr,  # dots in an iteration
     GROUP_M: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY: tl.constexpr,  # launched before the end of the kernel before: see _early
 ):  # fmt: skip
-    if EARLY:
+    if EARLY:  # before any access, and in this order: what this kernel waits for has itself waited for all before it
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     PER_ROW: tl.constexpr = QUANT_BLOCK is None
@@ -476,7 +476,8 @@ def int8_addmm(a, a_s, b, b_s, bias=None, block_size=128, out_dtype=torch.float1
     [ceil(N / B), ceil(K / B)], for None, one scale a row, [..., 1] and [N, 1], and K <= 133144.
     bias: [N] float16, bfloat16, float32, or None. With float32 output the relative Frobenius error is below 1e-6.
     Any strides; but of operands whose rows don't begin at multiples of 16 bytes (K not divisible by 16, a transposed or
-    sliced matrix) a copy is made at each call: with a large weight, make it once. path: see the top of the file.
+    sliced matrix) a copy is made at each call: with a large weight, make it once. (On Hopper b_s is copied, too, where
+    ceil(K / 128) isn't a multiple of 4; it is small.) path: see the top of the file.
     exact=False allows Hopper's faster rescale (error: see `qk/gemm_sm90.py`). Raises ValueError for bad arguments.
     """
     _check_operands(a, a_s, b, b_s, bias, block_size, path)

@@ -125,7 +125,7 @@ def _producer(
                 mbarrier.wait(empty[u].index(stage), phase)
                 if PER_TOKEN or u == 1:
                     mbarrier.expect(ready, BYTES)
-                else:  # b's scales of both K blocks come with the first, from a multiple of 16 bytes on
+                else:  # b's scales of both K blocks come with the first; from where 16 bytes begin, or TMA stops
                     mbarrier.expect(ready, BYTES + HALVES * 4 * _SCALES)
                     _tma_load(b_scale_desc, [tile_n * HALVES, k & -4], ready, b_scale_bufs.index(stage))
                 block = 2 * stage + u
@@ -643,10 +643,10 @@ def int8_gemm_sm90(
 
     a int8 [M, K] and b int8 [N, K], contiguous. block_size=128: a_s float32 [M, ceil(K / 128)], best K-major (strides
     (1, M), M a multiple of 4: other scales are transposed first), b_s float32 [ceil(N / 128), ceil(K / 128)] (copied
-    if its rows don't begin at multiples of 16 bytes, as when K / 128 is not a multiple of 4).
+    if its rows don't begin at multiples of 16 bytes, as when ceil(K / 128) is not a multiple of 4).
     block_size=None: a_s [M, 1], b_s [N, 1], K <= 133144. bias: contiguous float [N] or None.
     out, contiguous, 16-byte aligned, is written: float16, bfloat16 or float32; with out_block_size it is int8, codes of
-    1 x out_block_size, and out_scale float32 [M, ceil(N / out_block_size)], in rows or in columns without gaps, too.
+    1 x out_block_size, and out_scale float32 [M, ceil(N / out_block_size)], it or its transpose contiguous, is written.
     exact=False: the fast mode (see above). config: a key or entry of _CONFIGS; out_block_size 256 needs a wide one.
     """
     M, K = a.shape

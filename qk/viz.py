@@ -802,7 +802,8 @@ def traffic(ways, title="Bytes moved, step by step", unit="bytes for each elemen
             for size, color in ((read, SKY), (written, ORANGE)):
                 ax.barh(y, size, 0.5, left=left, color=color, edgecolor="white")
                 if size > 0.03 * longest:
-                    ax.text(left + size / 2, y, f"{size:.2g}", ha="center", va="center")
+                    label = f"{size:.0f}" if size >= 10 else f"{size:.2g}"
+                    ax.text(left + size / 2, y, label, ha="center", va="center")
                 left += size
         ax.text(left, y, f"  {left:.3g} in all", va="center")
     for label, color in (("read", SKY), ("written", ORANGE)):

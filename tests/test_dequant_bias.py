@@ -490,11 +490,11 @@ def test_other_current_device():
 @pytest.mark.parametrize("shape", [(1, 64), (64, 4096), (2048, 4096)], ids=str)
 def test_a_launch_waits_for_the_one_before(shape):
     """Launched early, a kernel may neither read nor overwrite what the one before still writes or reads."""
-    x, bias = product(*shape, torch.float32), factors(*shape)[2]
+    x, bias = randn(*shape), torch.arange(1.0, shape[1] + 1, device=DEVICE)
 
     def chain(function, x):
-        for _ in range(201):  # x, bias - x and x again: one turn missed shows at the end
-            x = function(x, -1.0, 1.0, bias, torch.float32)  # into the memory of the input before
+        for _ in range(200):  # x + i * bias: values that were not in memory before
+            x = function(x, 1.0, 1.0, bias, torch.float32)  # into the memory of the input before
         return x
 
     expected = chain(dequant_bias_ref, x)

@@ -583,6 +583,32 @@ def test_other_device():
         assert same(out.to(expected.device), expected), path
 
 
+@gpu
+@pytest.mark.parametrize("M", (1, 16))
+def test_a_launch_waits_for_the_one_before(M):
+    """Launched early, a kernel may neither read nor overwrite what the one before still writes or reads."""
+    a, a_s, b, b_s = operands(M, 512, 512)
+    bias = randn(512)
+
+    def chain(wait):
+        x = a, a_s
+        for _ in range(50):
+            x = gemm.int8_addmm_quant(*x, b, b_s, bias)
+            if wait:
+                torch.cuda.synchronize()
+        return x
+
+    expected = chain(wait=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        codes, scale = chain(wait=False)
+    for _ in range(3):
+        codes.fill_(-128)
+        scale.fill_(NAN)
+        graph.replay()
+        assert same(codes, expected[0]) and same(scale, expected[1])
+
+
 @pytest.mark.parametrize("path", (None, "sm75", "sm90"))
 def test_nothing_else_is_written(path, windows):
     if path is not None and path not in paths_here():
