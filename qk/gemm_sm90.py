@@ -125,7 +125,7 @@ def _producer(
                 mbarrier.wait(empty[u].index(stage), phase)
                 if PER_TOKEN or u == 1:
                     mbarrier.expect(ready, BYTES)
-                else:  # b's scales of both K blocks come with the first; from where 16 bytes begin, or TMA stops
+                else:  # b's scales of both K blocks come with the first, from a multiple of 4: elsewhere TMA faults
                     mbarrier.expect(ready, BYTES + HALVES * 4 * _SCALES)
                     _tma_load(b_scale_desc, [tile_n * HALVES, k & -4], ready, b_scale_bufs.index(stage))
                 block = 2 * stage + u

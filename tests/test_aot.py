@@ -90,7 +90,8 @@ def test_every_kernel_compiles_fits_its_gpu_and_has_its_instructions(sweep):
     assert problems == []
     assert done.returncode == 0 or not _has_gluon(), done.stdout + done.stderr
     assert {row["arch"] for row in rows} == set(ARCHS)
-    assert f"{len(rows)} kernels for {len(ARCHS)} GPUs" in done.stdout
+    wrong = sum(bool(row["problems"]) for row in rows)  # 0 from Triton 3.6 on, as problems says
+    assert f"{len(rows)} kernels for {len(ARCHS)} GPUs, {wrong} with problems" in done.stdout
 
 
 def test_no_kernel_is_left_out(sweep):
