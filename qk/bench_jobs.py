@@ -67,8 +67,8 @@ def rivals(op, shape, dtype, inputs, /, **options):
     contenders = _against_torch(
         lambda *tensors: function(*tensors, **options), lambda *tensors: reference(*tensors, **options)
     )
-    options = {name: json_value(value) for name, value in options.items()}
-    return Case(op, shape, dtype, options, inputs, contenders, limit=0)
+    recorded = {name: json_value(value) for name, value in options.items()}
+    return Case(op, shape, dtype, recorded, inputs, contenders, limit=0)
 
 
 def _against_torch(call, eager):

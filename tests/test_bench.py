@@ -113,11 +113,17 @@ def test_no_two_cases_are_the_same():
     assert len(keys) == len(set(keys)) > 0
 
 
-@pytest.mark.parametrize("options", [{"group_size": None}, {"group_size": 32, "packing": "int32"}])
-def test_rivals_do_the_same_work(options):
-    matrix = bench_jobs.random_matrix((8, 64), torch.float16)
-    case = bench_jobs.rivals("quantize_int4", (8, 64), torch.float16, matrix, **options)
-    assert list(case.contenders) == ["qk", "eager", "compile"]
+@pytest.mark.parametrize(
+    ("op", "options", "recorded"),
+    [
+        ("quantize_int4", {"group_size": None}, {"group_size": None}),
+        ("quantize_int4", {"group_size": 32, "packing": "int32"}, {"group_size": 32, "packing": "int32"}),
+        ("quantize_per_token", {"dtype": torch.int8}, {"dtype": "int8"}),
+    ],
+)
+def test_rivals_do_the_same_work(op, options, recorded):
+    case = bench_jobs.rivals(op, (8, 64), torch.float16, bench_jobs.random_matrix((8, 64), torch.float16), **options)
+    assert list(case.contenders) == ["qk", "eager", "compile"] and case.options == recorded
     inputs = case.inputs()
     for call, truth in list(case.contenders.values())[:2]:
         assert bench._error(call(*inputs), truth(*inputs)) == 0
