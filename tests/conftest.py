@@ -3,6 +3,7 @@ import sys
 
 import pytest
 import torch
+from filelock import FileLock
 
 import qk
 
@@ -30,3 +31,19 @@ def poison(monkeypatch):
         return out.fill_(1234.5 if out.is_floating_point() else -128)
 
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+
+
+@pytest.fixture
+def needs(tmp_path_factory):
+    """needs(40): skips the test where less than 40 GiB of GPU memory are free. Such tests run one at a time."""
+
+    def check(gib):
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0] / 2**30
+        if free < gib:
+            pytest.skip(f"needs {gib} GiB of free GPU memory, {free:.0f} are")
+
+    # the folder above is the same for all of pytest-xdist's workers, which share the GPU
+    with FileLock(tmp_path_factory.getbasetemp().parent / "gpu_memory.lock"):
+        yield check
+        torch.cuda.empty_cache()

@@ -315,16 +315,10 @@ def test_cpu_tensors_where_kernels_are_compiled():
             int8_gelu(*arguments, 32)
 
 
-def needs(gib):
-    free = torch.cuda.mem_get_info()[0] / 2**30
-    if free < gib:
-        pytest.skip(f"needs {gib} GiB of free GPU memory, {free:.0f} are")
-
-
 @gpu
 @pytest.mark.parametrize("shape", [(2**24 + 128, 128), (2**16, 2**15 + 2), (2**13, 2**18 + 1)], ids=str)
 @pytest.mark.parametrize("scale_layout", SCALE_LAYOUTS)
-def test_more_than_2_31_elements(shape, scale_layout):
+def test_more_than_2_31_elements(shape, scale_layout, needs):
     """The whole against its rows slice by slice."""
     needs(20)
     x = torch.randint(-127, 128, shape, dtype=torch.int8, device=DEVICE)

@@ -570,16 +570,10 @@ def assert_round_trips_in_slices(x, group_size=None):
         assert same(out[rows], qk.dequantize_int4_ref(packed_ref, absmax_ref, C, group_size))
 
 
-def needs(gib):
-    free = torch.cuda.mem_get_info()[0] / 2**30
-    if free < gib:
-        pytest.skip(f"needs {gib} GiB of free GPU memory, {free:.0f} are")
-
-
 @gpu
 @pytest.mark.parametrize("group_size", [None, 128])
 @pytest.mark.parametrize("shape", [(2**24 + 3, 129), (2**16 + 1, 2**15 + 2), (8193, 2**18 + 1)], ids=str)
-def test_more_than_2_31_elements(shape, group_size):
+def test_more_than_2_31_elements(shape, group_size, needs):
     needs(40)
     generator = torch.Generator(DEVICE).manual_seed(0)
     x = torch.empty(shape, dtype=torch.float16, device=DEVICE).normal_(generator=generator)
@@ -589,7 +583,7 @@ def test_more_than_2_31_elements(shape, group_size):
 
 @gpu
 @pytest.mark.parametrize("group_size", [None, 128])
-def test_columns_more_than_2_31_elements_apart(group_size):
+def test_columns_more_than_2_31_elements_apart(group_size, needs):
     needs(40)
     generator = torch.Generator(DEVICE).manual_seed(0)
     x = torch.empty(2**15 + 2, 2**16 + 1, dtype=torch.float16, device=DEVICE).normal_(generator=generator).t()
@@ -597,7 +591,7 @@ def test_columns_more_than_2_31_elements_apart(group_size):
 
 
 @gpu
-def test_one_row_of_more_than_2_31_columns():
+def test_one_row_of_more_than_2_31_columns(needs):
     needs(40)
     C = 2**31 + 300
     x = torch.ones(1, C, dtype=torch.float16, device=DEVICE)

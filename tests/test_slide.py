@@ -461,16 +461,10 @@ def test_cpu_tensors_where_kernels_are_compiled():
     assert same(slide_weight(w), slide_weight(w.to(DEVICE)).cpu()) and same(slide(w), slide(w.to(DEVICE)).cpu())
 
 
-def needs(gib):
-    free = torch.cuda.mem_get_info()[0] / 2**30
-    if free < gib:
-        pytest.skip(f"needs {gib} GiB of free GPU memory, {free:.0f} are")
-
-
 @gpu
 @pytest.mark.parametrize("shape", [(2**24 + 128, 128), (2**16, 2**15 + 2), (2**13, 2**18 + 1)], ids=str)
 @pytest.mark.parametrize("L", [8, 10])
-def test_more_than_2_31_elements(shape, L):
+def test_more_than_2_31_elements(shape, L, needs):
     needs(40)
     generator = torch.Generator(DEVICE).manual_seed(0)
     x = torch.empty(shape, dtype=torch.float16, device=DEVICE).normal_(generator=generator)
@@ -483,7 +477,7 @@ def test_more_than_2_31_elements(shape, L):
 
 
 @gpu
-def test_one_row_of_more_than_2_31_columns():
+def test_one_row_of_more_than_2_31_columns(needs):
     needs(40)
     K = 2**31 + 303
     x = torch.ones(1, K, dtype=torch.float16, device=DEVICE)

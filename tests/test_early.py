@@ -1,0 +1,88 @@
+"""A kernel launched before the end of the one before (EARLY) waits for what that one still writes, or reads."""
+
+import functools
+import importlib
+import itertools
+
+import pytest
+import torch
+from cases import DEVICE, gpu, randn, same
+
+import qk
+
+ROOMS = [importlib.import_module(f"qk.{name}") for name in ("dequant_bias", "gelu", "gemm", "int8", "slide")]
+ROUNDS = 50
+
+
+def bias(x):
+    steps = torch.arange(1.0, x.shape[1] + 1, device=DEVICE)
+    for _ in range(4):  # x + i * steps: values that were not in memory before
+        x = qk.dequant_bias(x, 1.0, 1.0, steps, torch.float32)
+    return x
+
+
+def blocks(x):
+    return qk.act_dequant(*qk.act_quant(x), out_dtype=torch.float32)
+
+
+def tokens(x):
+    return qk.act_dequant(*qk.quantize_per_token(x), 256, torch.float32)
+
+
+def windows(x):
+    return qk.act_dequant(*qk.quant_slide(x[:, :160]), 256, torch.float32)
+
+
+def gelu(x):
+    for _ in range(4):
+        codes, scale = qk.int8_gelu(*qk.act_quant(x))
+        x = qk.act_dequant(codes, scale, out_dtype=torch.float32)
+    return x
+
+
+@functools.cache
+def weight():
+    return qk.weight_quant(randn(256, 256) / 16)
+
+
+def gemm(x):
+    codes, scale = qk.act_quant(x)
+    for _ in range(4):
+        codes, scale = qk.int8_gemm_quant(codes, scale, *weight())
+    return qk.int8_gemm(codes, scale, *weight())
+
+
+CHAINS = [*itertools.product((bias, blocks, tokens, windows, gelu), (1, 64, 2048)), (gemm, 1), (gemm, 16)]
+
+
+@gpu
+@pytest.mark.parametrize(("chain", "M"), CHAINS, ids=lambda x: getattr(x, "__name__", None))
+def test_a_launch_waits_for_the_one_before(chain, M, monkeypatch):
+    inputs = [randn(M, 256, seed=seed) for seed in range(ROUNDS)]
+
+    def results():
+        # a round's steps lie in memory that the next round writes to again
+        return [chain(x) for x in inputs]
+
+    with monkeypatch.context() as patch:
+        for room in ROOMS:
+            patch.setattr(room, "_early", lambda device: {})
+        expected = results()
+    for got, right in zip(results(), expected, strict=True):
+        assert same(got, right)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = results()
+    for _ in range(3):
+        for got in captured:
+            got.fill_(torch.nan)
+        graph.replay()
+        for got, right in zip(captured, expected, strict=True):
+            assert same(got, right)
+
+
+@gpu
+def test_the_gpu_decides():
+    early = torch.cuda.get_device_capability() >= (9, 0)
+    for room in ROOMS:
+        assert room._early(torch.device(DEVICE, 0)) == ({"launch_pdl": True} if early else {})
