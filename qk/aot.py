@@ -1,8 +1,9 @@
 """Compiles every kernel for every GPU, on a machine that needs none: `python -m qk.aot`.
 
-A case is a call of a public function on tensors that have a shape and no data. Whatever it launches is compiled as a
-launch on that GPU would be (same constants, divisibility hints, warps), and not run. One line a kernel is printed:
-registers of a thread, bytes it spills, shared memory of a block against what the GPU has, matrix instruction.
+A case (qk/aot_cases.py lists them) is a call of a function on tensors that have a shape and no data. Whatever it
+launches is compiled as a launch on that GPU would be (same constants, divisibility hints, warps), and not run. One line
+a kernel is printed: registers of a thread, bytes it spills, shared memory of a block against what the GPU has, matrix
+instruction.
 
     python -m qk.aot --arch 75,90 --only int4 --keep artefacts
 
@@ -32,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from qk import gemm_sm90
+from qk.aot_cases import CASES
 
 # capability -> a GPU of it, its multiprocessors, and the shared memory of a block in KiB
 _GPUS = {
@@ -63,200 +64,6 @@ _INSTRUCTIONS = {
     "cp.async.bulk": r"cp\.async\.bulk\.tensor\.",
 }
 _GLOBAL_ACCESS = re.compile(r"\b(ld|st)\.global(?:\.(?!v\d|[bfsu]\d)[\w:]+)*(?:\.v(\d))?\.[bfsu](\d+)")
-
-# 16 bytes at a time: how contiguous, aligned tensors are read and written
-_LOADS, _STORES = {"ld.global.128": 1}, {"st.global.128": 1}
-
-
-def _int4_cases(arch):
-    for x in "f16", "bf16", "f32":
-        yield f"quantize_int4({x}(8192, 8192))", _LOADS
-        yield f"quantize_int4({x}(8192, 2048), 128)", _LOADS
-        yield f"quantize_int4({x}(64, 131072))", _LOADS
-        yield f"dequantize_int4(u8(8192, 1024), {x}(8192, 16), 2048, 128, {x}.dtype)", _STORES
-        yield f"dequantize_int4(u8(8192, 4096), {x}(8192, 1), 8192, None, {x}.dtype)", _STORES
-    for columns in 32, 384, 1024, 2048, 4096, 16384, 28672:
-        yield f"quantize_int4(f16(8192, {columns}))", _LOADS
-    for columns in 32, 384, 2048:
-        yield f"dequantize_int4(u8(8192, {columns // 2}), f16(8192, 1), {columns})", _STORES
-    for group in 32, 64, 256:
-        yield f"quantize_int4(f16(8192, 8192), {group})", _LOADS
-        yield f"dequantize_int4(u8(8192, 4096), f16(8192, {8192 // group}), 8192, {group})", _STORES
-    for x in "f16", "f32":
-        yield f"quantize_int4({x}(8192, 2047))", {}
-        yield f"quantize_int4({x}(8192, 2047), 128, 'int32')", {}
-        yield f"quantize_int4({x}(64, 131071))", {}
-        yield f"dequantize_int4(u8(8192, 1024), {x}(8192, 1), 2047, None, {x}.dtype)", {}
-        yield f"dequantize_int4(i32(8192, 256), {x}(8192, 16), 2047, 128, {x}.dtype)", {}
-    yield "quantize_int4(f16(8192, 2048), None, 'int32')", _LOADS
-    yield "quantize_int4(f16(8192, 2048), 128, 'int32')", _LOADS
-    yield "quantize_int4(f16(8192, 8192).t())", {}
-    yield "dequantize_int4(i32(8192, 256), f16(8192, 16), 2048, 128)", _STORES
-    yield "pack_int4(i8(8192, 2048))", _LOADS
-    yield "pack_int4(i8(8192, 2047))", {}
-    yield "pack_int4(i8(8192, 2047), 'int32')", {}
-    yield "unpack_int4(u8(8192, 1024), 2048)", _STORES
-    yield "unpack_int4(u8(8192, 1023), 2045)", {}
-    yield "unpack_int4(i32(8192, 256), 2047)", {}
-
-
-def _int8_cases(arch):
-    for x in "f16", "bf16", "f32":
-        yield f"act_quant({x}(8192, 8192))", _LOADS
-        yield f"act_dequant(i8(8192, 8192), f32(8192, 64), out_dtype={x}.dtype)", _STORES
-        yield f"weight_quant({x}(8192, 8192))", _LOADS
-        yield f"weight_dequant(i8(8192, 8192), f32(64, 64), out_dtype={x}.dtype)", _STORES
-        yield f"quantize_per_token({x}(8192, 8192))", _LOADS
-    for block in 32, 64, 256:
-        yield f"act_quant(f16(8192, 8192), {block})", _LOADS
-        yield f"act_dequant(i8(8192, 8192), f32(8192, {8192 // block}), {block}, f16.dtype)", _STORES
-        yield f"weight_quant(f16(8192, 8192), {block})", _LOADS
-        yield f"weight_dequant(i8(8192, 8192), f32({8192 // block}, {8192 // block}), {block}, f16.dtype)", _STORES
-    for columns in 256, 1024, 2048, 18944, 65536:
-        yield f"quantize_per_token(f16(8192, {columns}))", _LOADS
-    for columns in 256, 1024:
-        yield f"act_quant(f16(8192, {columns}))", _LOADS
-    yield "act_quant(f16(4, 2048, 4096), scale_layout='column')", _LOADS
-    yield "act_quant(f16(8192, 8191))", {}
-    yield "act_quant(f16(8192, 8192).t())", {}
-    yield "weight_quant(f16(8191, 8191))", {}
-    yield "weight_quant(f16(8192, 8192).t())", {}
-    yield "act_dequant(i8(8192, 8191), f32(8192, 64), out_dtype=f16.dtype)", {}
-    yield "weight_dequant(i8(8191, 8191), f32(64, 64), out_dtype=f16.dtype)", {}
-    yield "quantize_per_token(f16(8192, 8191))", {}
-    if arch >= 89:
-        yield "quantize_per_token(f16(8192, 8192), torch.float8_e4m3fn)", _LOADS
-        yield "quantize_per_token(bf16(8192, 18944), torch.float8_e4m3fn)", _LOADS
-
-
-def _gemm_operands(M, block_size, N=4096, K=4096):
-    """a, a_s, b and b_s of a product, as text."""
-    if block_size is None:
-        return f"i8({M}, {K}), f32({M}, 1), i8({N}, {K}), f32({N}, 1)"
-    blocks = K // block_size
-    return f"i8({M}, {K}), f32({M}, {blocks}), i8({N}, {K}), f32({N // block_size}, {blocks})"
-
-
-def _gemm_cases(arch):
-    path = "sm75_float" if arch == 75 else "portable"
-    for M in 16, 128, 4096:
-        large = {75: "fma", 90: "wgmma", 100: "tcgen05|mma"}.get(arch, "mma")
-        least = {large if M > 16 or arch == 75 else "mma": "tile"}
-        for block in 32, 64, 128, 256, None:
-            yield f"int8_gemm({_gemm_operands(M, block)}, {block}, path='{path}')", least
-        # each block up to 128 and each out_block wider than the table's tile has a tile of its own
-        for block in 32, 64, 128:
-            for out_block, activation in (64, "silu"), (128, "gelu"), (256, "gelu_tanh"):
-                if M == 16 or out_block > 64:
-                    call = f"{_gemm_operands(M, block)}, bf16(4096), {out_block}, '{activation}', {block}"
-                    yield f"int8_addmm_quant({call}, path='{path}')", least
-        if arch >= 90:  # elsewhere the portable path has no descriptors either
-            yield f"int8_gemm({_gemm_operands(M, 128)}, path='pointers')", least
-    for out in "bf16", "f32":
-        yield f"int8_addmm({_gemm_operands(4096, 128)}, {out}(4096), out_dtype={out}.dtype, path='{path}')", least
-    for block, out_block in (256, 32), (None, 32), (None, 256):
-        yield f"int8_gemm_quant({_gemm_operands(4096, block)}, {out_block}, {block}, path='{path}')", least
-
-
-def _gemm_sm75_cases(arch):
-    for M, products in (16, 8), (4096, 32):
-        # pieces of 8 x 8 outputs and 128 columns of K, eight instructions each
-        least = {"mma": 8 * products}
-        yield f"int8_gemm_sm75({_gemm_operands(M, 128)}, f16({M}, 4096))", least
-        if arch != 75:
-            return  # elsewhere it runs for tests only
-        for out_block in 32, 64, 128, 256:
-            call = f"{_gemm_operands(M, 128)}, i8({M}, 4096), f32({M}, {4096 // out_block}), f16(4096)"
-            yield f"int8_gemm_sm75({call}, activation='gelu', out_block_size={out_block})", least
-        yield f"int8_gemm_sm75({_gemm_operands(M, 128)}, bf16({M}, 4096), None, bf16(4096))", least
-        # with a float32 output and bias, the smaller tile at any M
-        yield f"int8_gemm_sm75({_gemm_operands(M, 128)}, f32({M}, 4096), None, f32(4096))", {"mma": 64}
-
-
-def _gemm_sm90_cases(arch):
-    if arch != 90 or not gemm_sm90.AVAILABLE:
-        return
-    for config, products in ("wide", 4), ("narrow", 2):
-        # of 64 x 128 outputs and 128 columns of K, for each of two warpgroups, four instructions each
-        least = {"wgmma": 8 * products, "cp.async.bulk": 4}
-        for block in 128, None:
-            call = (
-                f"int8_gemm_sm90({_gemm_operands(4096, block)}, {{}}(4096, 4096), block_size={block}, config='{config}'"
-            )
-            yield f"{call.format('f16')})", least
-            yield f"{call.format('f32')}, bias=f16(4096), activation='gelu')", least
-        for out, options in ("f16", ""), ("bf16", ", bias=f16(4096)"), ("f32", ", bias=f32(4096), activation='silu'"):
-            call = f"int8_gemm_sm90({_gemm_operands(4096, 128)}, {out}(4096, 4096), config='{config}', exact=False"
-            yield f"{call}{options})", least
-        for out_block in 32, 64, 128, 256:
-            out = f"i8(4096, 4096), f32(4096, {4096 // out_block}), f16(4096)"
-            for block, exact in (128, True), (128, False), (None, True):
-                call = f"{_gemm_operands(4096, block)}, {out}, {block}, {out_block}, {exact}, 'gelu', '{config}'"
-                common = out_block == 128 or (block, exact) == (128, True)
-                if common and (out_block < 256 or config == "wide"):
-                    yield f"int8_gemm_sm90({call})", least
-
-
-def _gelu_cases(arch):
-    for block in 32, 128:
-        yield f"int8_gelu(i8(8192, 8192), f32(8192, {8192 // block}), {block})", _LOADS | _STORES
-    # K-major scales in and out
-    yield "int8_gelu(i8(8192, 8192), f32(32, 8192).t(), 256, scale_layout='column')", _LOADS | _STORES
-    for activation in "gelu_tanh", "silu":
-        yield f"int8_gelu(i8(8192, 8192), f32(8192, 64), activation='{activation}')", _LOADS | _STORES
-    yield "int8_gelu(i8(8192, 8191), f32(8192, 64))", {}
-
-
-def _dequant_bias_cases(arch):
-    # few elements a thread, in words of 8 bytes or, of 32 bits, 16; the last has offsets beyond int32
-    least = {"st.global.64": 1}
-    for M, N, inputs in (1, 2560, "bf16"), (64, 3840, "bf16 f32"), (512, 2560, "bf16 f32"), (131072, 16384, "bf16"):
-        for g in inputs.split():
-            yield f"dequant_bias({g}({M}, {N}), f32({M}, 1), f32(1, {N}), f32({N}))", least if M > 1 else {}
-    for g in "bf16", "f16", "f32", "i32":
-        yield f"dequant_bias({g}(16384, 13824), f32(16384, 1), f32(1, 13824), f32(13824))", least
-    operands = "f32(4096, 1), f32(1, 4096), bf16(4096)"
-    for out in "f16", "f32":
-        yield f"dequant_bias(i32(4096, 4096), {operands}, {out}.dtype)", least
-        yield f"dequant_bias(bf16(4096, 4096), {operands}, {out}.dtype)", least
-    yield "dequant_bias(bf16(4096, 4096), 0.5, 0.5)", least
-    yield "dequant_bias(bf16(4096, 4096), f32(1), f32(1))", least
-    yield "dequant_bias(bf16(4096, 4096), bf16(4096), f16(4096, 1), f16(4096))", least
-    yield "dequant_bias(bf16(4096, 4096).t(), f32(4096), f32(4096))", _LOADS | _STORES
-    yield "dequant_bias(f32(4096, 8192)[:, ::2], f32(4096), f32(4096))", {}
-    yield "dequant_bias(bf16(4095, 4095), f32(4095), f32(4095), f32(4095))", {}
-    yield "dequant_bias(bf16(1000000, 3), f32(1000000), f32(3), f32(3))", {}
-
-
-def _slide_cases(arch):
-    # L = 8 stores 24 words of a warp's 32 side by side; the others whole units, which are narrower than 16 bytes
-    for L, least in (4, _LOADS | {"st.global.64": 1}), (6, {"st.global.64": 1}), (8, _LOADS), (10, _STORES):
-        yield f"quant_slide(f16(16384, 18944), {L})", least
-        yield f"quant_slide(bf16(16384, 3584), {L}, row_multiple=16)", least
-    for columns in 32, 384, 8192, 65536:
-        yield f"quant_slide(f16(8192, {columns}))", _LOADS
-    yield "quant_slide(f32(16384, 18944))", _LOADS
-    for L in 4, 6, 8, 10:
-        yield f"quant_slide(f16(8191, 8191), {L})", {}
-    yield "quant_slide(f16(8192, 8192).t())", {}
-    if arch >= 89:
-        yield "quant_slide(f16(16384, 18944), 8, torch.float8_e4m3fn)", _LOADS
-        yield "quant_slide(bf16(16384, 3584), 10, torch.float8_e4m3fn)", _STORES
-
-
-# room -> function of a capability that lists its cases: a call, evaluated with the names of the room and of _TENSORS,
-# and the least count of each instruction that one of the kernels it launches must have. "tile" is what the tile of the
-# kernel takes in one round of its loop; of names with | between them, one will do.
-CASES = {
-    "int4": _int4_cases,
-    "int8": _int8_cases,
-    "gemm": _gemm_cases,
-    "gemm_sm75": _gemm_sm75_cases,
-    "gemm_sm90": _gemm_sm90_cases,
-    "gelu": _gelu_cases,
-    "dequant_bias": _dequant_bias_cases,
-    "slide": _slide_cases,
-}
 
 
 class _Empty:
