@@ -61,4 +61,9 @@ def same(a, b):
     return bool(equal.all())
 
 
+def filled(x, value):
+    """Whether every element is value. (Where `assert (x == value).all()` fails, pytest goes through x one by one.)"""
+    return (x == value).all().item()
+
+
 gpu = pytest.mark.gpu
