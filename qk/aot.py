@@ -7,7 +7,8 @@ instruction.
 
     python -m qk.aot --arch 75,90 --only int4 --keep artefacts
 
-ends with 1 if a kernel does not compile, does not fit its GPU, spills, or lacks an instruction that the case expects.
+ends with 1 if a kernel does not compile, does not fit its GPU, spills, lacks an instruction that the case expects, or
+is launched early and doesn't wait first.
 """
 
 import argparse
@@ -63,6 +64,7 @@ _INSTRUCTIONS = {
     "cp.async": r"cp\.async\.c[ag]\.",
     "cp.async.bulk": r"cp\.async\.bulk\.tensor\.",
 }
+_ACCESS = re.compile(r"\b(?:ld|st|atom|red)\.(?:\w+\.)*global\b|\bcp\.(?:async|reduce)\b")
 _GLOBAL_ACCESS = re.compile(r"\b(ld|st)\.global(?:\.(?!v\d|[bfsu]\d)[\w:]+)*(?:\.v(\d))?\.[bfsu](\d+)")
 
 
@@ -228,6 +230,10 @@ def _describe(kernel, arch, stem):
         row["problems"].append(f"needs {row['shared']} bytes of shared memory, of {row['shared_limit']}")
     if stack:
         row["problems"].append(f"spills {stack} bytes")
+    if row["constants"].get("EARLY"):  # launched before the end of the kernel before
+        before, wait, _ = kernel.asm["ptx"].partition("griddepcontrol.wait")
+        if not wait or _ACCESS.search(before):
+            row["problems"].append("touches memory before it has waited for the kernel before")
     return row
 
 

@@ -152,6 +152,7 @@ def _int8_gelu_kernel(
     M,
     K,
     programs,  # of a row
+    groups,  # scales of a row
     stride_xm,
     stride_xsm,
     stride_xsg,
@@ -170,7 +171,6 @@ def _int8_gelu_kernel(
     pid = tl.program_id(0)
     row = (pid // programs).to(tl.int64) * ROWS
     chunk = (pid % programs).to(tl.int64)
-    groups = tl.cdiv(K, QUANT_BLOCK)
     codes = _load_tile(x_ptr, row, chunk * BLOCK, M, K, stride_xm, ROWS, BLOCK)
     x_scale_ptrs, mask = _tile_at(x_scale_ptr, row, chunk * GROUPS, M, groups, stride_xsm, stride_xsg, ROWS, GROUPS)
     scale = tl.load(x_scale_ptrs, mask=mask, other=0.0)  # [ROWS, GROUPS]
@@ -287,7 +287,7 @@ def _int8_gelu(
     early = _early(x.device)
     with torch.cuda.device_of(x):
         _int8_gelu_kernel[(_cdiv(M, rows) * programs,)](
-            x, s_x, out, scale, M, K, programs, x.stride(0), *s_x.stride(), *scale.stride(),
+            x, s_x, out, scale, M, K, programs, s_x.shape[1], x.stride(0), *s_x.stride(), *scale.stride(),
             ACTIVATION=activation, QUANT_BLOCK=block_size, ROWS=rows, BLOCK=block,
             EARLY=bool(early), num_warps=num_warps, enable_fp_fusion=False, **early,
         )  # fmt: skip

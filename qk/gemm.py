@@ -65,6 +65,7 @@ _CONFIGS = {
 _SHARED = {75: 64, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}  # KiB a block can have; 99 on the others
 
 _LARGEST_K = 133144  # 127 * 127 * K < 2**31
+_LARGEST_SIZE = 2**31 - 2**12  # of M, N and K: kernels count rows and columns in int32, to the end of a tile
 _BLOCKS = (32, 64, 128, 256)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu")
@@ -288,6 +289,10 @@ def _check_operands(a, a_s, b, b_s, bias, block_size, path):
     leading, K = a.shape[:-1], a.shape[-1]
     _check(b.ndim == 2 and b.shape[1] == K, f"b has shape {list(b.shape)}; it takes [N, {K}], K being that of a")
     N = b.shape[0]
+    if max(math.prod(leading), N, K) > _LARGEST_SIZE:
+        raise ValueError(
+            f"a has shape {list(a.shape)}, b {list(b.shape)}; they take up to {_LARGEST_SIZE} rows or columns"
+        )
     limit = f"K is {K}; with block_size None it takes at most {_LARGEST_K}, beyond which int32 sums overflow"
     _check(block_size is not None or K <= _LARGEST_K, limit)
     blocks = 1 if block_size is None else _cdiv(K, block_size)
@@ -473,7 +478,8 @@ def int8_addmm(a, a_s, b, b_s, bias=None, block_size=128, out_dtype=torch.float1
     """dequant(a) @ dequant(b).T + bias, [..., N], in float32, rounded to out_dtype: float16, bfloat16 or float32.
 
     a: int8 [..., K]; b: int8 [N, K]. a_s, b_s: float32; for block_size B = 32, 64, 128 or 256 [..., ceil(K / B)] and
-    [ceil(N / B), ceil(K / B)], for None, one scale a row, [..., 1] and [N, 1], and K <= 133144.
+    [ceil(N / B), ceil(K / B)], for None, one scale a row, [..., 1] and [N, 1], and K <= 133144. M, N
+    and K are at most 2**31 - 4096.
     bias: [N] float16, bfloat16, float32, or None. With float32 output the relative Frobenius error is below 1e-6.
     Any strides; but of operands whose rows don't begin at multiples of 16 bytes (K not divisible by 16, a transposed or
     sliced matrix) a copy is made at each call: with a large weight, make it once. (On Hopper b_s is copied, too, where

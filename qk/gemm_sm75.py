@@ -96,7 +96,7 @@ def _int8_gemm_sm75_kernel(
     for _ in tl.static_range(2 * MT * NT):
         sums += (tl.zeros((THREADS,), tl.float32),)
 
-    for block in range(K // 128):
+    for block in range((K // 128).to(tl.int64)):  # its products with strides are int64, too
         block_addresses = ()
         for i in tl.static_range(MT + NT):
             block_addresses += (addresses[i] + block * 128,)

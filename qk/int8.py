@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 # Elements of a tile, its columns at most, tiles that a program holds at most, and elements of a tile that a thread
-# holds. The interpreter takes large tiles: it pays by the program.
+# holds. NVIDIA H200, 2026-11. The interpreter takes large tiles: it pays by the program.
 _CONFIGS = {
     "act_quant": (2048, 1024, 1, 32),
     "weight_quant": (8192, 128, 4, 16),
@@ -224,6 +224,7 @@ def _dequantize_int8_kernel(
     M,
     K,
     programs,  # of a row
+    groups,  # scales of a row
     stride_qm,
     stride_sm,
     stride_sk,
@@ -248,7 +249,7 @@ def _dequantize_int8_kernel(
     for i in tl.static_range(HELD):
         q = _load_tile(q_ptr, row + i * ROWS, chunk * BLOCK, M, K, stride_qm, ROWS, BLOCK)
         rows = row + i * ROWS + offs_m
-        mask = (rows < M) & (offs_s < tl.cdiv(K, QUANT_BLOCK))
+        mask = (rows < M) & (offs_s < groups)
         if SQUARE:
             rows = rows // QUANT_BLOCK
         tiles = tiles + ((q, tl.load(scale_ptr + rows * stride_sm + offs_s * stride_sk, mask=mask, other=0.0)),)
@@ -423,7 +424,7 @@ def _dequantize_int8(
     early = {} if square else _early(q.device)
     with torch.cuda.device_of(q):
         _dequantize_int8_kernel[(_cdiv(M, rows * held) * programs,)](
-            q, s, out, M, K, programs, q.stride(0), *s.stride(),
+            q, s, out, M, K, programs, s.shape[1], q.stride(0), *s.stride(),
             QUANT_BLOCK=block_size, SQUARE=square, ROWS=rows, BLOCK=block,
             HELD=held, EARLY=bool(early), num_warps=num_warps, enable_fp_fusion=False, **early,
         )  # fmt: skip

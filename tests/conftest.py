@@ -43,7 +43,9 @@ def needs(tmp_path_factory):
         if free < gib:
             pytest.skip(f"needs {gib} GiB of free GPU memory, {free:.0f} are")
 
-    # the folder above is the same for all of pytest-xdist's workers, which share the GPU
-    with FileLock(tmp_path_factory.getbasetemp().parent / "gpu_memory.lock"):
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the folder above is the same for all workers, which share the GPU
+        folder = folder.parent
+    with FileLock(folder / "gpu_memory.lock"):
         yield check
         torch.cuda.empty_cache()

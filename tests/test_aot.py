@@ -43,6 +43,15 @@ def _dot_kernel(
     tl.store(out_ptr + offs_m[:, None] * BLOCK_N + offs_n[None, :], acc)
 
 
+@triton.jit
+def _early_kernel(x_ptr, EARLY: tl.constexpr):
+    tl.store(x_ptr, 0.0)
+
+
+def early(x):
+    _early_kernel[(1,)](x, EARLY=True, num_warps=1, enable_fp_fusion=False)
+
+
 def copy(x, block=1024):
     _copy_kernel[(1,)](x, x, block, num_warps=1, enable_fp_fusion=False)
 
@@ -60,6 +69,7 @@ CASES = {
     "copy(f32(16384), 16384)": ({}, r"spills \d+ bytes"),
     "copy(f32(4096), 1000)": ({}, r"arange's range must be a power of 2"),
     "copy(f64(4096))": ({}, r"name 'f64' is not defined"),
+    "early(f32(1))": ({}, r"touches memory before it has waited"),
     "os.getpid()": ({}, r"no kernel was launched"),
     "os.abort()": ({}, r"killed by SIGABRT"),
 }

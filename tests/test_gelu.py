@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from cases import BLOCKS, DEVICE, EMPTY, MATRICES, gpu, layouts, randn, rough, same
+from cases import BLOCKS, DEVICE, EMPTY, MATRICES, filled, gpu, layouts, randn, rough, same
 
 from qk import data, gelu, gemm, int8
 from qk.gelu import int8_gelu, int8_gelu_ref
@@ -333,6 +333,19 @@ def test_more_than_2_31_elements(shape, scale_layout, needs):
     last = slice(shape[0] - 64, None)
     values = activate(act_dequant_ref(x[last], s_x[last], out_dtype=torch.float32), "gelu")
     assert_near((out[last], scale[last]), int8_gelu_ref(x[last], s_x[last]), values)
+
+
+@gpu
+@pytest.mark.parametrize("K", [2**31 - 1, 2**31 + 300])
+def test_one_row_of_about_2_31_columns(K, needs):
+    needs(20)
+    x = torch.ones(1, K, dtype=torch.int8, device=DEVICE)
+    x[0, -1] = -1
+    s_x = torch.ones(1, math.ceil(K / 128), device=DEVICE)
+    out, scale = int8_gelu(x, s_x)
+    last = int8_gelu(x[:, K // 128 * 128 :], s_x[:, -1:])
+    assert filled(scale, last[1].item()) and last[1] > 0
+    assert filled(out[0, :-1], 127) and out[0, -1] == last[0][0, -1] == -24
 
 
 @gpu

@@ -170,6 +170,13 @@ def test_longest_int32_sum():
         gemm.int8_gemm(a, a_s, b, b_s, None)
 
 
+@pytest.mark.parametrize("M, N, K", [(2**31 - 4095, 5, 16), (5, 2**31 - 4095, 16), (5, 5, 2**31 - 4095)])
+def test_longest_sides(M, N, K):
+    one = torch.zeros(1, 1, dtype=torch.int8, device=DEVICE)
+    with pytest.raises(ValueError, match="^a has shape .* they take up to 2147479552 rows or columns"):
+        gemm.int8_gemm(one.expand(M, K), one.float(), one.expand(N, K), one.float())
+
+
 @pytest.mark.parametrize("leading", [(), (5,), (2, 3), (2, 0, 3), (1, 1)])
 def test_batch_dimensions(leading):
     a, a_s, b, b_s = operands(math.prod(leading), 40, 150)
