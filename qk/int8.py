@@ -224,7 +224,6 @@ def _dequantize_int8_kernel(
     M,
     K,
     programs,  # of a row
-    groups,  # scales of a row
     stride_qm,
     stride_sm,
     stride_sk,
@@ -249,7 +248,7 @@ def _dequantize_int8_kernel(
     for i in tl.static_range(HELD):
         q = _load_tile(q_ptr, row + i * ROWS, chunk * BLOCK, M, K, stride_qm, ROWS, BLOCK)
         rows = row + i * ROWS + offs_m
-        mask = (rows < M) & (offs_s < groups)
+        mask = (rows < M) & (offs_s * QUANT_BLOCK < K)
         if SQUARE:
             rows = rows // QUANT_BLOCK
         tiles = tiles + ((q, tl.load(scale_ptr + rows * stride_sm + offs_s * stride_sk, mask=mask, other=0.0)),)
@@ -424,7 +423,7 @@ def _dequantize_int8(
     early = {} if square else _early(q.device)
     with torch.cuda.device_of(q):
         _dequantize_int8_kernel[(_cdiv(M, rows * held) * programs,)](
-            q, s, out, M, K, programs, s.shape[1], q.stride(0), *s.stride(),
+            q, s, out, M, K, programs, q.stride(0), *s.stride(),
             QUANT_BLOCK=block_size, SQUARE=square, ROWS=rows, BLOCK=block,
             HELD=held, EARLY=bool(early), num_warps=num_warps, enable_fp_fusion=False, **early,
         )  # fmt: skip
