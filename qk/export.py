@@ -46,13 +46,17 @@ from pathlib import Path
 for folder in {folders}:
     Path(folder).mkdir(parents=True, exist_ok=True)\
 """
+# A new file takes the place of an old one, which another notebook of the folder may have mapped into its memory.
 _BINARY = '''\
+import os
 from base64 import b64decode
 from lzma import decompress
 from pathlib import Path
 
-Path("{path}").write_bytes(decompress(b64decode("""
-{text}""")))\
+new = Path(f"{path}.{{os.getpid()}}")
+new.write_bytes(decompress(b64decode("""
+{text}""")))
+os.replace(new, "{path}")\
 '''
 
 

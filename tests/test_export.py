@@ -92,6 +92,15 @@ def test_every_file_can_be_written(content, tmp_path, monkeypatch):
     assert (tmp_path / "file").read_bytes() == content
 
 
+def test_a_file_that_another_notebook_has_open_stays_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_bytes(b"old\xff")
+    with open("file", "rb") as old:
+        exec(export._writer("file", b"new\xff"))
+        assert old.read() == b"old\xff"
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"new\xff"]
+
+
 def test_export_refuses(tmp_path, capsys):
     notebook = tmp_path / "good.ipynb"
     notebook.write_text(nbformat.writes(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# A")])))
