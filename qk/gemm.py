@@ -74,6 +74,9 @@ _LIB = torch.library.Library("qk", "FRAGMENT")
 
 # true while interpreting
 _INTERPRETED = tl.constexpr(not isinstance(tl.cdiv, triton.JITFunction))
+# None in Triton 3.3, which would look for the attributes even where a kernel does not come to call them
+_gdc_wait = getattr(tl.extra.cuda, "gdc_wait", None)
+_gdc_launch_dependents = getattr(tl.extra.cuda, "gdc_launch_dependents", None)
 
 
 def _operator(fake):
@@ -134,8 +137,8 @@ def _int8_gemm_kernel(
     EARLY: tl.constexpr,  # launched before the end of the kernel before: see _early
 ):  # fmt: skip
     if EARLY:  # before any access, and in this order: what this kernel waits for has itself waited for all before it
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        _gdc_wait()
+        _gdc_launch_dependents()
     PER_ROW: tl.constexpr = QUANT_BLOCK is None
     K_STEP: tl.constexpr = UNROLL * BLOCK_K
     # columns of K that are summed exactly, in int32 or float32, before a rescale
@@ -337,7 +340,7 @@ def _early(device):
 
     Programmatic dependent launch, from capability 9.0 on: launching, about a microsecond, overlaps with that kernel.
     """
-    known = not _INTERPRETED.value and hasattr(tl.extra.cuda, "gdc_wait")
+    known = not _INTERPRETED.value and _gdc_wait is not None
     return {"launch_pdl": True} if known and torch.cuda.get_device_capability(device) >= (9, 0) else {}
 
 

@@ -41,6 +41,9 @@ _LIB = torch.library.Library("qk", "FRAGMENT")
 
 # Triton's interpreter truncates float32 to bfloat16, the GPU rounds to nearest even; true while interpreting.
 _INTERPRETED = tl.constexpr(not isinstance(tl.cdiv, triton.JITFunction))
+# None in Triton 3.3, which would look for the attributes even where a kernel does not come to call them
+_gdc_wait = getattr(tl.extra.cuda, "gdc_wait", None)
+_gdc_launch_dependents = getattr(tl.extra.cuda, "gdc_launch_dependents", None)
 
 
 def _operator(fake):
@@ -175,8 +178,8 @@ def _quantize_int8_kernel(
     EARLY: tl.constexpr,  # launched before the end of the kernel before: see _early
 ):
     if EARLY:  # before any access, and in this order: what this kernel waits for has itself waited for all before it
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        _gdc_wait()
+        _gdc_launch_dependents()
     DOWN: tl.constexpr = ROWS if SQUARE else 0
     RIGHT: tl.constexpr = 0 if SQUARE else BLOCK
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -235,8 +238,8 @@ def _dequantize_int8_kernel(
     EARLY: tl.constexpr,  # launched before the end of the kernel before: see _early
 ):
     if EARLY:  # before any access, and in this order: what this kernel waits for has itself waited for all before it
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        _gdc_wait()
+        _gdc_launch_dependents()
     GROUPS: tl.constexpr = BLOCK // QUANT_BLOCK
     pid = tl.program_id(0)
     row = (pid // programs).to(tl.int64) * (ROWS * HELD)
@@ -265,7 +268,7 @@ def _early(device):
 
     Programmatic dependent launch, from capability 9.0 on: launching, about a microsecond, overlaps with that kernel.
     """
-    known = not _INTERPRETED.value and hasattr(tl.extra.cuda, "gdc_wait")
+    known = not _INTERPRETED.value and _gdc_wait is not None
     return {"launch_pdl": True} if known and torch.cuda.get_device_capability(device) >= (9, 0) else {}
 
 
