@@ -64,6 +64,7 @@ _INSTRUCTIONS = {
     "cp.async": r"cp\.async\.c[ag]\.",
     "cp.async.bulk": r"cp\.async\.bulk\.tensor\.",
 }
+# what may touch memory that another kernel writes or reads
 _ACCESS = re.compile(r"\b(?:ld|st|atom|red)\.(?:\w+\.)*global\b|\bcp\.(?:async|reduce)\b")
 _GLOBAL_ACCESS = re.compile(r"\b(ld|st)\.global(?:\.(?!v\d|[bfsu]\d)[\w:]+)*(?:\.v(\d))?\.[bfsu](\d+)")
 

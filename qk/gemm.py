@@ -481,8 +481,8 @@ def int8_addmm(a, a_s, b, b_s, bias=None, block_size=128, out_dtype=torch.float1
     """dequant(a) @ dequant(b).T + bias, [..., N], in float32, rounded to out_dtype: float16, bfloat16 or float32.
 
     a: int8 [..., K]; b: int8 [N, K]. a_s, b_s: float32; for block_size B = 32, 64, 128 or 256 [..., ceil(K / B)] and
-    [ceil(N / B), ceil(K / B)], for None, one scale a row, [..., 1] and [N, 1], and K <= 133144. M, N
-    and K are at most 2**31 - 4096.
+    [ceil(N / B), ceil(K / B)], for None, one scale a row, [..., 1] and [N, 1], and K <= 133144. M, N and K are at most
+    2**31 - 4096.
     bias: [N] float16, bfloat16, float32, or None. With float32 output the relative Frobenius error is below 1e-6.
     Any strides; but of operands whose rows don't begin at multiples of 16 bytes (K not divisible by 16, a transposed or
     sliced matrix) a copy is made at each call: with a large weight, make it once. (On Hopper b_s is copied, too, where

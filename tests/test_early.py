@@ -13,7 +13,7 @@ import qk
 
 ROOMS = [importlib.import_module(f"qk.{name}") for name in ("dequant_bias", "gelu", "gemm", "int8", "slide")]
 ROUNDS = 50
-# programmatic dependent launch: from Hopper and Triton 3.4 on
+# programmatic dependent launch: on GPUs since Hopper, where this Triton has it
 EARLY = qk.device() == "cuda" and torch.cuda.get_device_capability() >= (9, 0) and hasattr(tl.extra.cuda, "gdc_wait")
 
 
