@@ -1,9 +1,13 @@
 import fnmatch
 import re
+import shutil
+import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 if sys.version_info >= (3, 11):
@@ -18,17 +22,14 @@ COMMANDS = ['pip install -e ".[notebooks]" && jupyter lab notebooks', 'pip insta
 
 def packages(*extras):
     """{package: range} of the dependencies and these extras."""
-    project = PYPROJECT["project"]
-    wanted = [*project["dependencies"]]
-    for extra in extras:
-        wanted += project["optional-dependencies"][extra]
-    found = {}
-    for requirement in wanted:
-        name, inner, versions = re.fullmatch(r"([\w-]+)(?:\[(.*)\])?(.*)", requirement).groups()
-        if name == PYPROJECT["project"]["name"]:
-            found |= packages(*inner.split(","))
+    project, found = PYPROJECT["project"], {}
+    wanted = [*project["dependencies"], *(f"{project['name']}[{extra}]" for extra in extras)]
+    while wanted:
+        requirement = Requirement(wanted.pop())
+        if requirement.name == project["name"]:
+            wanted += [line for extra in requirement.extras for line in project["optional-dependencies"][extra]]
         else:
-            found[name] = versions
+            found[requirement.name] = found.get(requirement.name, SpecifierSet()) & requirement.specifier
     return found
 
 
@@ -42,7 +43,8 @@ def test_environment_yml_asks_for_the_same():
     conda, pip = environment()
     assert conda == [f"python{PYPROJECT['project']['requires-python']}", "pip"]
     assert pip[-1] == "-e .[notebooks,test]"
-    assert dict(re.fullmatch(r"([\w-]+)(.*)", line).groups() for line in pip[:-1]) == packages("notebooks", "test")
+    ranges = dict(re.fullmatch(r"([\w-]+)(.*)", line).groups() for line in pip[:-1])
+    assert {name: SpecifierSet(versions) for name, versions in ranges.items()} == packages("notebooks", "test")
 
 
 def test_test_extra_holds_what_the_notebooks_need():
@@ -50,17 +52,21 @@ def test_test_extra_holds_what_the_notebooks_need():
 
 
 @pytest.mark.parametrize(
-    ("name", "taken", "excluded"),
+    ("name", "taken", "excluded", "untested"),
     [
-        ("torch", ("2.7.0", "2.11.0", "2.13.1"), ("2.6.0", "2.8.0", "2.14.0")),
-        ("triton", ("3.3.0", "3.6.0", "3.9.0"), ("3.2.0", "3.4.0")),
-        ("numpy", ("2.3.5",), ("2.4.0",)),
+        ("torch", ("2.7.0", "2.11.0", "2.13.1"), ("2.6.0", "2.8.0"), "2.14.0"),
+        ("triton", ("3.3.0", "3.6.0", "3.9.0"), ("3.2.0", "3.4.0"), None),
+        ("numpy", ("2.3.5",), (), "2.4.0"),
     ],
 )
-def test_ranges(name, taken, excluded):
-    versions = SpecifierSet(packages()[name])
-    assert all(version in versions for version in taken)
+def test_ranges(name, taken, excluded, untested):
+    """An install leaves what is newer than this release alone; the README's commands, in a fresh place, avoid it."""
+    versions = packages()[name]
+    assert all(version in versions for version in (*taken, "99.0.0"))
     assert not any(version in versions for version in excluded)
+    for extra in ("notebooks", "test"):
+        versions = packages(extra)[name]
+        assert all(version in versions for version in taken) and untested not in versions
 
 
 def test_wheel_carries_the_data():
@@ -71,6 +77,22 @@ def test_wheel_carries_the_data():
         name = path.relative_to(ROOT / "qk" / "data").as_posix()
         # setuptools' * stays in its folder
         assert "/" not in name and any(fnmatch.fnmatch(name, pattern) for pattern in patterns), name
+
+
+def test_sdist_carries_the_tests_and_the_notebooks(tmp_path):
+    here = ["LICENSE", "MANIFEST.in", "README.md", "environment.yml", "pyproject.toml", ".pre-commit-config.yaml"]
+    for pattern in ("qk/**/*", "tests/*.py", "notebooks/*.ipynb", "notebooks/images/*", ".ci/*", ".github/workflows/*"):
+        files = [path.relative_to(ROOT) for path in ROOT.glob(pattern) if path.is_file()]
+        here += [file.as_posix() for file in files if not {"__pycache__", ".ipynb_checkpoints"} & {*file.parts}]
+    for name in here:  # into another folder, for a build leaves a list of files that the next one takes up
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    build = "from setuptools import build_meta; build_meta.build_sdist('dist')"
+    subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True)
+    (archive,) = (tmp_path / "dist").iterdir()
+    with tarfile.open(archive) as sdist:
+        there = {name.partition("/")[2] for name in sdist.getnames()}
+    assert set(here) - there == set()
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -94,13 +116,14 @@ def test_workflow_tests_both_ends_of_the_ranges():
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     rows = re.findall(r'\{ python: "(.*?)", torch: "(.*?)", triton: "(.*?)" \}', workflow)
     oldest, newest = [[version.replace("*", "0") for version in row] for row in rows]
-    ranges = [PYPROJECT["project"]["requires-python"], packages()["torch"], packages()["triton"]]
-    for version, text in zip(oldest, ranges, strict=True):
-        assert text.startswith(f">={version.removesuffix('.0')}")
-    for version, text in zip(newest, ranges, strict=True):
-        assert version in SpecifierSet(text)
+    wanted = packages("test")
+    ranges = [SpecifierSet(PYPROJECT["project"]["requires-python"]), wanted["torch"], wanted["triton"]]
+    for version, versions in zip(oldest, ranges, strict=True):
+        assert f">={version.removesuffix('.0')}" in map(str, versions)
+    for version, versions in zip(newest, ranges, strict=True):
+        assert version in versions
     major, minor, _ = map(int, newest[1].split("."))
-    assert f"{major}.{minor + 1}.0" not in SpecifierSet(ranges[1]), "torch: there is a newer one in the range"
+    assert f"{major}.{minor + 1}.0" not in ranges[1], "torch: there is a newer one in the range"
 
 
 def test_pre_commit_keeps_outputs():
