@@ -37,12 +37,6 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("qk needs Triton, and it isn't installed: pip install 'triton>=3.3,!=3.4.*'") from error
 
-if triton.__version__.startswith("3.4."):
-    raise ImportError(
-        f"Triton {triton.__version__} miscompiles kernels (it merges the two results of tl.split). Take the torch and "
-        "Triton of another release: pip install 'torch>=2.7,!=2.8.*,<2.14' 'triton>=3.3,!=3.4.*'"
-    )
-
 if isinstance(triton.language.cdiv, triton.JITFunction) == _INTERPRET:
     want, have = ("interpret", "compile") if _INTERPRET else ("compile", "interpret")
     raise ImportError(
@@ -51,113 +45,22 @@ if isinstance(triton.language.cdiv, triton.JITFunction) == _INTERPRET:
         f"start Python with TRITON_INTERPRET={int(_INTERPRET)}."
     )
 
-from qk.dequant_bias import dequant_bias, dequant_bias_ref  # noqa: E402
-from qk.gelu import int8_gelu, int8_gelu_ref  # noqa: E402
-from qk.gemm import (  # noqa: E402
-    int8_addmm,
-    int8_addmm_quant,
-    int8_addmm_quant_ref,
-    int8_addmm_ref,
-    int8_gemm,
-    int8_gemm_quant,
-    int8_gemm_quant_ref,
-    int8_gemm_ref,
-)
-from qk.int4 import (  # noqa: E402
-    dequantize_int4,
-    dequantize_int4_ref,
-    pack_int4,
-    pack_int4_ref,
-    quantize_int4,
-    quantize_int4_ref,
-    unpack_int4,
-    unpack_int4_ref,
-)
-from qk.int8 import (  # noqa: E402
-    act_dequant,
-    act_dequant_ref,
-    act_quant,
-    act_quant_ref,
-    quantize_per_token,
-    quantize_per_token_ref,
-    weight_dequant,
-    weight_dequant_ref,
-    weight_quant,
-    weight_quant_ref,
-)
-from qk.linear import (  # noqa: E402
-    compress_slide,
-    compress_slide_ref,
-    dense_linear,
-    dense_linear_ref,
-    sparse_linear,
-    sparse_linear_ref,
-)
-from qk.linear import libraries as _libraries  # noqa: E402
-from qk.slide import (  # noqa: E402
-    prune_slide,
-    prune_slide_ref,
-    quant_slide,
-    quant_slide_ref,
-    slide,
-    slide_ref,
-    slide_weight,
-    slide_weight_ref,
-)
+from . import dequant, gelu, gemm, int4, int8, linear, sparsity  # noqa: E402
+from .dequant import *  # noqa: E402, F403
+from .gelu import *  # noqa: E402, F403
+from .gemm import *  # noqa: E402, F403
+from .int4 import *  # noqa: E402, F403
+from .int8 import *  # noqa: E402, F403
+from .linear import *  # noqa: E402, F403
+from .sparsity import *  # noqa: E402, F403
 
-__all__ = [
-    "act_dequant",
-    "act_dequant_ref",
-    "act_quant",
-    "act_quant_ref",
-    "backend",
-    "compress_slide",
-    "compress_slide_ref",
-    "dense_linear",
-    "dense_linear_ref",
-    "dequant_bias",
-    "dequant_bias_ref",
-    "dequantize_int4",
-    "dequantize_int4_ref",
-    "device",
-    "int8_addmm",
-    "int8_addmm_quant",
-    "int8_addmm_quant_ref",
-    "int8_addmm_ref",
-    "int8_gelu",
-    "int8_gelu_ref",
-    "int8_gemm",
-    "int8_gemm_quant",
-    "int8_gemm_quant_ref",
-    "int8_gemm_ref",
-    "pack_int4",
-    "pack_int4_ref",
-    "prune_slide",
-    "prune_slide_ref",
-    "quant_slide",
-    "quant_slide_ref",
-    "quantize_int4",
-    "quantize_int4_ref",
-    "quantize_per_token",
-    "quantize_per_token_ref",
-    "slide",
-    "slide_ref",
-    "slide_weight",
-    "slide_weight_ref",
-    "sparse_linear",
-    "sparse_linear_ref",
-    "unpack_int4",
-    "unpack_int4_ref",
-    "weight_dequant",
-    "weight_dequant_ref",
-    "weight_quant",
-    "weight_quant_ref",
-]
+_ROOMS = (dequant, gelu, gemm, int4, int8, linear, sparsity)
+__all__ = sorted(["backend", "device", *(name for room in _ROOMS for name in room.__all__)])
 
 
 def backend():
     """One line: whether kernels are compiled or interpreted in this process, why, and what multiplies in the chains."""
-    return f"{'interpreted' if _INTERPRET else 'compiled'}: {_REASON}; {_libraries(device())}"
+    return f"{'interpreted' if _INTERPRET else 'compiled'}: {_REASON}; {linear.libraries(device())}"
 
 
 def device():

@@ -1,6 +1,6 @@
 """The block-scaled INT8 GEMM of the T4 (sm_75). `qk/gemm.py` calls it.
 
-    out[m, n] = f(bias[n] + sum over K blocks of (a[m, block] . b[n, block]) * a_s[m, block] * b_s[n // 128, block])
+    out[m, n] = f(bias[n] + sum over K blocks of (a[m, block] . b[n, block]) * a_scale[m, block] * b_scale[n', block])
 
 Triton has no matrix instruction below sm_80, PTX has: mma.sync.m8n8k16 multiplies 8 x 16 by 16 x 8 int8. One piece of
 inline assembly a K block loads a warp's operands and multiplies all of its (8 * MT) x (8 * NT) tile:
@@ -15,18 +15,33 @@ a sum doesn't care. To Triton every operand and sum is a tensor of one element a
 and a permutation, which move no data, make the tile of them that the epilogue takes.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from .gemm_epilogue import _finish
+from .gemm_epilogue import finish_tile
+from .host import cdiv, launch
+from .numerics import INTERPRETED
 
-# MT, NT: 8 x 8 pieces of a warp's tile, down and across. WM, WN: warps of a program. "decode" is M <= 16; "float32":
-# larger, and float32 leaves with a bias. For a T4, of what compiles without spills; not timed on one.
-_CONFIGS = {"decode": (2, 4, 1, 4), "large": (4, 8, 2, 2), "float32": (2, 4, 2, 4)}
+__all__ = []
 
-# true while interpreting
-_INTERPRETED = tl.constexpr(not isinstance(tl.cdiv, triton.JITFunction))
+
+class _Config(NamedTuple):
+    mt: int  # 8 x 8 pieces of a warp's tile, down
+    nt: int  # and across
+    wm: int  # warps of a program, down
+    wn: int  # and across
+
+
+# "decode" is M <= 16; "float32": larger, and float32 leaves with a bias. For a T4, of what compiles without spills; not
+# timed on one.
+_CONFIGS = {
+    "decode": _Config(mt=2, nt=4, wm=1, wn=4),
+    "large": _Config(mt=4, nt=8, wm=2, wn=2),
+    "float32": _Config(mt=2, nt=4, wm=2, wn=4),
+}
 
 
 def _assembly(MT, NT):
@@ -126,46 +141,31 @@ def _int8_gemm_sm75_kernel(
         sums = joined
     x = tl.reshape(sums[0], (WM, WN, 8, 4, MT, NT, 2))
     x = tl.reshape(tl.permute(x, (0, 4, 2, 1, 5, 3, 6)), (BLOCK_M, BLOCK_N))
-    _finish(
+    finish_tile(
         x, tile_row, tile_column, M, N, bias_ptr, out_ptr, None, out_scale_ptr, stride_osm, stride_osg,
         ACTIVATION, OUT_BLOCK,
     )  # fmt: skip
 
 
-def _cdiv(x, y):
-    """Quotient rounded up. triton.cdiv, outside a kernel, takes longer than many a check: 4 us on Triton 3.6."""
-    return -(-x // y)
+def supports_sm75(problem):
+    """Whether `int8_gemm_sm75` can solve it: compiled, sm_75 or newer, K in blocks of 128."""
+    K = problem.a.shape[1]
+    if INTERPRETED.value or problem.block_size != 128 or K == 0 or K % 128:
+        return False
+    return torch.cuda.get_device_capability(problem.a.device) >= (7, 5)
 
 
-def supports(a, b, block_size, out_dtype, out_block_size=None):
-    """Whether `int8_gemm_sm75` can multiply a [M, K] and b [N, K]: compiled, sm_75 or newer, K in blocks of 128."""
-    return (
-        not _INTERPRETED.value
-        and block_size == 128
-        and a.shape[1] > 0
-        and a.shape[1] % 128 == 0
-        and torch.cuda.get_device_capability(a.device) >= (7, 5)
-    )
-
-
-def int8_gemm_sm75(
-    a, a_s, b, b_s, out, out_scale=None, bias=None, block_size=128, out_block_size=None, activation=None
-):  # fmt: skip
-    """out [M, N] = activation(dequant(a) @ dequant(b).T + bias), for what `supports` allows; checks nothing else.
-
-    a int8 [M, K], b int8 [N, K]: rows without gaps, at multiples of 16 bytes. a_s float32 [M, K / 128], b_s float32
-    [ceil(N / 128), K / 128]. bias: contiguous float [N] or None. out, contiguous, is written: float16, bfloat16 or
-    float32; with an out_block_size int8, and out_scale float32 [M, ceil(N / out_block_size)] is written too.
-    """
-    M, N = out.shape
-    size = "decode" if M <= 16 else "float32" if out.dtype == torch.float32 and bias is not None else "large"
+def int8_gemm_sm75(problem):
+    """Writes out and, if there is one, out_scale, of a problem that it supports; checks nothing."""
+    p = problem
+    M, N = p.out.shape
+    size = "decode" if M <= 16 else "float32" if p.out.dtype == torch.float32 and p.bias is not None else "large"
     mt, nt, wm, wn = _CONFIGS[size]
-    wn = max(wn, (out_block_size or 0) // (8 * nt))
-    out_scale_strides = (0, 0) if out_scale is None else out_scale.stride()
-    with torch.cuda.device_of(a):
-        _int8_gemm_sm75_kernel[(_cdiv(M, 8 * mt * wm) * _cdiv(N, 8 * nt * wn),)](
-            a, b, a_s, b_s, bias, out, out_scale, M, N, a.shape[1],
-            a.stride(0), b.stride(0), *a_s.stride(), *b_s.stride(), *out_scale_strides,
-            OUT_BLOCK=out_block_size, ACTIVATION=activation, MT=mt, NT=nt, WM=wm, WN=wn,
-            num_warps=wm * wn, enable_fp_fusion=False,
-        )  # fmt: skip
+    wn = max(wn, (p.out_block_size or 0) // (8 * nt))
+    out_scale_strides = (0, 0) if p.out_scale is None else p.out_scale.stride()
+    launch(
+        p.a.device, _int8_gemm_sm75_kernel, (cdiv(M, 8 * mt * wm) * cdiv(N, 8 * nt * wn),),
+        p.a, p.b, p.a_scale, p.b_scale, p.bias, p.out, p.out_scale, M, N, p.a.shape[1],
+        p.a.stride(0), p.b.stride(0), *p.a_scale.stride(), *p.b_scale.stride(), *out_scale_strides,
+        OUT_BLOCK=p.out_block_size, ACTIVATION=p.activation, MT=mt, NT=nt, WM=wm, WN=wn, num_warps=wm * wn,
+    )  # fmt: skip

@@ -1,8 +1,8 @@
 """The INT8 GEMM of Hopper (sm_90) in Gluon: one warpgroup multiplies while the other rescales. `qk/gemm.py` calls it.
 
-    out[m, n] = sum over blocks of 128 along K of  (a[m, block] . b[n, block]) * a_s[m, block] * b_s[n // 128, block]
+    out[m, n] = sum over blocks of 128 along K of (a[m, block] . b[n, block]) * a_scale[m, block] * b_scale[n', block]
 
-or, with one scale per token and per channel, out[m, n] = (a[m, :] . b[n, :]) * a_s[m] * b_s[n].
+or, with one scale per token and per channel, out[m, n] = (a[m, :] . b[n, :]) * a_scale[m] * b_scale[n].
 
 One CTA an SM takes tile after tile of 128 x 256 outputs (128 x 128 where there are few). A producer warp fills a ring
 of K blocks in shared memory by TMA; two consumer warpgroups own 64 rows of the tile each, in halves of 128 columns.
@@ -31,10 +31,14 @@ for each 1 x OUT_BLOCK (four threads hold a row), and leave by TMA through share
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+
+from .host import cdiv, gpu, launch, temporary
+from .numerics import INTERPRETED, store_tile, tile_at
 
 try:
     from triton.experimental import gluon
@@ -55,11 +59,11 @@ try:
     _buffer = gl.shared_memory_descriptor
     _reinterpret = getattr(_buffer, "reinterpret", None) or _buffer._reinterpret
     # Gluon of 3.5 has another warp_specialize; the interpreter has none
-    AVAILABLE = not triton.__version__.startswith("3.5.") and isinstance(tl.cdiv, triton.JITFunction)
+    AVAILABLE = not triton.__version__.startswith("3.5.") and not INTERPRETED.value
 
     class _Descriptor(TensorDescriptor):
         def __post_init__(self):
-            """Without the checks of TensorDescriptor, which `supports` makes once: they'd take half of the launch."""
+            """Without the checks of TensorDescriptor, which `supports_sm90` makes once."""
 
 except (ImportError, AttributeError):
     AVAILABLE = False
@@ -68,8 +72,16 @@ except (ImportError, AttributeError):
         return function or _jit
 
 
-# (tile columns, pairs of K blocks in the ring, tile rows in a group of neighbours) by name
-_CONFIGS = {"wide": (256, 2, 8), "narrow": (128, 3, 8)}
+__all__ = []
+
+
+class _Tile(NamedTuple):
+    columns: int  # of a tile
+    stages: int  # pairs of K blocks in the ring
+    group_m: int  # rows of tiles that are gone through column by column
+
+
+_CONFIGS = {"wide": _Tile(256, stages=2, group_m=8), "narrow": _Tile(128, stages=3, group_m=8)}
 
 _DTYPES = {torch.int8: "int8", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -295,7 +307,7 @@ def _sum_all(
 @_jit
 def _gelu(x):
     """x * (1 + erf(x / sqrt 2)) / 2, to 5e-8; the left tail to 3e-4 of itself."""
-    # As in gemm_epilogue.py: max(x, 0) - |x| * Q(|x|), log2 Q a polynomial, which falls on beyond where Q is 0.
+    # As in numerics.py: max(x, 0) - |x| * Q(|x|), log2 Q a polynomial, which falls on beyond where Q is 0.
     # (libdevice's erf takes more registers.)
     t = gl.abs(x)
     log2_q = gl.fma(t, -5.9330125e-07, 9.920431e-06)
@@ -482,7 +494,8 @@ def _consumer(
     BLOCK_N: tl.constexpr = HALVES * _HALF
     tiles_m = gl.cdiv(M, _BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N)
-    N = N // 4 * 4  # it is (`supports`); now the compiler knows that masks hold for pairs of columns, and loads pairs
+    # it is (`supports_sm90`); now the compiler knows that masks hold for pairs of columns, and loads pairs
+    N = N // 4 * 4
     never = M < 0
     stage = 0
     phase = 0
@@ -570,6 +583,18 @@ def _int8_gemm_sm90_kernel(
     )  # fmt: skip
 
 
+@triton.jit
+def _copy_scales_kernel(
+    x_ptr, out_ptr, R, C, stride_xr, stride_xc, stride_or, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """out [R, C], whose rows TMA can read, is x [R, C] of any strides."""
+    tiles = tl.cdiv(C, COLUMNS)
+    row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS
+    column = (tl.program_id(0) % tiles).to(tl.int64) * COLUMNS
+    ptrs, mask = tile_at(x_ptr, row, column, R, C, stride_xr, stride_xc, ROWS, COLUMNS)
+    store_tile(out_ptr, row, column, R, C, stride_or, 1, tl.load(ptrs, mask=mask))
+
+
 @functools.cache
 def _shared_layout(rows, columns, dtype):
     if dtype == torch.float32 and rows == 1:
@@ -582,97 +607,80 @@ def _descriptor(x, rows, columns, row_stride, block):
     return _Descriptor(x, [rows, columns], [row_stride, 1], list(block), _shared_layout(*block, x.dtype))
 
 
-@functools.cache
-def _device(device):
-    """-> number of SMs, whether it is Hopper"""
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, (properties.major, properties.minor) == (9, 0)
+def _with_aligned_rows(x):
+    """A matrix -> the same with rows that start at multiples of 16 bytes, as TMA wants them, and their stride."""
+    rows, columns = x.shape
+    padded = cdiv(columns, 4) * 4
+    if (columns == 1 or x.stride(1) == 1) and x.data_ptr() % 16 == 0:
+        if rows == 1 or x.stride(0) % 4 == 0 and x.stride(0) >= columns:
+            return x, x.stride(0) if rows > 1 else padded
+    out = temporary(x, (rows, padded), torch.float32)
+    launch(
+        x.device, _copy_scales_kernel, (cdiv(rows, 32) * cdiv(columns, 64),),
+        x, out, rows, columns, *x.stride(), padded, ROWS=32, COLUMNS=64, num_warps=4,
+    )  # fmt: skip
+    return out, padded
 
 
-def _cdiv(x, y):
-    """Quotient rounded up. triton.cdiv, outside a kernel, takes longer than many a check: 4 us on Triton 3.6."""
-    return -(-x // y)
-
-
-def _choose(M, N, sms, out_block_size):
-    """The narrow tile where the wide one leaves SMs without work for longer."""
-    tiles_m = _cdiv(M, 128)
-    wide = 2 * _cdiv(tiles_m * _cdiv(N, 256), sms)
-    narrow = _cdiv(tiles_m * _cdiv(N, 128), sms)
+def _choose(M, N, multiprocessors, out_block_size):
+    """The narrow tile where the wide one leaves multiprocessors without work for longer."""
+    tiles_m = cdiv(M, 128)
+    wide = 2 * cdiv(tiles_m * cdiv(N, 256), multiprocessors)
+    narrow = cdiv(tiles_m * cdiv(N, 128), multiprocessors)
     return "narrow" if narrow < wide and out_block_size != 256 else "wide"
 
 
-def supports(a, b, block_size, out_dtype, out_block_size=None):
-    """Whether `int8_gemm_sm90` can multiply a [M, K] and b [N, K], int8, into out [M, N] of a dtype.
+def supports_sm90(problem):
+    """Whether `int8_gemm_sm90` can solve it.
 
     That is on Hopper, with K >= 1; rows of a, b and out without gaps, of multiples of 16 bytes, a and b at addresses
     that are; block_size 128 or None, out_block_size 32, 64, 128, 256 or (out not quantized) None.
     """
+    a, b, out = problem.a, problem.b, problem.out
     return (
         AVAILABLE
-        and block_size in (None, 128)
-        and out_block_size in (None, 32, 64, 128, 256)
+        and problem.block_size in (None, 128)
+        and problem.out_block_size in (None, 32, 64, 128, 256)
         and a.is_cuda
         and min(*a.shape, b.shape[0]) > 0
         and a.shape[1] % 16 == 0
-        and b.shape[0] * out_dtype.itemsize % 16 == 0
+        and b.shape[0] * out.itemsize % 16 == 0
         and (a.data_ptr() | b.data_ptr()) % 16 == 0
         and a.is_contiguous()
         and b.is_contiguous()
-        and _device(a.device)[1]
+        and gpu(a.device).capability == (9, 0)
     )
 
 
-def _aligned_rows(x):
-    """A matrix -> the same with rows that start at multiples of 16 bytes, as TMA wants them, and their stride."""
-    rows, columns = x.shape
-    if (columns == 1 or x.stride(1) == 1) and x.data_ptr() % 16 == 0:
-        if rows == 1 or x.stride(0) % 4 == 0 and x.stride(0) >= columns:
-            return x, x.stride(0) if rows > 1 else _cdiv(columns, 4) * 4
-    stride = _cdiv(columns, 4) * 4
-    out = x.new_empty((rows, stride))
-    out[:, :columns].copy_(x)
-    return out, stride
+def int8_gemm_sm90(problem, config=None):
+    """Writes out and, if there is one, out_scale, of a problem that it supports; checks nothing.
 
-
-def int8_gemm_sm90(
-    a, a_s, b, b_s, out, out_scale=None, bias=None, block_size=128, out_block_size=None, exact=True, activation=None,
-    config=None,
-):  # fmt: skip
-    """out [M, N] = activation(dequant(a) @ dequant(b).T + bias), for what `supports` allows; checks nothing else.
-
-    a int8 [M, K] and b int8 [N, K], contiguous. block_size=128: a_s float32 [M, ceil(K / 128)], best K-major (strides
-    (1, M), M a multiple of 4: other scales are transposed first), b_s float32 [ceil(N / 128), ceil(K / 128)] (copied
-    if its rows don't begin at multiples of 16 bytes, as when ceil(K / 128) is not a multiple of 4).
-    block_size=None: a_s [M, 1], b_s [N, 1], K <= 133144. bias: contiguous float [N] or None.
-    out, contiguous, 16-byte aligned, is written: float16, bfloat16 or float32; with out_block_size it is int8, codes of
-    1 x out_block_size, and out_scale float32 [M, ceil(N / out_block_size)], it or its transpose contiguous, is written.
-    exact=False: the fast mode (see above). config: a key or entry of _CONFIGS; out_block_size 256 needs a wide one.
+    a_scale is best K-major (strides (1, M), M a multiple of 4): other scales are copied first. So is b_scale where its
+    rows don't begin at multiples of 16 bytes, as when ceil(K / 128) is not a multiple of 4. out: 16-byte aligned.
+    out_scale: it or its transpose is contiguous. config: a key or entry of _CONFIGS, a wide one for out_block_size 256.
     """
-    M, K = a.shape
-    N = b.shape[0]
-    sms, _ = _device(a.device)
-    config = config or _choose(M, N, sms, out_block_size)
+    p = problem
+    (M, K), N = p.a.shape, p.b.shape[0]
+    multiprocessors = gpu(p.a.device).multiprocessors
+    config = config or _choose(M, N, multiprocessors, p.out_block_size)
     block_n, stages, group_m = _CONFIGS[config] if isinstance(config, str) else config
-    KB = _cdiv(K, 128)
-    per_token = block_size is None
+    KB = cdiv(K, 128)
+    per_token = p.block_size is None
     if per_token:
-        a_scale, b_scale = a_s.contiguous(), b_s.contiguous()
+        a_scale, b_scale = p.a_scale.contiguous(), p.b_scale.contiguous()
     else:
-        rows, stride = _aligned_rows(a_s.t())
+        rows, stride = _with_aligned_rows(p.a_scale.t())
         a_scale = _descriptor(rows, KB, M, stride, (1, 64))
-        rows, stride = _aligned_rows(b_s)
-        b_scale = _descriptor(rows, *b_s.shape, stride, (block_n // 128, _SCALES.value))
-    grid = (min(sms, _cdiv(M, 128) * _cdiv(N, block_n)),)
-    with torch.cuda.device_of(a):
-        return _int8_gemm_sm90_kernel[grid](
-            _descriptor(a, M, K, K, (64, 128)),
-            _descriptor(b, N, K, K, (block_n, 128)),
-            _descriptor(out, M, N, N, (64, 128 // out.itemsize)),
-            out_scale, a_scale, b_scale, bias, M, N, KB,
-            EXACT=exact, PER_TOKEN=per_token, HAS_BIAS=bias is not None, ACTIVATION=activation,
-            OUT_BLOCK=out_block_size, K_MAJOR=out_scale is not None and out_scale.stride(0) == 1,
-            RAGGED=out_block_size is not None and N % out_block_size > 0,
-            HALVES=block_n // 128, STAGES=stages, GROUP_M=group_m,
-            num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+        rows, stride = _with_aligned_rows(p.b_scale)
+        b_scale = _descriptor(rows, *p.b_scale.shape, stride, (block_n // 128, _SCALES.value))
+    launch(
+        p.a.device, _int8_gemm_sm90_kernel, (min(multiprocessors, cdiv(M, 128) * cdiv(N, block_n)),),
+        _descriptor(p.a, M, K, K, (64, 128)),
+        _descriptor(p.b, N, K, K, (block_n, 128)),
+        _descriptor(p.out, M, N, N, (64, 128 // p.out.itemsize)),
+        p.out_scale, a_scale, b_scale, p.bias, M, N, KB,
+        EXACT=p.exact, PER_TOKEN=per_token, HAS_BIAS=p.bias is not None, ACTIVATION=p.activation,
+        OUT_BLOCK=p.out_block_size, K_MAJOR=p.out_scale is not None and p.out_scale.stride(0) == 1,
+        RAGGED=p.out_block_size is not None and N % p.out_block_size > 0,
+        HALVES=block_n // 128, STAGES=stages, GROUP_M=group_m, num_warps=4,
+    )  # fmt: skip

@@ -5,8 +5,8 @@
 
     out[m, n] = (sum over k of x code * w code) * x scale[m] * w scale[n] + bias[n]
 
-The sparse GEMM skips half of its weight: 2 of every 4 columns are zero. Slid windows (`qk/slide.py`) bring a weight of
-which L - 2 of every L columns are left to that form, with C = ceil(K / L) * (2L - 4) columns in place of K.
+The sparse GEMM skips half of its weight: 2 of every 4 columns are zero. Slid windows (`qk/sparsity.py`) bring a weight
+of which L - 2 of every L columns are left to that form, with C = ceil(K / L) * (2L - 4) columns in place of K.
 
 Sums of int8 codes are integers. As int32 they are exact, and the same from every library. cuSPARSELt writes them faster
 as bfloat16: half the bytes, here and in `dequant_bias`. That rounds each sum to 8 bits, an error of at most 2**-8 of
@@ -16,22 +16,28 @@ Where a library is missing (both on the CPU, cuSPARSELt below capability 8.0) to
 int32 the results are the same bits. `qk.backend()` says what multiplies.
 """
 
-import math
 import warnings
 from typing import NamedTuple
 
 import torch
 
-from qk.dequant_bias import dequant_bias, dequant_bias_ref
-from qk.int8 import _check_tensor, quantize_per_token, quantize_per_token_ref
-from qk.slide import quant_slide, quant_slide_ref, slide_weight, slide_weight_ref
+from .dequant import dequant_bias, dequant_bias_ref
+from .host import FLOATS, LARGEST_INT32_K, as_matrix, cdiv, check_one_of, check_tensor, next_power_of_2, operator
+from .int8 import quantize_per_token, quantize_per_token_ref
+from .sparsity import quant_slide, quant_slide_ref, slide_weight, slide_weight_ref
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-_LARGEST_K = 133144  # 127 * 127 * K < 2**31
+__all__ = [
+    "compress_slide",
+    "compress_slide_ref",
+    "dense_linear",
+    "dense_linear_ref",
+    "sparse_linear",
+    "sparse_linear_ref",
+]
+
 # dtype of the codes -> those of the sums that a GEMM can write
 _DENSE_SUMS = {torch.int8: (torch.int32,), torch.float8_e4m3fn: (torch.bfloat16, torch.float32)}
 _SPARSE_SUMS = {torch.int8: (torch.bfloat16, torch.int32), torch.float8_e4m3fn: (torch.bfloat16, torch.float32)}
-_LIB = torch.library.Library("qk", "FRAGMENT")
 
 # of cuSPARSELt's algorithms, the one that its search found for a device, shapes and dtypes
 _ALGORITHMS = {}
@@ -47,17 +53,8 @@ class SlideWeight(NamedTuple):
     compressed: bool  # by cuSPARSELt
 
 
-def _operator(fake):
-    """Makes a function the torch operator qk::<name>; `fake` returns its empty outputs, for torch.compile too."""
-
-    def register(function):
-        name = function.__name__.lstrip("_")
-        _LIB.define(name + torch.library.infer_schema(function, mutates_args=()))
-        _LIB.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"qk::{name}", fake, lib=_LIB)
-        return getattr(torch.ops.qk, name).default
-
-    return register
+# torch.export can save it
+torch.utils._pytree._register_namedtuple(SlideWeight, serialized_type_name=f"{__name__}.SlideWeight")
 
 
 def _has_cublaslt(device):
@@ -83,28 +80,32 @@ def libraries(device):
 
 
 def _multiple(size, of):
-    return -(-size // of) * of
+    return cdiv(size, of) * of
 
 
 def _padded(x, rows, columns):
-    """x, or a copy with zeros down to rows and out to columns."""
+    """x, or a copy with zeros out to columns, and rows of anything."""
     if x.shape == (rows, columns) and x.is_contiguous():
         return x
-    # zeros of float8 are zero bytes
-    out = x.new_zeros((rows, columns))
-    out[: x.shape[0], : x.shape[1]] = x
+    if x.shape[1] == columns:
+        out = x.new_empty((rows, columns))
+        out[: x.shape[0]] = x
+    else:  # zeros of float8 are zero bytes
+        out = x.new_zeros((rows, columns))
+        out[: x.shape[0], : x.shape[1]] = x
     return out
 
 
 def _multiply(a, b):
     """a @ b.T by torch, exact in int32 if they are int8."""
-    if a.dtype != torch.int8:
-        return a.float() @ b.float().T
-    out = torch.zeros((a.shape[0], b.shape[0]), dtype=torch.int32, device=a.device)
-    # 1024 products of int8 codes sum up exactly in float32; CUDA multiplies no int32
-    for k in range(0, a.shape[1], 1024):
-        out += (a[:, k : k + 1024].float() @ b[:, k : k + 1024].float().T).to(torch.int32)
-    return out
+    with torch.autocast(a.device.type, enabled=False):  # it would multiply in 16 bits
+        if a.dtype != torch.int8:
+            return a.float() @ b.float().T
+        out = a.new_zeros((a.shape[0], b.shape[0]), dtype=torch.int32)
+        # 1024 products of int8 codes sum up exactly in float32; CUDA multiplies no int32
+        for k in range(0, a.shape[1], 1024):
+            out += (a[:, k : k + 1024].float() @ b[:, k : k + 1024].float().T).to(torch.int32)
+        return out
 
 
 def _empty_dense_mm(a, b, sums_dtype):
@@ -112,100 +113,87 @@ def _empty_dense_mm(a, b, sums_dtype):
     return a.new_empty((a.shape[0], _multiple(b.shape[0], 16)), dtype=sums_dtype)[:, : b.shape[0]]
 
 
-@_operator(_empty_dense_mm)
+@operator(_empty_dense_mm, launches=False)
 def _dense_mm(a: torch.Tensor, b: torch.Tensor, sums_dtype: torch.dtype) -> torch.Tensor:
     (M, K), N = a.shape, b.shape[0]
     if not _has_cublaslt(a.device) or 0 in (M, N, K):
         return _empty_dense_mm(a, b, sums_dtype).copy_(_multiply(a, b))
-    with torch.cuda.device_of(a):
+    with torch.cuda.device(a.device):
         # _int_mm takes M > 16 and multiples of 8, _scaled_mm multiples of 16
         a = _padded(a, max(M, 32), _multiple(K, 16))
         b = _padded(b, _multiple(N, 16), _multiple(K, 16)).t()
         if a.dtype == torch.int8:
             sums = torch._int_mm(a, b)
         else:
-            one = torch.ones((), device=a.device)
+            one = torch.ones((), dtype=torch.float32, device=a.device)
             sums = torch._scaled_mm(a, b, one, one, out_dtype=sums_dtype)
     return sums[:M, :N]
 
 
-def _empty_sparse_mm(a, codes, N, compressed, sums_dtype):
-    return a.new_empty((a.shape[0], _multiple(N, 32)), dtype=sums_dtype)[:, :N]
+def _empty_sparse_mm(a, codes, M, N, compressed, sums_dtype):
+    return a.new_empty((M, _multiple(N, 32)), dtype=sums_dtype)[:, :N]
 
 
-@_operator(_empty_sparse_mm)
-def _sparse_mm(a: torch.Tensor, codes: torch.Tensor, N: int, compressed: bool, sums_dtype: torch.dtype) -> torch.Tensor:
-    if a.shape[0] == 0:
-        return _empty_sparse_mm(a, codes, N, compressed, sums_dtype)
-    if not compressed:
-        return _empty_sparse_mm(a, codes, N, compressed, sums_dtype).copy_(
-            _dense_mm(a, codes, torch.int32 if a.dtype == torch.int8 else sums_dtype)
-        )
-    with torch.cuda.device_of(a):
+@operator(_empty_sparse_mm, launches=False)
+def _sparse_mm(
+    a: torch.Tensor, codes: torch.Tensor, M: int, N: int, compressed: bool, sums_dtype: torch.dtype
+) -> torch.Tensor:
+    """The first M rows of a, times codes, of N rows."""
+    if not compressed or M == 0:
+        out = _empty_sparse_mm(a, codes, M, N, compressed, sums_dtype)
+        return out.copy_(_dense_mm(a[:M], codes, torch.int32 if a.dtype == torch.int8 else sums_dtype)) if M else out
+    with torch.cuda.device(a.device):
         problem = codes, a.t()
         options = {"out_dtype": sums_dtype, "transpose_result": True}
-        key = a.device, a.shape, N, a.dtype, sums_dtype
-        # the search runs the GEMM and waits for it, which a graph can't capture
+        # the search runs the GEMM and waits for it: not anew for each number of rows, and a graph can't capture it
+        key = a.device, next_power_of_2(a.shape[0]), a.shape[1], N, a.dtype, sums_dtype
         if key not in _ALGORITHMS and not torch.cuda.is_current_stream_capturing():
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # it tells of its new name, in a private part of torch
                 _ALGORITHMS[key] = torch._cslt_sparse_mm_search(*problem, **options)
-        return torch._cslt_sparse_mm(*problem, **options, alg_id=_ALGORITHMS.get(key, 0))[:, :N]
+        return torch._cslt_sparse_mm(*problem, **options, alg_id=_ALGORITHMS.get(key, 0))[:M, :N]
 
 
-def _check_columns(K, dtype):
-    if dtype == torch.int8 and K > _LARGEST_K:
-        raise ValueError(f"x has {K} columns; it takes at most {_LARGEST_K}, beyond which int32 sums overflow")
-
-
-def _check_operand(name, tensor, dtypes, shape, x):
-    _check_tensor(name, tensor, dtypes)
-    if list(tensor.shape) != shape:
-        raise ValueError(f"{name} has shape {list(tensor.shape)}; it takes {shape}")
-    if tensor.device != x.device:
-        raise ValueError(f"{name} is on {tensor.device}; it takes x's device, {x.device}")
-
-
-def _check_dtype(name, dtype, takes):
-    if not isinstance(dtype, torch.dtype) or dtype not in takes:
-        raise ValueError(f"{name} is {dtype!r}; it takes {', '.join(map(str, takes))}")
+def _check_columns(name, K):
+    if K > LARGEST_INT32_K:
+        takes = f"it takes at most {LARGEST_INT32_K}, beyond which int32 sums overflow"
+        raise ValueError(f"{name} has {K} columns; {takes}")
 
 
 def _check_linear(x, K, N, bias, out_dtype):
     """-> x as a matrix, the bias, and the dtype of the output."""
-    _check_tensor("x", x, _FLOATS)
-    if x.ndim == 0 or x.shape[-1] != K:
+    check_tensor("x", x, FLOATS, "[..., K]")
+    if x.shape[-1] != K:
         raise ValueError(f"x has shape {list(x.shape)}; it takes [..., {K}], the weight's columns")
     if bias is not None:
-        _check_operand("bias", bias, _FLOATS, [N], x)
+        check_tensor("bias", bias, FLOATS, (N,), like=("x", x))
         bias = bias.detach()
     out_dtype = x.dtype if out_dtype is None else out_dtype
-    _check_dtype("out_dtype", out_dtype, _FLOATS)
-    return x.detach().reshape(math.prod(x.shape[:-1]), K), bias, out_dtype
+    check_one_of("out_dtype", out_dtype, FLOATS)
+    return as_matrix(x.detach()), bias, out_dtype
 
 
-def dense_linear(x, w, w_s, bias=None, out_dtype=None, gemm_dtype=None):
+def dense_linear(x, w, w_scale, bias=None, out_dtype=None, gemm_dtype=None):
     """x @ dequant(w).T + bias, [..., N]: x is quantized per token, cuBLASLt multiplies.
 
-    x: [..., K] float16, bfloat16 or float32, any strides. w: int8 [N, K], K <= 133144, or float8_e4m3fn where
-    `quantize_per_token` makes it, which also makes w_s: float32 [N, 1]. bias: [N] float16, bfloat16, float32, or None.
+    x: [..., K] float16, bfloat16 or float32, any strides. w, w_scale: what `quantize_per_token` makes of a weight, int8
+    [N, K], K <= 133144, or float8_e4m3fn, and float32 [N, 1]. bias: [N] float16, bfloat16, float32, or None.
     out_dtype: float16, bfloat16, float32, or None (x's). gemm_dtype: what the GEMM writes. For int8 torch.int32, exact;
     for FP8 torch.bfloat16 or torch.float32; None is the first of these.
     The weight is copied at each call where K or N is not a multiple of 16. Raises ValueError for bad arguments.
     """
-    _check_tensor("w", w, tuple(_DENSE_SUMS))
-    if w.ndim != 2:
-        raise ValueError(f"w has shape {list(w.shape)}; it takes [N, K]")
+    check_tensor("w", w, tuple(_DENSE_SUMS), "[N, K]")
     N, K = w.shape
     matrix, bias, out_dtype = _check_linear(x, K, N, bias, out_dtype)
-    _check_columns(K, w.dtype)
-    _check_operand("w", w, tuple(_DENSE_SUMS), [N, K], x)
-    _check_operand("w_s", w_s, (torch.float32,), [N, 1], x)
+    if w.dtype == torch.int8:
+        _check_columns("x", K)
+    check_tensor("w", w, tuple(_DENSE_SUMS), like=("x", x))
+    check_tensor("w_scale", w_scale, (torch.float32,), (N, 1), like=("x", x))
     gemm_dtype = _DENSE_SUMS[w.dtype][0] if gemm_dtype is None else gemm_dtype
-    _check_dtype("gemm_dtype", gemm_dtype, _DENSE_SUMS[w.dtype])
+    check_one_of("gemm_dtype", gemm_dtype, _DENSE_SUMS[w.dtype])
     codes, scale = quantize_per_token(matrix, w.dtype)
     sums = _dense_mm(codes, w, gemm_dtype)
-    return dequant_bias(sums, scale, w_s, bias, out_dtype).view(*x.shape[:-1], N)
+    return dequant_bias(sums, scale, w_scale, bias, out_dtype).view(*x.shape[:-1], N)
 
 
 def compress_slide(w, L=8, dtype=torch.int8):
@@ -215,16 +203,13 @@ def compress_slide(w, L=8, dtype=torch.int8):
     dtype: of the codes, torch.int8, or torch.float8_e4m3fn where `quantize_per_token` takes it.
     Returns a `SlideWeight`. Raises ValueError for bad arguments, and where L columns hold more than L - 2 values.
     """
-    _check_tensor("w", w, _FLOATS)
-    if w.ndim != 2:
-        raise ValueError(f"w has shape {list(w.shape)}; it takes [N, K]")
-    if w.shape[1] > _LARGEST_K:
-        raise ValueError(f"w has {w.shape[1]} columns; it takes at most {_LARGEST_K}, beyond which int32 sums overflow")
+    check_tensor("w", w, FLOATS, "[N, K]")
+    _check_columns("w", w.shape[1])
     codes, scale = quantize_per_token(w, dtype)
     windows = slide_weight(codes, L)
     compressed = _has_cusparselt(w.device) and windows.numel() > 0
     if compressed:
-        with torch.cuda.device_of(w):
+        with torch.cuda.device(w.device):
             windows = torch._cslt_compress(_padded(windows, _multiple(w.shape[0], 32), windows.shape[1]))
     return SlideWeight(windows, scale, w.shape[1], L, compressed)
 
@@ -244,9 +229,9 @@ def sparse_linear(x, sw, bias=None, out_dtype=None, gemm_dtype=torch.bfloat16):
     matrix, bias, out_dtype = _check_linear(x, K, N, bias, out_dtype)
     if sw.scale.device != x.device:
         raise ValueError(f"sw is on {sw.scale.device}; it takes x's device, {x.device}")
-    _check_dtype("gemm_dtype", gemm_dtype, _SPARSE_SUMS[sw.codes.dtype])
+    check_one_of("gemm_dtype", gemm_dtype, _SPARSE_SUMS[sw.codes.dtype])
     codes, scale = quant_slide(matrix, sw.L, sw.codes.dtype, row_multiple=16)
-    sums = _sparse_mm(codes, sw.codes, N, sw.compressed, gemm_dtype)[: matrix.shape[0]]
+    sums = _sparse_mm(codes, sw.codes, matrix.shape[0], N, sw.compressed, gemm_dtype)
     return dequant_bias(sums, scale, sw.scale, bias, out_dtype).view(*x.shape[:-1], N)
 
 
@@ -256,10 +241,10 @@ def _sums_ref(a, b, sums_dtype):
     return (sums.to(torch.int32) if a.dtype == torch.int8 else sums).to(sums_dtype)
 
 
-def dense_linear_ref(x, w, w_s, bias=None, out_dtype=None, gemm_dtype=None):
-    codes, scale = quantize_per_token_ref(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), w.dtype)
+def dense_linear_ref(x, w, w_scale, bias=None, out_dtype=None, gemm_dtype=None):
+    codes, scale = quantize_per_token_ref(as_matrix(x), w.dtype)
     sums = _sums_ref(codes, w, gemm_dtype or _DENSE_SUMS[w.dtype][0])
-    return dequant_bias_ref(sums, scale, w_s, bias, out_dtype or x.dtype).view(*x.shape[:-1], len(w))
+    return dequant_bias_ref(sums, scale, w_scale, bias, out_dtype or x.dtype).view(*x.shape[:-1], len(w))
 
 
 def compress_slide_ref(w, L=8, dtype=torch.int8):
@@ -270,7 +255,7 @@ def compress_slide_ref(w, L=8, dtype=torch.int8):
 def sparse_linear_ref(x, sw, bias=None, out_dtype=None, gemm_dtype=torch.bfloat16):
     if sw.compressed:
         raise ValueError("sw is in cuSPARSELt's own format; the reference takes what compress_slide_ref returns")
-    x_matrix = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    x_matrix = as_matrix(x)
     codes, scale = quant_slide_ref(x_matrix, sw.L, sw.codes.dtype)
     sums = _sums_ref(codes, sw.codes, gemm_dtype)
     return dequant_bias_ref(sums, scale, sw.scale, bias, out_dtype or x.dtype).view(*x.shape[:-1], len(sw.scale))

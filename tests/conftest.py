@@ -1,3 +1,4 @@
+import math
 import os
 import sys
 
@@ -6,6 +7,7 @@ import torch
 from filelock import FileLock
 
 import qk
+from qk import plans
 
 sys.path.insert(0, os.path.dirname(__file__))
 
@@ -18,19 +20,59 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason=f"needs CUDA and compiled kernels ({qk.backend()})"))
 
 
+def poisoned(x):
+    """Filled with a value that no kernel writes: of codes in int8 -128, in packed int4 two times -8, in float8 -0."""
+    if x.dtype.itemsize == 1:
+        x.view(torch.uint8).fill_(0x88 if x.dtype == torch.uint8 else 0x80)
+        return x
+    return x.fill_(1234.5 if x.is_floating_point() else -128)
+
+
 @pytest.fixture
 def poison(monkeypatch):
-    """Fills every tensor that a kernel room allocates with a value no kernel writes: an unwritten element shows."""
-    new_empty = torch.Tensor.new_empty
+    """Poisons every tensor that a kernel room or a plan allocates: an unwritten element shows."""
+    new_empty, empty_strided = torch.Tensor.new_empty, plans._empty_strided
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *args, **kwargs: poisoned(new_empty(x, *args, **kwargs)))
+    monkeypatch.setattr(plans, "_empty_strided", lambda *args: poisoned(empty_strided(*args)))
 
-    def poisoned(x, *args, **kwargs):
-        out = new_empty(x, *args, **kwargs)
-        if out.dtype.itemsize == 1:  # codes: of int8 -128, of packed int4 two times -8, of float8 -0
-            out.view(torch.uint8).fill_(0x88 if out.dtype == torch.uint8 else 0x80)
-            return out
-        return out.fill_(1234.5 if out.is_floating_point() else -128)
 
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+class Windows(list):
+    """What surrounds the outputs."""
+
+    def assert_untouched(self, outputs):
+        assert len(self) >= 2 * outputs
+        assert all((x == poisoned(torch.empty_like(x[:1]))).all() for x in self)
+
+
+@pytest.fixture
+def windows(monkeypatch):
+    """Outputs are windows of larger tensors, and all of that is poisoned."""
+    new_empty, surroundings = torch.Tensor.new_empty, Windows()
+
+    def window(x, size, dtype=None, **others):
+        if others:  # the interpreter's
+            return new_empty(x, size, dtype=dtype, **others)
+        count = math.prod(size)
+        whole = poisoned(new_empty(x, (count + 8192,), dtype=dtype or x.dtype))
+        surroundings.extend((whole[:4096], whole[4096 + count :]))
+        return whole[4096 : 4096 + count].view(size)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", window)
+    monkeypatch.setattr(plans, "_INTERPRETING", True)  # plans allocate in another way
+    return surroundings
+
+
+@pytest.fixture
+def configure(monkeypatch):
+    """configure(room, *config): all its launch settings are this one. What was planned with others is dropped."""
+
+    def replace(room, *config):
+        plans.forget()
+        kind = type(next(iter(room._CONFIGS.values())))
+        monkeypatch.setattr(room, "_CONFIGS", dict.fromkeys(room._CONFIGS, kind(*config)))
+
+    yield replace
+    plans.forget()
 
 
 @pytest.fixture

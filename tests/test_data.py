@@ -113,6 +113,8 @@ def test_weight_from_qk_weights(own, name, monkeypatch):
         ("{path}", "no file"),
         ("nowhere.safetensors:half", "no file 'nowhere.safetensors'"),
         (f"{__file__}:half", "safetensors"),
+        ("~nobody_of_that_name/own.safetensors:half", "can't be read"),
+        (f"{'long' * 99}:half", "can't be read|no file"),  # Python 3.14 says: no file
     ],
 )
 def test_bad_qk_weights(own, value, message, monkeypatch):
@@ -120,6 +122,18 @@ def test_bad_qk_weights(own, value, message, monkeypatch):
     with pytest.raises(ValueError, match=message) as error:
         data.weight()
     assert str(error.value).startswith("QK_WEIGHTS is ")
+
+
+def test_qk_weights_that_cant_be_opened(own, monkeypatch):
+    """By a stand-in for what the system says: the tests may run as root, who may read all."""
+
+    def refuse(path, framework):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(data, "safe_open", refuse)
+    monkeypatch.setenv("QK_WEIGHTS", f"{own[0]}:half")
+    with pytest.raises(ValueError, match="^QK_WEIGHTS is .*can't be read.*Permission denied"):
+        data.weight()
 
 
 def test_stand_in_has_the_real_tails():
@@ -151,11 +165,17 @@ def test_stand_in_refuses_empty(bad):
 def test_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "FOLDER", tmp_path)
     assert data.recorded() is None
-    for gpu, date in (("h200", "2026-02-01"), ("t4", "2026-03-01"), ("l4", "2026-01-01")):
+    for gpu, date, taken in (
+        ("l4", "2026-01-01", "l4"),
+        ("t4", "2026-03-01", "t4"),
+        ("a100", "2026-02-01", "t4"),
+        ("h200", "2026-02-01", "h200"),
+        ("h100", "2026-04-01", "h200"),
+    ):
         record = {"gpu": gpu, "date": date, "versions": {}, "results": []}
         (tmp_path / f"bench_{gpu}.json").write_text(json.dumps(record))
-    assert data.recorded()["gpu"] == "t4"
-    assert data.recorded("h200")["date"] == "2026-02-01"
+        assert data.recorded()["gpu"] == taken, f"with {gpu}'s"
+    assert data.recorded("l4")["date"] == "2026-01-01"
     assert data.recorded("p100") is None
 
 

@@ -1,20 +1,20 @@
 """A kernel launched before the end of the one before (EARLY) waits for what that one still writes, or reads."""
 
 import functools
-import importlib
 import itertools
 
 import pytest
 import torch
-import triton.language as tl
+import triton
 from cases import DEVICE, gpu, randn, same
 
 import qk
+from qk import host, plans
 
-ROOMS = [importlib.import_module(f"qk.{name}") for name in ("dequant_bias", "gelu", "gemm", "int8", "slide")]
 ROUNDS = 50
-# programmatic dependent launch: on GPUs since Hopper, where this Triton has it
-EARLY = qk.device() == "cuda" and torch.cuda.get_device_capability() >= (9, 0) and hasattr(tl.extra.cuda, "gdc_wait")
+# programmatic dependent launch came with Hopper, and with Triton 3.5
+OVERLAPS = {(7, 5): False, (8, 0): False, (8, 6): False, (8, 9): False, (9, 0): True, (10, 0): True, (12, 0): True}
+EARLY = qk.device() == "cuda" and OVERLAPS[torch.cuda.get_device_capability()] and triton.__version__ >= "3.5"
 
 
 def bias(x):
@@ -69,9 +69,10 @@ def test_a_launch_waits_for_the_one_before(chain, M, monkeypatch):
         return [chain(x) for x in inputs]
 
     with monkeypatch.context() as patch:
-        for room in ROOMS:
-            patch.setattr(room, "_early", lambda device: {})
+        patch.setattr(host, "_overlaps", lambda device: False)
+        plans.forget()
         expected = results()
+    plans.forget()
     for got, right in zip(results(), expected, strict=True):
         assert same(got, right)
     graph = torch.cuda.CUDAGraph()
@@ -86,6 +87,20 @@ def test_a_launch_waits_for_the_one_before(chain, M, monkeypatch):
 
 
 @gpu
-def test_the_gpu_decides():
-    for room in ROOMS:
-        assert room._early(torch.device(DEVICE, 0)) == ({"launch_pdl": True} if EARLY else {})
+def test_the_gpu_decides(monkeypatch):
+    """What is launched early, or not, by the GPU and by the kernel."""
+    launched = []
+    monkeypatch.setattr(plans, "_make_plan", lambda addresses, results, recording: launched.extend(recording.launches))
+    plans.forget()
+    x = randn(16, 256)
+    codes, scale = qk.act_quant(x)
+    qk.int8_gelu(*qk.quantize_per_token(x), 256)
+    qk.quant_slide(x)
+    qk.dequant_bias(x, 1.0, 1.0)
+    qk.int8_gemm(codes, scale, *weight(), path="pointers" if DEVICE == "cuda" and EARLY else None)
+    qk.weight_quant(x)
+    early = {kernel.__name__: options.get("launch_pdl", False) for kernel, _, _, _, options in launched}
+    names = "_int8_gelu_kernel", "_quant_slide_kernel", "_dequant_bias_kernel"
+    assert [early[name] for name in names] == [EARLY] * 3
+    assert not early["_quantize_int8_kernel"], "a weight is quantized once"
+    assert {options["EARLY"] for _, _, _, _, options in launched if "EARLY" in options} == {EARLY, False}

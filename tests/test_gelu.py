@@ -1,6 +1,5 @@
 import math
 
-import numpy as np
 import pytest
 import torch
 from cases import BLOCKS, DEVICE, EMPTY, MATRICES, filled, gpu, layouts, randn, rough, same
@@ -14,7 +13,7 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "silu")
 SCALE_LAYOUTS = ("row", "column")
 
 # what numpy would print in the interpreter: strict nbval compares stderr
-pytestmark = pytest.mark.filterwarnings("error:(divide by zero|invalid value):RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
 
 def activate(x, activation):
@@ -38,13 +37,13 @@ def assert_near(results, expected, values):
     assert (off <= 1e-6 * rms).all()
 
 
-def assert_gelu(x, s_x, block_size=128, activation="gelu", scale_layout="row"):
+def assert_gelu(x, x_scale, block_size=128, activation="gelu", scale_layout="row"):
     """Kernel, reference, and the three steps of which it is one, agree; the arguments stay. Returns its results."""
-    before = x.clone(), s_x.clone()
+    before = x.clone(), x_scale.clone()
     options = {"activation": activation, "scale_layout": scale_layout}
-    results, reference = (f(x, s_x, block_size, **options) for f in (int8_gelu, int8_gelu_ref))
-    assert same(x, before[0]) and same(s_x, before[1])
-    values = activate(act_dequant_ref(x, s_x, block_size, torch.float32), activation)
+    results, reference = (f(x, x_scale, block_size, **options) for f in (int8_gelu, int8_gelu_ref))
+    assert same(x, before[0]) and same(x_scale, before[1])
+    values = activate(act_dequant_ref(x, x_scale, block_size, torch.float32), activation)
     for a, b in zip(reference, act_quant_ref(values, block_size, scale_layout=scale_layout), strict=True):
         assert same(a, b) and a.stride() == b.stride()
     assert [r.is_contiguous() for r in results] == [r.is_contiguous() for r in reference]
@@ -61,9 +60,9 @@ def quantized(*shape, block_size=128, size=2.0, seed=0, scale_layout="row"):
 @pytest.mark.usefixtures("poison")
 def test_equals_the_reference(block_size, activation):
     for M, K in MATRICES + EMPTY:
-        x, s_x = quantized(M, K, block_size=block_size)
+        x, x_scale = quantized(M, K, block_size=block_size)
         for scale_layout in SCALE_LAYOUTS:
-            out, scale = assert_gelu(x, s_x, block_size, activation, scale_layout)
+            out, scale = assert_gelu(x, x_scale, block_size, activation, scale_layout)
             assert out.shape == (M, K) and scale.shape == (M, math.ceil(K / block_size))
             assert not out.numel() or out.abs().max() <= 127
 
@@ -86,13 +85,28 @@ def test_negative_tails():
             assert_gelu(*act_quant_ref(low + x * (low - high)), activation=activation)
 
 
+@pytest.mark.parametrize("low", [-6, -8, -11])
+def test_what_the_docstring_allows_left_of_minus_6(low):
+    """In a block that lies there wholly more than a thousandth of the codes move; what they stand for is tiny."""
+    x = low - torch.rand(64, 512, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    codes = act_quant_ref(x)
+    (out, scale), (out_ref, scale_ref) = int8_gelu(*codes), int8_gelu_ref(*codes)
+    values, values_ref = (
+        act_dequant_ref(*each, out_dtype=torch.float32) for each in ((out, scale), (out_ref, scale_ref))
+    )
+    # 3e-12, and half a step of each rounding
+    assert ((values - values_ref).abs() <= 3e-12 + scale_ref.repeat_interleave(128, 1)).all()
+    assert values_ref.abs().max() < 7e-9 and (out != out_ref).float().mean() > 0.001
+    assert "left of -6" in int8_gelu.__doc__
+
+
 def test_zero_and_bad_blocks():
-    x, s_x = quantized(6, 300)
+    x, x_scale = quantized(6, 300)
     x[0, :128] = 0
     x[5, ::2] = -128  # which act_quant doesn't give, and the kernel takes
-    s_x[1, 1], s_x[2, 2], s_x[3, 0] = 0, NAN, -0.0
+    x_scale[1, 1], x_scale[2, 2], x_scale[3, 0] = 0, NAN, -0.0
     for activation in ACTIVATIONS:
-        out, scale = assert_gelu(x, s_x, activation=activation)
+        out, scale = assert_gelu(x, x_scale, activation=activation)
         assert (scale == 0).nonzero().tolist() == [[0, 0], [1, 1], [3, 0]]
         assert scale.isnan().nonzero().tolist() == [[2, 2]]
         assert not out[0, :128].any() and not out[1, 128:256].any() and not out[2, 256:].any()
@@ -101,25 +115,24 @@ def test_zero_and_bad_blocks():
         assert same(out[2, :256], clean[2, :256])
 
 
-@np.errstate(all="ignore")  # numpy warns of 0 * Inf
 def test_infinite_scales_are_seen():
-    x, s_x = quantized(3, 256)
+    x, x_scale = quantized(3, 256)
     x[1, 128:] = -1  # whose GELU is small, if it isn't NaN
-    s_x[0, 0], s_x[1, 1], s_x[2, 1] = INF, INF, 3e38
+    x_scale[0, 0], x_scale[1, 1], x_scale[2, 1] = INF, INF, 3e38
     for activation in ACTIVATIONS:
-        out, scale = int8_gelu(x, s_x, activation=activation)
-        _, scale_ref = int8_gelu_ref(x, s_x, activation=activation)
+        out, scale = int8_gelu(x, x_scale, activation=activation)
+        _, scale_ref = int8_gelu_ref(x, x_scale, activation=activation)
         assert torch.equal(scale.isnan(), scale_ref.isnan())
         assert scale.isnan().nonzero().tolist() == [[0, 0], [1, 1], [2, 1]]
         assert not out[0, :128].any() and not out[1:, 128:].any()
 
 
 def test_column_layout_is_the_same_scale():
-    x, s_x = quantized(3, 5, 300, block_size=32)
+    x, x_scale = quantized(3, 5, 300, block_size=32)
     x_column, s_column = quantized(3, 5, 300, block_size=32, scale_layout="column")
     assert same(x, x_column) and s_column.stride() == (5, 1, 15)
-    out, scale = assert_gelu(x, s_x, 32)
-    for scales in (s_x, s_column):
+    out, scale = assert_gelu(x, x_scale, 32)
+    for scales in (x_scale, s_column):
         for scale_layout, stride in (("row", (50, 10, 1)), ("column", (5, 1, 15))):
             again, scale_again = assert_gelu(x, scales, 32, scale_layout=scale_layout)
             assert same(again, out) and same(scale_again, scale) and scale_again.stride() == stride
@@ -127,81 +140,68 @@ def test_column_layout_is_the_same_scale():
 
 def test_non_contiguous():
     for K in (256, 300):
-        x, s_x = quantized(40, K)
-        out, scale = assert_gelu(x, s_x)
-        for (name, x_view), (_, s_view) in zip(layouts(x), layouts(s_x), strict=True):
-            for arguments in ((x_view, s_x), (x, s_view), (x_view, s_view)):
+        x, x_scale = quantized(40, K)
+        out, scale = assert_gelu(x, x_scale)
+        for (name, x_view), (_, s_view) in zip(layouts(x), layouts(x_scale), strict=True):
+            for arguments in ((x_view, x_scale), (x, s_view), (x_view, s_view)):
                 again, scale_again = assert_gelu(*arguments)
                 assert same(again, out) and same(scale_again, scale), name
-        row = x[:1].expand(4, K), s_x[:1].expand(4, -1)
+        row = x[:1].expand(4, K), x_scale[:1].expand(4, -1)
         for got, want in zip(assert_gelu(*row), (out[:1], scale[:1]), strict=True):
             assert same(got, want.repeat(4, 1))
 
 
 def test_leading_dimensions():
-    x, s_x = quantized(30, 70, block_size=32)
-    out, scale = int8_gelu(x, s_x, 32)
+    x, x_scale = quantized(30, 70, block_size=32)
+    out, scale = int8_gelu(x, x_scale, 32)
     for shape in ((2, 3, 5), (6, 5), (1, 30, 1)):
-        got, got_scale = int8_gelu(x.view(*shape, 70), s_x.view(*shape, 3), 32)
+        got, got_scale = int8_gelu(x.view(*shape, 70), x_scale.view(*shape, 3), 32)
         assert got.shape == (*shape, 70) and got_scale.shape == (*shape, 3)
         assert same(got.view(30, 70), out) and same(got_scale.view(30, 3), scale)
     # leading dimensions that no stride can merge
-    got, got_scale = int8_gelu(*(t.view(2, 3, 5, -1).transpose(0, 2) for t in (x, s_x)), 32)
+    got, got_scale = int8_gelu(*(t.view(2, 3, 5, -1).transpose(0, 2) for t in (x, x_scale)), 32)
     assert same(got.transpose(0, 2).reshape(30, 70), out) and same(got_scale.transpose(0, 2).reshape(30, 3), scale)
-    got, got_scale = int8_gelu(x[29], s_x[29], 32)
+    got, got_scale = int8_gelu(x[29], x_scale[29], 32)
     assert same(got, out[29]) and same(got_scale, scale[29])
     for shape in ((0,), (2, 0, 5), (0, 3, 70), (2, 3, 0)):
         groups = math.ceil(shape[-1] / 32)
-        x, s_x = torch.zeros(shape, dtype=torch.int8, device=DEVICE), torch.zeros(*shape[:-1], groups, device=DEVICE)
+        x, x_scale = (
+            torch.zeros(shape, dtype=torch.int8, device=DEVICE),
+            torch.zeros(*shape[:-1], groups, device=DEVICE),
+        )
         for scale_layout in SCALE_LAYOUTS:
-            out, scale = int8_gelu(x, s_x, 32, scale_layout=scale_layout)
-            assert out.shape == shape and scale.shape == s_x.shape
+            out, scale = int8_gelu(x, x_scale, 32, scale_layout=scale_layout)
+            assert out.shape == shape and scale.shape == x_scale.shape
 
 
 # several programs a row and several rows a program, on small tensors
-@pytest.mark.parametrize("config", [(1024, 256, 1, 8), (256, 256, 1, 8)], ids=str)
+@pytest.mark.parametrize("config", [(1024, 256, 8), (256, 256, 8)], ids=str)
 @pytest.mark.usefixtures("poison")
-def test_any_tiles(config, monkeypatch):
-    monkeypatch.setattr(gelu, "_CONFIGS", dict.fromkeys(gelu._CONFIGS, config))
+def test_any_tiles(config, configure):
+    configure(gelu, *config)
     for M, K, block_size in ((11, 600, 64), (5, 512, 128), (3, 257, 256)):
         for scale_layout in SCALE_LAYOUTS:
             assert_gelu(*quantized(M, K, block_size=block_size), block_size, "gelu", scale_layout)
 
 
-def test_nothing_is_written_outside(monkeypatch):
-    """Outputs are windows of a larger tensor; what surrounds them stays."""
-    new_empty, surroundings = torch.Tensor.new_empty, []
-
-    def window(x, size, dtype=None, **others):
-        if others:  # the interpreter's
-            return new_empty(x, size, dtype=dtype, **others)
-        count = math.prod(size)
-        whole = new_empty(x, (count + 8192,), dtype=dtype or x.dtype).fill_(77)
-        surroundings.extend((whole[:4096], whole[4096 + count :]))
-        return whole[4096 : 4096 + count].view(size)
-
+def test_nothing_is_written_outside(windows):
     for M, K, block_size in ((5, 300, 32), (1, 1, 64), (3, 256, 128), (2, 700, 256)):
-        x, s_x = quantized(M, K, block_size=block_size)
+        x, x_scale = quantized(M, K, block_size=block_size)
         for scale_layout in SCALE_LAYOUTS:
-            expected = int8_gelu(x, s_x, block_size, scale_layout=scale_layout)
-            with monkeypatch.context() as patch:
-                patch.setattr(torch.Tensor, "new_empty", window)
-                results = int8_gelu(x, s_x, block_size, scale_layout=scale_layout)
-            for got, want in zip(results, expected, strict=True):
-                assert same(got, want)
-    assert len(surroundings) == 4 * 2 * 2 * 2 and all((x == 77).all() for x in surroundings)
+            int8_gelu(x, x_scale, block_size, scale_layout=scale_layout)
+    windows.assert_untouched(outputs=4 * 2 * 2)
 
 
 def test_truncation_would_fail():
     """What these tests must not let pass: codes rounded towards zero, and the tanh GELU in place of the exact one."""
-    x, s_x = quantized(64, 512)
-    values = activate(act_dequant_ref(x, s_x), "gelu")
+    x, x_scale = quantized(64, 512)
+    values = activate(act_dequant_ref(x, x_scale), "gelu")
     codes, scale = act_quant_ref(values)
     truncated = (values / scale.repeat_interleave(128, 1)).to(torch.int8)
-    for wrong in ((truncated, scale), int8_gelu(x, s_x, activation="gelu_tanh")):
+    for wrong in ((truncated, scale), int8_gelu(x, x_scale, activation="gelu_tanh")):
         with pytest.raises(AssertionError):
             assert_near(wrong, (codes, scale), values)
-    assert_near(int8_gelu(x, s_x), (codes, scale), values)
+    assert_near(int8_gelu(x, x_scale), (codes, scale), values)
 
 
 def test_a_real_feed_forward_layer():
@@ -221,98 +221,17 @@ def test_a_real_feed_forward_layer():
 
 
 def test_same_bits_every_run():
-    x, s_x = act_quant_ref(rough(64, 384, dtype=torch.float16).nan_to_num(posinf=9, neginf=-9))
-    out, scale = int8_gelu(x, s_x)
+    x, x_scale = act_quant_ref(rough(64, 384, dtype=torch.float16).nan_to_num(posinf=9, neginf=-9))
+    out, scale = int8_gelu(x, x_scale)
     for _ in range(5):
-        again, scale_again = int8_gelu(x, s_x)
+        again, scale_again = int8_gelu(x, x_scale)
         assert same(again, out) and same(scale_again, scale)
 
 
-# Torch operators
-
-
-def test_opcheck():
-    x, s_x = quantized(3, 70, block_size=32)
-    for scale_layout in SCALE_LAYOUTS:
-        torch.library.opcheck(torch.ops.qk.int8_gelu.default, (x, s_x, 32, "gelu", scale_layout))
-        leading = x.view(1, 3, 70), s_x.view(1, 3, 3)
-        torch.library.opcheck(torch.ops.qk.int8_gelu.default, (*leading, 32, "silu", scale_layout))
-
-
-@pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=gpu)], ids=lambda backend: f"backend={backend}"
-)
-@pytest.mark.parametrize("dynamic", [False, None, True], ids=["static", "automatic", "dynamic"])
-def test_torch_compile(dynamic, backend):
-    def work(x):
-        out, scale = int8_gelu(*int8.act_quant(x * 2, 32), 32, activation="gelu_tanh", scale_layout="column")
-        return out, scale, int8.act_dequant(out, scale, 32) + 1
-
-    torch.compiler.reset()
-    compiled = torch.compile(work, fullgraph=True, backend=backend, dynamic=dynamic)
-    for shape in ((5, 300), (7, 410)):
-        x = randn(*shape, dtype=torch.float16)
-        for got, expected in zip(compiled(x), work(x), strict=True):
-            assert same(got, expected)
-
-
-def test_nothing_requires_grad():
-    x, s_x = quantized(3, 70)
-    for function in (int8_gelu, int8_gelu_ref):
-        assert not any(result.requires_grad for result in function(x, torch.nn.Parameter(s_x)))
-
-
-# Bad input
-
 X, S = quantized(4, 70, block_size=32)
-NO_TENSORS = [None, 1.5, True, "x", [[1, 2]], np.ones((4, 70), np.int8)]
-NO_CODES = [*NO_TENSORS, X.float(), X.int(), X.to(torch.uint8), X.to("meta"), X.to_sparse(), X[0, 0]]
-NO_SCALES = [*NO_TENSORS, X, S[0], S[None], S[:, :2], S[:2], S.t(), S.double(), S.half(), S.to("meta"), S.to_sparse()]
-NO_BLOCKS = [None, 0, 16, 33, 512, -32, 32.0, True, "32", torch.tensor(32), np.array([32, 64]), [32]]
-NO_ACTIVATIONS = [None, "", "GELU", "relu", "tanh", 0, True, ["gelu"], b"gelu", torch.nn.functional.gelu]
-NO_LAYOUTS = [None, "Row", "rows", 0, True, ["row"], b"row"]
-
-
-@pytest.mark.parametrize(
-    "argument, values",
-    [
-        ("x", NO_CODES),
-        ("s_x", NO_SCALES),
-        ("block_size", [*NO_BLOCKS]),
-        ("activation", NO_ACTIVATIONS),
-        ("scale_layout", NO_LAYOUTS),
-    ],
-)
-def test_bad_input(argument, values):
-    for value in values:
-        arguments = {"x": X, "s_x": S, "block_size": 32} | {argument: value}
-        with pytest.raises(ValueError, match=f"^{argument} "):
-            int8_gelu(**arguments)
-
-
-def test_message_says_what_it_got_and_takes():
-    for call, parts in (
-        (lambda: int8_gelu(X.float(), S, 32), ("x", "float32", "int8")),
-        (lambda: int8_gelu(X[0, 0], S, 32), ("x", "[]", "[..., K]")),
-        (lambda: int8_gelu(X, S, 48), ("block_size", "48", "32, 64, 128, 256")),
-        (lambda: int8_gelu(X, S), ("s_x", "[4, 3]", "[4, 1]")),
-        (lambda: int8_gelu(X, S, 32, activation="relu"), ("activation", "'relu'", "'gelu', 'gelu_tanh', 'silu'")),
-        (lambda: int8_gelu(X, S, 32, scale_layout="k"), ("scale_layout", "'k'", "'row', 'column'")),
-    ):
-        with pytest.raises(ValueError) as error:
-            call()
-        for part in parts:
-            assert part in str(error.value)
 
 
 # On a GPU
-
-
-@gpu
-def test_cpu_tensors_where_kernels_are_compiled():
-    for name, arguments in (("x", (X.cpu(), S)), ("s_x", (X, S.cpu()))):
-        with pytest.raises(ValueError, match=f"^{name} is on .*TRITON_INTERPRET=1"):
-            int8_gelu(*arguments, 32)
 
 
 @gpu
@@ -322,17 +241,17 @@ def test_more_than_2_31_elements(shape, scale_layout, needs):
     """The whole against its rows slice by slice."""
     needs(20)
     x = torch.randint(-127, 128, shape, dtype=torch.int8, device=DEVICE)
-    s_x = torch.rand(shape[0], math.ceil(shape[1] / 128), device=DEVICE) / 30
+    x_scale = torch.rand(shape[0], math.ceil(shape[1] / 128), device=DEVICE) / 30
     assert x.numel() > 2**31
-    out, scale = int8_gelu(x, s_x, scale_layout=scale_layout)
+    out, scale = int8_gelu(x, x_scale, scale_layout=scale_layout)
     step = max(2**27 // shape[1], 1)
     for start in range(0, shape[0], step):
         rows = slice(start, start + step)
-        again, scale_again = int8_gelu(x[rows], s_x[rows])
+        again, scale_again = int8_gelu(x[rows], x_scale[rows])
         assert same(out[rows], again) and same(scale[rows], scale_again)
     last = slice(shape[0] - 64, None)
-    values = activate(act_dequant_ref(x[last], s_x[last], out_dtype=torch.float32), "gelu")
-    assert_near((out[last], scale[last]), int8_gelu_ref(x[last], s_x[last]), values)
+    values = activate(act_dequant_ref(x[last], x_scale[last], out_dtype=torch.float32), "gelu")
+    assert_near((out[last], scale[last]), int8_gelu_ref(x[last], x_scale[last]), values)
 
 
 @gpu
@@ -341,54 +260,8 @@ def test_one_row_of_about_2_31_columns(K, needs):
     needs(20)
     x = torch.ones(1, K, dtype=torch.int8, device=DEVICE)
     x[0, -1] = -1
-    s_x = torch.ones(1, math.ceil(K / 128), device=DEVICE)
-    out, scale = int8_gelu(x, s_x)
-    last = int8_gelu(x[:, K // 128 * 128 :], s_x[:, -1:])
+    x_scale = torch.ones(1, math.ceil(K / 128), device=DEVICE)
+    out, scale = int8_gelu(x, x_scale)
+    last = int8_gelu(x[:, K // 128 * 128 :], x_scale[:, -1:])
     assert filled(scale, last[1].item()) and last[1] > 0
     assert filled(out[0, :-1], 127) and out[0, -1] == last[0][0, -1] == -24
-
-
-@gpu
-def test_other_current_device():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    expected = int8_gelu(X, S, 32)
-    for current, other in ((0, 1), (1, 0)):
-        with torch.cuda.device(current):
-            results = int8_gelu(X.to(f"cuda:{other}"), S.to(f"cuda:{other}"), 32)
-        for got, want in zip(results, expected, strict=True):
-            assert got.device.index == other and same(got.cpu(), want.cpu())
-    with pytest.raises(ValueError, match="^s_x is on cuda:1"):
-        int8_gelu(X.to("cuda:0"), S.to("cuda:1"), 32)
-
-
-@gpu
-def test_runs_on_the_current_stream():
-    x, s_x = quantized(64, 384)
-    expected = int8_gelu(x, s_x)
-    late = torch.zeros_like(x)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)
-        late.copy_(x)
-        results = int8_gelu(late, s_x)
-    stream.synchronize()
-    for got, want in zip(results, expected, strict=True):
-        assert same(got, want)
-
-
-@gpu
-def test_cuda_graph():
-    x, s_x = quantized(200, 20000)
-    new, s_new = quantized(200, 20000, seed=1)
-    expected = int8_gelu(new, s_new)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = int8_gelu(x, s_x)
-    x.copy_(new), s_x.copy_(s_new)
-    graph.replay()
-    torch.cuda.synchronize()
-    for got, want in zip(captured, expected, strict=True):
-        assert same(got, want)

@@ -2,7 +2,6 @@ import math
 import warnings
 
 import hypothesis
-import numpy as np
 import pytest
 import torch
 from cases import DEVICE, EMPTY, FLOATS, GROUPS, MATRICES, filled, gpu, layouts, randn, rough, same
@@ -18,7 +17,7 @@ NAN, INF = math.nan, math.inf
 SMALLEST = torch.tensor(2.1e-38)
 
 # what numpy would print in the interpreter: strict nbval compares stderr
-pytestmark = pytest.mark.filterwarnings("error:(divide by zero|invalid value):RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
 
 def assert_quantizes(x, group_size=None, packing="uint8"):
@@ -187,6 +186,42 @@ def test_denormal_values():
         assert codes_of(packed, 8) == [[7, 5, -3, 1, 0, 2, 6, -7] if dtype == torch.float16 else [0] * 8]
         assert (absmax > 0).item() == (dtype == torch.float16)
         assert_dequantizes(packed, absmax, 8)
+
+
+def test_bfloat16_below_the_normal_numbers():
+    """An absmax next to the smallest that counts, and values that bfloat16 has as subnormal numbers."""
+    x = (randn(40, 70) * 2.0 ** torch.arange(-130.0, -110.0, 0.5, device=DEVICE)[:, None]).bfloat16()
+    assert ((x != 0) & (x.abs() < torch.finfo(torch.bfloat16).tiny)).any()
+    for group_size in (None, 32):
+        packed, absmax = assert_quantizes(x, group_size, "uint8")
+        out = qk.dequantize_int4(packed, absmax, 70, group_size, torch.bfloat16)
+        assert same(out, qk.dequantize_int4_ref(packed, absmax, 70, group_size, torch.bfloat16))
+        assert ((out != 0) & (out.abs() < torch.finfo(torch.bfloat16).tiny)).any()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_any_absmax_is_dequantized_alike(dtype):
+    """quantize_int4 makes no such absmax, but others may."""
+    absmax = torch.tensor([INF, -INF, -0.0, 0.0, NAN, -3.0, 1e-7], dtype=dtype, device=DEVICE)[:, None]
+    packed = qk.pack_int4(torch.arange(-8, 8, dtype=torch.int8, device=DEVICE).repeat(7, 1))
+    out = qk.dequantize_int4(packed, absmax, 16, out_dtype=torch.float32)
+    assert same(out, qk.dequantize_int4_ref(packed, absmax, 16, out_dtype=torch.float32))
+    assert out[0, -1] == INF and out[0, 8].isnan() and out[2].signbit().any()
+
+
+@pytest.mark.parametrize("columns", [8, 16, 17])
+def test_one_row_of_a_wider_matrix(columns):
+    """A row's distance to the next means nothing where there is none; a view may begin at any byte."""
+    codes = torch.arange(4 * columns, device=DEVICE).remainder(16).sub(8).to(torch.int8).view(4, columns)
+    packed, absmax = qk.pack_int4(codes), randn(4, 1, dtype=torch.float16).abs()
+    words = packed.shape[1]
+    for start in range(6):
+        wide = packed.new_full((4, words + 13), 0x88)
+        view = wide[:, start : start + words].copy_(packed)
+        for rows in (1, 4):
+            assert torch.equal(qk.unpack_int4(view[:rows], columns), codes[:rows]), start
+            out = qk.dequantize_int4(view[:rows], absmax[:rows], columns)
+            assert same(out, qk.dequantize_int4_ref(packed[:rows], absmax[:rows], columns)), start
 
 
 def test_largest_values():
@@ -374,151 +409,9 @@ def test_law_of_the_memory(x, group_size, packing):
     assert absmax.untyped_storage().nbytes() == rows * groups * x.itemsize
 
 
-# Torch operators
-
-
-def operator_cases():
-    x = randn(3, 70, dtype=torch.float16)
-    for group_size in (None, 32):
-        for packing in PACKINGS:
-            packed, absmax = qk.quantize_int4(x, group_size, packing)
-            yield torch.ops.qk.quantize_int4, (x, group_size, packing)
-            yield torch.ops.qk.dequantize_int4, (packed, absmax, 70, group_size, torch.bfloat16)
-            yield torch.ops.qk.pack_int4, (qk.unpack_int4(packed, 70), packing)
-            yield torch.ops.qk.unpack_int4, (packed, 70)
-
-
-def test_opcheck():
-    for operator, arguments in operator_cases():
-        torch.library.opcheck(operator.default, arguments)
-
-
-@pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=gpu)], ids=lambda backend: f"backend={backend}"
-)
-@pytest.mark.parametrize("dynamic", [False, None, True], ids=["static", "automatic", "dynamic"])
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_torch_compile(packing, dynamic, backend):
-    def round_trip(x):
-        columns = x.shape[1]
-        packed, absmax = qk.quantize_int4(x * 2, 32, packing)
-        repacked = qk.pack_int4(qk.unpack_int4(packed, columns), packing)
-        return packed, absmax, qk.dequantize_int4(repacked, absmax, columns, 32, torch.float32) + 1
-
-    torch.compiler.reset()
-    compiled = torch.compile(round_trip, fullgraph=True, backend=backend, dynamic=dynamic)
-    for shape in ((5, 300), (7, 410)):
-        x = randn(*shape, dtype=torch.float16)
-        for got, expected in zip(compiled(x), round_trip(x), strict=True):
-            assert same(got, expected)
-
-
-def test_nothing_requires_grad():
-    x = torch.nn.Parameter(randn(3, 70))
-    packed, absmax = qk.quantize_int4(x, 32)
-    out = qk.dequantize_int4(packed, torch.nn.Parameter(absmax), 70, 32)
-    assert not absmax.requires_grad and not out.requires_grad
-    assert not any(t.requires_grad for t in qk.quantize_int4_ref(x, 32))
-    assert not qk.dequantize_int4_ref(packed, torch.nn.Parameter(absmax), 70, 32).requires_grad
-    assert same(absmax, qk.quantize_int4(x.detach(), 32)[1])
-
-
-# Bad input
-
 X = randn(4, 70, dtype=torch.float16)
 PACKED, ABSMAX = qk.quantize_int4(X, 32)
 CODES = qk.unpack_int4(PACKED, 70)
-
-NO_TENSORS = [None, 1.5, True, "x", [[1.0, 2.0]], np.ones((4, 70), np.float16)]
-NOT_2D = [X[0], X[None], X[0, 0]]
-NO_GROUPS = [0, 16, 33, 512, -32, 32.0, True, "32", torch.tensor(32), np.array([32, 64]), [32]]
-NO_PACKINGS = [None, "int8", "INT32", 32, torch.int32, b"uint8", ["uint8"], np.array(["uint8"])]
-NO_COLUMNS = [None, -1, 70.0, True, "70", torch.tensor(70), [70]]
-META = torch.empty(4, 70, dtype=torch.float16, device="meta")
-
-
-def bad(function, argument, values, **good):
-    return [(function, argument, value, good) for value in values]
-
-
-BAD = (
-    bad(qk.quantize_int4, "x", [*NO_TENSORS, *NOT_2D, META, X.double(), X.int(), X > 0, X.float() + 0j, X.to_sparse()])
-    + bad(qk.quantize_int4, "group_size", NO_GROUPS, x=X)
-    + bad(qk.quantize_int4, "packing", NO_PACKINGS, x=X)
-    + bad(qk.pack_int4, "codes", [*NO_TENSORS, CODES[0], X, CODES.int(), CODES.byte(), CODES.to("meta")])
-    + bad(qk.pack_int4, "packing", NO_PACKINGS, codes=CODES)
-    + bad(qk.unpack_int4, "packed", [*NO_TENSORS, PACKED[0], X, CODES, PACKED[:, :-1], PACKED.to("meta")], columns=70)
-    + bad(qk.unpack_int4, "columns", NO_COLUMNS, packed=PACKED)
-    + bad(qk.unpack_int4, "packed", [PACKED], columns=71)
-    + bad(qk.unpack_int4, "packed", [PACKED.int(), PACKED[:, :9].int()[:, :8]], columns=70)
-    + bad(
-        qk.dequantize_int4,
-        "packed",
-        [*NO_TENSORS, PACKED[None], X, PACKED[:, 1:], PACKED.to("meta")],
-        absmax=ABSMAX,
-        columns=70,
-        group_size=32,
-    )
-    + bad(
-        qk.dequantize_int4,
-        "absmax",
-        [*NO_TENSORS, ABSMAX[0], ABSMAX[:, :2], ABSMAX[:3], ABSMAX.double(), PACKED, ABSMAX.to("meta")],
-        packed=PACKED,
-        columns=70,
-        group_size=32,
-    )
-    + bad(qk.dequantize_int4, "absmax", [ABSMAX], packed=PACKED, columns=70)
-    + bad(qk.dequantize_int4, "absmax", [ABSMAX], packed=PACKED, columns=70, group_size=64)
-    + bad(qk.dequantize_int4, "columns", NO_COLUMNS, packed=PACKED, absmax=ABSMAX, group_size=32)
-    + bad(qk.dequantize_int4, "group_size", NO_GROUPS, packed=PACKED, absmax=ABSMAX, columns=70)
-    + bad(
-        qk.dequantize_int4,
-        "out_dtype",
-        [None, torch.int8, torch.float64, "float16", np.float16, 16, True, np.ones(2)],
-        packed=PACKED,
-        absmax=ABSMAX,
-        columns=70,
-        group_size=32,
-    )
-)
-
-
-@pytest.mark.parametrize("function", [qk.quantize_int4, qk.dequantize_int4, qk.pack_int4, qk.unpack_int4])
-def test_bad_input(function):
-    wrong = []
-    for _, argument, value, good in (case for case in BAD if case[0] is function):
-        case = f"{argument}={value!r:.60} {type(value).__name__}"
-        try:
-            function(**{argument: value}, **good)
-        except ValueError as error:
-            if not str(error).startswith(argument + " "):
-                wrong.append(f"{case}: the message names another argument: {error}")
-        except Exception as error:
-            wrong.append(f"{case}: {type(error).__name__} {error}")
-        else:
-            wrong.append(f"{case}: taken")
-    assert not wrong, "\n".join(wrong)
-
-
-def test_message_says_what_it_got_and_takes():
-    for arguments, parts in (
-        ((X.double(),), ("x", "float64", "float16", "bfloat16", "float32")),
-        ((X[0],), ("x", "[70]", "[R, C]")),
-        ((X, 48), ("group_size", "48", "32, 64, 128, 256")),
-        ((X, None, "int4"), ("packing", "'int4'", "'uint8'", "'int32'")),
-    ):
-        with pytest.raises(ValueError) as error:
-            qk.quantize_int4(*arguments)
-        for part in parts:
-            assert part in str(error.value)
-
-
-def test_meta_tensor_is_not_told_to_interpret():
-    if qk.device() == "cuda":
-        pytest.skip("compiled here: TRITON_INTERPRET=1 is the right hint for any tensor off the GPU")
-    with pytest.raises(ValueError, match="x is on meta") as error:
-        qk.quantize_int4(META)
-    assert "TRITON_INTERPRET" not in str(error.value)
 
 
 def test_every_float16_absmax():
@@ -541,20 +434,6 @@ def test_every_mantissa_of_absmax():
 
 
 # On a GPU
-
-
-@gpu
-def test_cpu_tensors_where_kernels_are_compiled():
-    packed, absmax = PACKED.cpu(), ABSMAX.cpu()
-    for call, name in (
-        (lambda: qk.quantize_int4(X.cpu()), "x"),
-        (lambda: qk.dequantize_int4(packed, ABSMAX, 70, 32), "packed"),
-        (lambda: qk.dequantize_int4(PACKED, absmax, 70, 32), "absmax"),
-        (lambda: qk.pack_int4(CODES.cpu()), "codes"),
-        (lambda: qk.unpack_int4(packed, 70), "packed"),
-    ):
-        with pytest.raises(ValueError, match=f"^{name} is on the CPU.*TRITON_INTERPRET=1"):
-            call()
 
 
 def assert_round_trips_in_slices(x, group_size=None):
@@ -605,70 +484,3 @@ def test_one_row_of_more_than_2_31_columns(needs):
         out = qk.dequantize_int4(packed, absmax, C, group_size)
         assert torch.equal(out, x)
         del packed, absmax, out
-
-
-@gpu
-def test_other_current_device():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    expected = qk.quantize_int4(X, 32)
-    for current, other in ((0, 1), (1, 0)):
-        with torch.cuda.device(current):
-            packed, absmax = qk.quantize_int4(X.to(f"cuda:{other}"), 32)
-            out = qk.dequantize_int4(packed, absmax, 70, 32)
-            codes = qk.unpack_int4(packed, 70)
-            repacked = qk.pack_int4(codes)
-        for got in (packed, absmax, out, codes, repacked):
-            assert got.device.index == other
-        assert same(packed.to(DEVICE), expected[0]) and same(absmax.to(DEVICE), expected[1])
-        assert same(out.to(DEVICE), qk.dequantize_int4(*expected, 70, 32)) and same(repacked, packed)
-
-
-@gpu
-def test_absmax_on_another_gpu():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    with pytest.raises(ValueError, match="^absmax is on cuda:1"):
-        qk.dequantize_int4(PACKED, ABSMAX.to("cuda:1"), 70, 32)
-
-
-@gpu
-def test_runs_on_the_current_stream():
-    x = randn(64, 384, dtype=torch.float16)
-    expected = qk.quantize_int4(x, 32)
-    late = torch.zeros_like(x)
-    qk.quantize_int4(late, 32)  # compiled before, or the sleep is over
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)
-        late.copy_(x)
-        packed, absmax = qk.quantize_int4(late, 32)
-        out = qk.dequantize_int4(packed, absmax, 384, 32)
-    stream.synchronize()
-    assert same(packed, expected[0]) and same(absmax, expected[1])
-    assert same(out, qk.dequantize_int4(*expected, 384, 32))
-
-
-@gpu
-@pytest.mark.parametrize("group_size", [None, 128])
-def test_cuda_graph(group_size):
-    x = randn(5, 20000, dtype=torch.float16)
-    new = randn(5, 20000, dtype=torch.float16, seed=1)
-
-    def work():
-        packed, absmax = qk.quantize_int4(x, group_size)
-        codes = qk.unpack_int4(packed, 20000)
-        return packed, absmax, qk.dequantize_int4(packed, absmax, 20000, group_size), qk.pack_int4(codes)
-
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = work()
-    x.copy_(new)
-    graph.replay()
-    torch.cuda.synchronize()
-    for got, expected in zip(captured, work(), strict=True):
-        assert same(got, expected)
-    assert same(captured[0], qk.quantize_int4_ref(new, group_size)[0])

@@ -1,5 +1,4 @@
 import hypothesis
-import numpy as np
 import pytest
 import torch
 from cases import DEVICE, FLOATS, gpu, layouts, randn, rough, same
@@ -17,7 +16,7 @@ from qk.linear import (
     sparse_linear,
     sparse_linear_ref,
 )
-from qk.slide import prune_slide, slide_weight
+from qk.sparsity import prune_slide, slide_weight
 
 LENGTHS = (4, 6, 8, 10)
 INT32, BF16 = torch.int32, torch.bfloat16
@@ -26,7 +25,7 @@ PROBLEMS = [(1, 1, 1), (1, 40, 300), (3, 5, 7), (16, 32, 64), (17, 33, 65), (33,
 EMPTY = [(0, 5, 70), (5, 0, 70), (4, 5, 0), (0, 0, 0)]
 VENDOR = DEVICE == "cuda" and linear._has_cusparselt(torch.device(DEVICE))
 # what numpy would print in the interpreter: strict nbval compares stderr
-pytestmark = pytest.mark.filterwarnings("error:(divide by zero|invalid value):RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
 
 def operands(M, N, K, L=8, dtype=torch.float16, seed=0):
@@ -178,7 +177,7 @@ def test_law_of_the_integers(L, M, N, K, seed):
     expected = integers(x, w)
     sw = compress_slide(w, L)
     codes, _ = qk.quant_slide(x, L, row_multiple=16)
-    assert torch.equal(linear._sparse_mm(codes, sw.codes, N, sw.compressed, INT32)[:M].double(), expected)
+    assert torch.equal(linear._sparse_mm(codes, sw.codes, M, N, sw.compressed, INT32).double(), expected)
     dense = linear._dense_mm(quantize_per_token(x)[0], quantize_per_token(w)[0], INT32)
     assert torch.equal(dense.double(), expected)
 
@@ -192,107 +191,27 @@ def test_a_lost_code_would_fail():
     assert sparse_linear(x, compress_slide(w))[:, -1].any()
 
 
-# Torch operators
-
-
-def test_opcheck():
-    for M, N, K in ((3, 5, 70), (32, 32, 64)):
-        x, w, _ = operands(M, N, K)
-        codes, _ = qk.quant_slide(x, row_multiple=16)
-        a, b = quantize_per_token(x)[0], quantize_per_token(w)[0]
-        torch.library.opcheck(torch.ops.qk.dense_mm.default, (a, b, INT32))
-        for sw in (compress_slide(w), compress_slide_ref(w)):
-            for gemm_dtype in (INT32, BF16):
-                arguments = codes, sw.codes, N, sw.compressed, gemm_dtype
-                torch.library.opcheck(torch.ops.qk.sparse_mm.default, arguments)
-
-
-@pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=gpu)], ids=lambda backend: f"backend={backend}"
-)
-@pytest.mark.parametrize("dynamic", [False, None, True], ids=["static", "automatic", "dynamic"])
-def test_torch_compile(dynamic, backend):
-    _, w, bias = operands(1, 20, 300)
-    sw, quantized = compress_slide(w), quantize_per_token(w)
-
-    def work(x):
-        x = x * 2
-        return dense_linear(x, *quantized, bias) + 1, sparse_linear(x, sw, bias), sparse_linear(x, sw, None, x.dtype)
-
-    torch.compiler.reset()
-    compiled = torch.compile(work, fullgraph=True, backend=backend, dynamic=dynamic)
-    for shape in ((5, 300), (2, 7, 300)):
-        x = randn(*shape, dtype=torch.float16)
-        for got, expected in zip(compiled(x), work(x), strict=True):
-            assert same(got, expected)
-
-
-def test_nothing_requires_grad():
-    x, w, bias = (torch.nn.Parameter(t) for t in operands(4, 5, 70))
-    quantized = quantize_per_token(w)
-    scale = torch.nn.Parameter(quantized[1])
-    assert not dense_linear(x, quantized[0], scale, bias).requires_grad
-    assert not compress_slide(w).scale.requires_grad and not sparse_linear(x, compress_slide(w), bias).requires_grad
-    assert not dense_linear_ref(x, quantized[0], scale, bias).requires_grad
-    assert not sparse_linear_ref(x, compress_slide_ref(w), bias).requires_grad
-
-
 def test_libraries():
+    """What is said to multiply is what can."""
     text = linear.libraries(DEVICE)
     assert qk.backend().endswith(f"; {text}")
-    assert ("cuSPARSELt" in text) == VENDOR and ("cuBLASLt" in text) == (DEVICE == "cuda")
+    if DEVICE == "cpu":
+        assert text == "dense and sparse GEMM by torch"
+        return
+    assert text.startswith(f"dense GEMM by cuBLASLt of CUDA {torch.version.cuda}, sparse GEMM by ")
+    weight = torch.eye(64, dtype=torch.int8, device=DEVICE)
+    try:
+        compressed = torch._cslt_compress(weight)
+        torch._cslt_sparse_mm(compressed, weight.t(), out_dtype=torch.int32)
+        multiplies = True
+    except RuntimeError:
+        multiplies = False
+    assert ("cuSPARSELt" in text) == multiplies == VENDOR
 
-
-# Bad input
 
 X, W, BIAS = operands(4, 5, 70)
 Q, S = quantize_per_token(W)
 SW = compress_slide(W)
-META = torch.empty(4, 70, dtype=torch.float16, device="meta")
-NO_TENSORS = [1.5, True, "x", [[1.0, 2.0]], np.ones((4, 70), np.float16)]
-NO_X = [None, *NO_TENSORS, META, X.double(), X.int(), X > 0, X.to_sparse(), X[0, 0], X[:, 1:], X.t()]
-NO_BIAS = [*NO_TENSORS, BIAS.double(), BIAS.int(), BIAS[None], BIAS[1:], BIAS.to("meta"), 0]
-NO_DTYPES = [torch.int8, torch.float64, "float16", np.float16, 16, True]
-
-
-def bad(function, argument, values, **good):
-    return [(function, argument, value, good) for value in values]
-
-
-DENSE, SPARSE = {"w": Q, "w_s": S}, {"sw": SW}
-BAD = (
-    bad(dense_linear, "x", NO_X, **DENSE)
-    + bad(dense_linear, "w", [None, *NO_TENSORS, W, Q.int(), Q[0], Q[None], Q.to_sparse(), Q.to("meta")], x=X, w_s=S)
-    + bad(dense_linear, "w_s", [None, *NO_TENSORS, S.half(), S.double(), S[0], S.t(), S[1:], S.to("meta")], x=X, w=Q)
-    + bad(dense_linear, "bias", NO_BIAS, x=X, **DENSE)
-    + bad(dense_linear, "out_dtype", NO_DTYPES, x=X, **DENSE)
-    + bad(dense_linear, "gemm_dtype", [*NO_DTYPES, BF16, torch.float32], x=X, **DENSE)
-    + bad(compress_slide, "w", [None, *NO_TENSORS, META, Q, W.double(), W[0], W[None], torch.ones_like(W)])
-    + bad(compress_slide, "L", [None, 5, 12, 8.0, True, "8"], w=W)
-    + bad(compress_slide, "dtype", [None, torch.uint8, "int8", 8], w=W)
-    + bad(sparse_linear, "x", NO_X, **SPARSE)
-    + bad(sparse_linear, "sw", [None, *NO_TENSORS, W, Q, tuple(SW), SW._replace(scale=S.to("meta"))], x=X)
-    + bad(sparse_linear, "bias", NO_BIAS, x=X, **SPARSE)
-    + bad(sparse_linear, "out_dtype", NO_DTYPES, x=X, **SPARSE)
-    + bad(sparse_linear, "gemm_dtype", [None, *NO_DTYPES, torch.float16, torch.float32], x=X, **SPARSE)
-)
-
-
-@pytest.mark.parametrize("function", [dense_linear, compress_slide, sparse_linear], ids=lambda f: f.__name__)
-def test_bad_input(function):
-    wrong = []
-    for _, argument, value, good in (case for case in BAD if case[0] is function):
-        case = f"{argument}={value!r:.60} {type(value).__name__}"
-        try:
-            function(**{argument: value}, **good)
-        except ValueError as error:
-            if not str(error).startswith(argument + " "):
-                wrong.append(f"{case}: the message names another argument: {error}")
-        except Exception as error:
-            wrong.append(f"{case}: {type(error).__name__} {error}")
-        else:
-            wrong.append(f"{case}: taken")
-    assert not wrong, "\n".join(wrong)
 
 
 def test_reference_refuses_what_only_the_library_reads():
@@ -314,11 +233,11 @@ def test_cusparselt_sums_are_the_dense_ones(problem, L):
     sw = compress_slide(w, L)
     assert sw.compressed and sw.codes.nbytes < 0.7 * slide_weight(w, L).numel() + 4096  # half, and its metadata
     codes, _ = qk.quant_slide(x, L, row_multiple=16)
-    sums = linear._sparse_mm(codes, sw.codes, N, True, INT32)[:M]
+    sums = linear._sparse_mm(codes, sw.codes, M, N, True, INT32)
     dense = linear._dense_mm(quantize_per_token(x)[0], quantize_per_token(w)[0], INT32)
     assert torch.equal(sums, dense) and torch.equal(sums.double(), integers(x, w))
     # and its bfloat16 is the nearest
-    rounded = linear._sparse_mm(codes, sw.codes, N, True, BF16)[:M]
+    rounded = linear._sparse_mm(codes, sw.codes, M, N, True, BF16)
     assert same(rounded, sums.to(BF16))
 
 
@@ -376,21 +295,8 @@ def test_a_search_for_each_shape(monkeypatch):
     monkeypatch.setattr(linear, "_ALGORITHMS", {})
     x, w, _ = operands(100, 96, 512)
     sw = compress_slide(w)
-    for rows, searches in ((100, 1), (97, 1), (112, 1), (90, 2)):  # in sixteens
+    for rows, searches in ((100, 1), (97, 1), (65, 1), (128, 1), (130, 2), (200, 2)):  # one up to each power of two
         sparse_linear(torch.cat([x, x])[:rows], sw)
         assert len(linear._ALGORITHMS) == searches
     sparse_linear(x, sw, gemm_dtype=INT32)
     assert len(linear._ALGORITHMS) == 3
-
-
-@gpu
-def test_cpu_tensors_where_kernels_are_compiled():
-    for call, name in (
-        (lambda: dense_linear(X.cpu(), Q, S), "x"),
-        (lambda: dense_linear(X, Q.cpu(), S), "w"),
-        (lambda: dense_linear(X, Q, S, BIAS.cpu()), "bias"),
-        (lambda: sparse_linear(X.cpu(), SW), "x"),
-        (lambda: compress_slide(W.cpu()), "w"),
-    ):
-        with pytest.raises(ValueError, match=f"^{name} is on .*TRITON_INTERPRET=1"):
-            call()

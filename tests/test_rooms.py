@@ -1,11 +1,7 @@
-"""The house rules: a kernel room can be copied alone, imports go down only, every function has its reference."""
+"""The house rules: imports go down only, nothing stands twice, kernels and their functions stand together."""
 
 import ast
 import collections
-import inspect
-import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,22 +10,22 @@ import pytest
 import qk
 
 PACKAGE = Path(qk.__file__).parent
-UPPER = {"viz", "bench", "bench_jobs", "aot", "aot_cases", "data", "export"}
-# the rooms that are made of others, and which they may call
-MADE_OF = {"gemm": {"gemm_epilogue", "gemm_sm75", "gemm_sm90"}, "gemm_sm75": {"gemm_epilogue"}}
-ROOMS = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem not in UPPER | {"__init__", "linear"})
-# what must be true of a room copied alone (x: ones); True: it is for one kind of GPU, and only its import is tried
-RUNS = {
-    "int4": "room.dequantize_int4(*room.quantize_int4(x), 4).allclose(x.half())",
-    "int8": "room.act_dequant(*room.act_quant(x)).allclose(x)",
-    "gemm": "room.int8_gemm(x.char(), x[:, :1], x.char(), x[:1, :1]).eq(4).all()",
-    "dequant_bias": "room.dequant_bias(x, 2.0, x[0], x[0]).eq(3).all()",
-    "gelu": "room.int8_gelu(x.char() * 127, x[:, :1])[0].eq(127).all()",
-    "gemm_epilogue": "True",
-    "gemm_sm75": "True",
-    "gemm_sm90": "True",
-    "slide": "room.quant_slide(x, 4)[0][:, :4].eq(127).all()",
-}
+# A file imports from lower floors only. Of a folder's own files, __main__ may import all, the others those before them.
+FLOORS = [
+    {"numerics"},
+    {"plans"},
+    {"host"},
+    {"int4", "int8", "gelu", "dequant", "sparsity", "gemm_epilogue"},
+    {"gemm_sm75", "gemm_sm80", "gemm_sm90"},
+    {"gemm"},
+    {"linear"},
+    {"__init__"},
+    {"data", "export", "copy", "aot"},
+    {"bench"},
+    {"course"},
+]
+KERNEL_ROOMS = sorted(FLOORS[3] | FLOORS[4])
+FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if "__pycache__" not in path.parts]
 
 
 def imports(path):
@@ -44,95 +40,92 @@ def imports(path):
             yield from (".".join([*base, alias.name]) for alias in node.names)
 
 
-def imported_rooms(path):
-    """Of the package's own files, those that a file imports."""
+def room_of(parts):
+    """The room that a module's name without "qk" stands for."""
+    known = set().union(*FLOORS)
+    return parts[0] if parts and parts[0] in known else "__init__"
+
+
+def floor(room):
+    return next(number for number, rooms in enumerate(FLOORS) if room in rooms)
+
+
+def test_every_file_is_a_room():
+    tops = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}
+    assert tops == set().union(*FLOORS)
+    functions = {name for name in qk.__all__}
+    assert not tops & functions, "a room's name is not a function's: the room could not be reached"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_imports_go_down_only(path):
+    own = room_of([part.removesuffix(".py") for part in path.relative_to(PACKAGE).parts])
     for name in imports(path):
         first, *rest = name.split(".")
+        assert first not in ("tests", "cases", "conftest", "notebooks")
         if first == "qk":
-            yield rest[0] if rest and (PACKAGE / f"{rest[0]}.py").exists() or rest[:1] == ["data"] else "__init__"
+            other = room_of(rest)
+            if own != "__init__" or other != "__init__":
+                assert floor(other) < floor(own) or (own == other and "/" in str(path.relative_to(PACKAGE))), name
 
 
-def test_every_room_is_known():
-    assert "int4" in ROOMS
-    missing = set(ROOMS) - set(RUNS)
-    assert not missing, f"RUNS says what must be true of a room copied alone: {missing} are not in it"
+@pytest.mark.parametrize("folder", ["aot", "bench", "course", "data"])
+def test_no_circle_in_a_folder(folder):
+    """`python -m qk.bench` runs __main__: imported by another, it would be loaded twice."""
+    paths = {path.stem: path for path in (PACKAGE / folder).glob("*.py")}
+    depends = {}
+    for stem, path in paths.items():
+        inner = {
+            tuple(name.split(".")[2:3]) or ("__init__",) for name in imports(path) if name.split(".")[1:2] == [folder]
+        }
+        depends[stem] = {name if name in paths else "__init__" for (name,) in inner} - {stem}
+    assert not any("__main__" in others for others in depends.values())
+    while depends:
+        free = {stem for stem, others in depends.items() if not others & depends.keys()}
+        assert free, f"a circle: {depends}"
+        depends = {stem: others for stem, others in depends.items() if stem not in free}
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_room_imports_little(room):
-    path = PACKAGE / f"{room}.py"
-    roots = {name.split(".")[0] for name in imports(path)}
+@pytest.mark.parametrize("room", [*KERNEL_ROOMS, "gemm", "linear", "host", "plans", "numerics"])
+def test_a_room_needs_torch_and_triton_only(room):
+    roots = {name.split(".")[0] for name in imports(PACKAGE / f"{room}.py")}
     assert roots <= {"torch", "triton", "qk"} | sys.stdlib_module_names
-    assert set(imported_rooms(path)) <= MADE_OF.get(room, set())
+    assert "import qk" not in (PACKAGE / f"{room}.py").read_text()
 
 
-def test_imports_go_down_only():
-    assert set(imported_rooms(PACKAGE / "__init__.py")) <= {*ROOMS, "linear"}
-    if (PACKAGE / "linear.py").exists():
-        assert set(imported_rooms(PACKAGE / "linear.py")) <= set(ROOMS)
-    for path in PACKAGE.rglob("*.py"):
-        assert not {name.split(".")[0] for name in imports(path)} & {"tests", "cases", "conftest", "notebooks"}
-        # python -m qk.bench runs it as __main__: imported by another, it would be loaded twice; qk.aot likewise
-        assert not {"bench", "aot"} & set(imported_rooms(path)), path
+def statements(path):
+    tree = ast.parse(path.read_text())
+    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-def test_viz_alone_draws():
-    drawing = {"matplotlib", "ipywidgets"}
-    users = {path for path in PACKAGE.rglob("*.py") if {name.split(".")[0] for name in imports(path)} & drawing}
-    assert users <= {PACKAGE / "viz.py"}
+@pytest.mark.parametrize("room", ["int4", "int8", "gelu", "dequant", "sparsity"])
+def test_a_kernel_s_function_is_near(room):
+    """From a kernel's end to the public function that it is launched for: at most 60 lines."""
+    found = statements(PACKAGE / f"{room}.py")
+    public = [node.lineno for name, node in found.items() if name in qk.__all__ and not name.endswith("_ref")]
+    kernels = [node.end_lineno for name, node in found.items() if name.endswith("_kernel")]
+    assert kernels
+    for end in kernels:
+        assert min(line for line in public if line > end) - end <= 60
 
 
-def test_rooms_run_alone(tmp_path):
-    """Each in a folder with nothing else but what it is made of, and `import qk` refused."""
-    code = ["import sys", "sys.modules['qk'] = None", "import torch", f"x = torch.ones(3, 4, device='{qk.device()}')"]
-    for room in ROOMS:
-        folder = tmp_path / f"with_{room}"
-        folder.mkdir()
-        for name in {room} | MADE_OF.get(room, set()):
-            shutil.copy(PACKAGE / f"{name}.py", folder)
-        code += [f"from with_{room} import {room} as room", f"assert {RUNS[room]}, {room!r}"]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(code)], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def top_level(path):
-    """(name, text with decorators) of the functions and classes of a file."""
-    source = path.read_text()
-    lines = source.splitlines()
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            yield node.name, "\n".join(lines[first - 1 : node.end_lineno])
-
-
-def test_what_stands_in_several_rooms_is_the_same():
-    texts = collections.defaultdict(lambda: collections.defaultdict(list))
-    for room in ROOMS:
-        for name, text in top_level(PACKAGE / f"{room}.py"):
-            # gemm's rooms may offer functions of one name, and gemm_sm90 is written in another language, Gluon
-            if name.startswith("_") and room != "gemm_sm90":
-                texts[name][text].append(room)
-    different = {name: list(by_text.values()) for name, by_text in texts.items() if len(by_text) > 1}
-    assert not different, f"functions of one name and several texts: {different}"
-
-
-PUBLIC = [name for name in qk.__all__ if not name.endswith("_ref") and name not in ("backend", "device")]
-
-
-@pytest.mark.parametrize("name", PUBLIC)
-def test_public_function(name):
-    function, reference = getattr(qk, name), getattr(qk, f"{name}_ref")
-    assert f"{name}_ref" in qk.__all__
-    assert inspect.getdoc(function)
-    assert inspect.signature(function) == inspect.signature(reference)
-    assert function.__module__ == reference.__module__
-
-
-def test_public_names():
-    assert sorted(qk.__all__) == qk.__all__
-    for name in qk.__all__:
-        assert inspect.getdoc(getattr(qk, name)) or name.endswith("_ref")
-        assert name.endswith("_ref") <= (name.removesuffix("_ref") in PUBLIC)
+def test_nothing_stands_twice():
+    """Of all lines of the package, imports aside, under 40 stand in a run of six that stands elsewhere too."""
+    places = collections.defaultdict(list)
+    for path in FILES:
+        code, skip = [], set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom) or (
+                isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+            ):
+                skip |= set(range(node.lineno, node.end_lineno + 1))
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            text = line.strip()
+            if any(letter.isalnum() for letter in text) and not text.startswith("#") and number not in skip:
+                code.append((number, text))
+        for i in range(len(code) - 5):
+            places[tuple(text for _, text in code[i : i + 6])].append(
+                [(path.name, number) for number, _ in code[i : i + 6]]
+            )
+    twice = {line for runs in places.values() if len(runs) > 1 for run in runs for line in run}
+    assert len(twice) < 40, sorted(twice)

@@ -20,97 +20,72 @@ as tiles of [rows, units, columns of a unit]. A unit is a group (two, where L = 
 words, and a word is a window. Of a long row only the first HELD tiles are kept: the others are read twice.
 """
 
-import functools
-import math
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-# Elements of a tile, its columns at most, tiles that a program holds at most, and elements of a tile that a thread
-# holds. NVIDIA H200, 2026-11. The interpreter takes large tiles: it pays by the program.
+from .host import (
+    FLOATS,
+    TileConfig,
+    cdiv,
+    check_code_dtype,
+    check_data,
+    check_integer,
+    check_one_of,
+    check_tensor,
+    launch,
+    next_power_of_2,
+    operator,
+    with_contiguous_rows,
+)
+from .numerics import (
+    INTERPRETED,
+    LIMITS,
+    absmax_and_inverse,
+    as_float32_bits,
+    magnitude_bits,
+    quantize_ref,
+    round_to_int32,
+    scale_of,
+    to_float32,
+    wait_if_early,
+)
+from .plans import planned
+
+__all__ = [
+    "prune_slide",
+    "prune_slide_ref",
+    "quant_slide",
+    "quant_slide_ref",
+    "slide",
+    "slide_ref",
+    "slide_weight",
+    "slide_weight_ref",
+]
+
+# NVIDIA H200, 2026-11. The interpreter takes large tiles: it pays by the program.
 _CONFIGS = {
-    "compiled": (2048, 2048, 10, 16),
-    "interpreted": (65536, 65536, 1, 2048),
+    "compiled": TileConfig(elements=2048, columns=2048, thread=16, held=10),
+    "interpreted": TileConfig(elements=65536, columns=65536, thread=2048),
 }
-# L -> columns of a unit, the power of two that holds them, and windows of a unit
-_UNITS = {4: (8, 8, 2), 6: (6, 8, 2), 8: (8, 8, 3), 10: (10, 16, 4)}
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-# largest code, and the smallest absmax: below it, largest / absmax is not a finite float32
-_QMAX = {torch.int8: (127.0, 3.8e-37), torch.float8_e4m3fn: (448.0, 1.4e-36)}
-_LIB = torch.library.Library("qk", "FRAGMENT")
-
-# Triton's interpreter truncates float32 to bfloat16, the GPU rounds to nearest even; true while interpreting.
-_INTERPRETED = tl.constexpr(not isinstance(tl.cdiv, triton.JITFunction))
-# None in Triton 3.3, which would look for the attributes even where a kernel does not come to call them
-_gdc_wait = getattr(tl.extra.cuda, "gdc_wait", None)
-_gdc_launch_dependents = getattr(tl.extra.cuda, "gdc_launch_dependents", None)
 
 
-def _operator(fake):
-    """Makes a function the torch operator qk::<name>; `fake` returns its empty outputs, for torch.compile too."""
-
-    def register(function):
-        name = function.__name__.lstrip("_")
-        _LIB.define(name + torch.library.infer_schema(function, mutates_args=()))
-        _LIB.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"qk::{name}", fake, lib=_LIB)
-        return getattr(torch.ops.qk, name).default
-
-    return register
+class _Unit(NamedTuple):
+    columns: int
+    slots: int  # the power of two that holds them
+    windows: int
 
 
-@triton.jit
-def _round_to_int32(x):
-    """float32 of magnitude below 2**22 -> int32, to nearest, ties to even."""
-    # A float32 near 1.5 * 2**23 has no fraction bits: the addition rounds, and the sum's low bits are the integer.
-    return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
-
-
-@triton.jit
-def _divide(QMAX: tl.constexpr, x):
-    """QMAX / x, correctly rounded, for normal x > 0 whose quotient is normal too."""
-    if _INTERPRETED:  # where / is correctly rounded, and tl.fma rounds twice
-        return tl.full(x.shape, QMAX, tl.float32) / x
-    # The steps of PTX's div.rn, less its slow path for other operands, which would double the registers: with the
-    # mantissa in [2, 4) nothing overflows, and the power of two is put back at the end.
-    bits = x.to(tl.int32, bitcast=True)
-    mantissa = ((bits & 0x7FFFFF) | 0x40000000).to(tl.float32, bitcast=True)
-    power = (0x7F800000 - (bits & 0x7F800000)).to(tl.float32, bitcast=True)
-    r = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [mantissa], tl.float32, is_pure=True, pack=1)
-    r = tl.fma(tl.fma(-mantissa, r, 1.0), r, r)
-    q = QMAX * r
-    return tl.fma(tl.fma(-mantissa, q, QMAX), r, q) * power
-
-
-@triton.jit
-def _absmax_and_inverse(bits, QMAX: tl.constexpr, SMALLEST: tl.constexpr):
-    """-> absmax (0 if below SMALLEST, NaN for Inf and NaN), QMAX / absmax (1 where there is none), whether finite."""
-    absmax = bits.to(tl.float32, bitcast=True)
-    finite = bits < 0x7F800000
-    usable = finite & (absmax >= SMALLEST)
-    inverse = _divide(QMAX, tl.where(usable, absmax, QMAX))
-    return tl.where(finite, tl.where(usable, absmax, 0.0), float("nan")), inverse, finite
-
-
-@triton.jit
-def _magnitudes(x):
-    """The bits of |x| as int32. As integers, magnitudes keep their order, with Inf and then NaN on top."""
-    # 16-bit floats stay what they are: in float32 the tiles that wait for absmax would take twice the registers.
-    if x.dtype == tl.float32:
-        return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    else:
-        return x.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
+_UNITS = {4: _Unit(8, 8, 2), 6: _Unit(6, 8, 2), 8: _Unit(8, 8, 3), 10: _Unit(10, 16, 4)}  # of each L
+_MOST_ROWS = 2**16  # that rows are filled up to a multiple of
 
 
 @triton.jit
 def _row_maximum(magnitudes, dtype: tl.constexpr):
     """Magnitudes [ROWS, UNITS, SLOTS] of a float dtype -> the largest of each row, as the bits of a float32, [ROWS]."""
-    bits = tl.max(tl.max(magnitudes, 2), 1)
-    if dtype != tl.float32:
-        bits = bits.to(tl.int16).to(dtype, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
-    return bits
+    return as_float32_bits(tl.max(tl.max(magnitudes, 2), 1), dtype)
 
 
 @triton.jit
@@ -176,9 +151,9 @@ def _store_windows(
     dtype: tl.constexpr, L: tl.constexpr, WINDOWS: tl.constexpr,
 ):  # fmt: skip
     """Quantizes a tile of units by its rows' scales and writes its windows."""
-    values = x.to(tl.float32) * inverse[:, None, None]
+    values = to_float32(x) * inverse[:, None, None]
     if dtype == tl.int8:
-        codes = _round_to_int32(values)
+        codes = round_to_int32(values)
     else:
         # As values.to(dtype), each byte in a register of its own: Triton 3.6 loses bytes where it moves e4m3 between
         # threads.
@@ -215,11 +190,9 @@ def _quant_slide_kernel(
     UNITS: tl.constexpr,  # of a tile's row
     HELD: tl.constexpr,
     MORE: tl.constexpr,  # there are more than HELD tiles
-    EARLY: tl.constexpr,  # launched before the end of the kernel before: see _early
+    EARLY: tl.constexpr,  # launched before the end of the kernel before: see host.launch
 ):
-    if EARLY:  # before any access, and in this order: what this kernel waits for has itself waited for all before it
-        _gdc_wait()
-        _gdc_launch_dependents()
+    wait_if_early(EARLY)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     code_dtype: tl.constexpr = tl.float8e4nv if FP8 else tl.int8
     row = tl.program_id(0).to(tl.int64) * ROWS
@@ -228,17 +201,17 @@ def _quant_slide_kernel(
     held = ()
     for i in tl.static_range(HELD):
         held = held + (_load_units(x_ptr, row, first + i * UNITS, M, K, stride_xm, UNIT, ROWS, UNITS, SLOTS),)
-    magnitudes = _magnitudes(held[0])
+    magnitudes = magnitude_bits(held[0])
     for i in tl.static_range(1, HELD):
-        magnitudes = tl.maximum(magnitudes, _magnitudes(held[i]))
+        magnitudes = tl.maximum(magnitudes, magnitude_bits(held[i]))
     if MORE:
         for i in range(HELD, tiles.to(tl.int64)):
             x = _load_units(x_ptr, row, i * UNITS, M, K, stride_xm, UNIT, ROWS, UNITS, SLOTS)
-            magnitudes = tl.maximum(magnitudes, _magnitudes(x))
+            magnitudes = tl.maximum(magnitudes, magnitude_bits(x))
 
-    absmax, inverse, _ = _absmax_and_inverse(_row_maximum(magnitudes, dtype), QMAX, SMALLEST)  # [ROWS]
+    absmax, inverse, _ = absmax_and_inverse(_row_maximum(magnitudes, dtype), QMAX, SMALLEST)  # [ROWS]
     rows = row + tl.arange(0, ROWS)
-    tl.store(scale_ptr + rows, tl.div_rn(absmax, tl.full(absmax.shape, QMAX, tl.float32)), mask=rows < M)
+    tl.store(scale_ptr + rows, scale_of(absmax, QMAX), mask=rows < M)
 
     for i in tl.static_range(HELD):
         unit = first + i * UNITS
@@ -249,76 +222,13 @@ def _quant_slide_kernel(
             _store_windows(out_ptr, x, absmax, inverse, row, i * UNITS, out_rows, out_words, code_dtype, L, WINDOWS)
 
 
-@functools.cache
-def _early(device):
-    """-> options of a launch that needn't wait for the end of the kernel before: the kernel itself does (EARLY).
-
-    Programmatic dependent launch, from capability 9.0 on: launching, about a microsecond, overlaps with that kernel.
-    """
-    known = not _INTERPRETED.value and _gdc_wait is not None
-    return {"launch_pdl": True} if known and torch.cuda.get_device_capability(device) >= (9, 0) else {}
-
-
-def _cdiv(x, y):
-    """Quotient rounded up. triton.cdiv, outside a kernel, takes longer than many a check: 4 us on Triton 3.6."""
-    return -(-x // y)
-
-
-def _next_power_of_2(x):
-    return 1 << max(x - 1, 0).bit_length()
-
-
-def _check_tensor(name, x, dtypes):
-    if not isinstance(x, torch.Tensor):
-        raise ValueError(f"{name} is a {type(x).__name__}; it takes a tensor")
-    if x.dtype not in dtypes:
-        raise ValueError(f"{name} has dtype {x.dtype}; it takes {', '.join(map(str, dtypes))}")
-    if x.layout != torch.strided:
-        raise ValueError(f"{name} has layout {x.layout}; it takes torch.strided")
-    if x.device.type not in ("cuda", "cpu"):
-        raise ValueError(
-            f"{name} is on {x.device}; it takes a CUDA tensor, or a CPU tensor where kernels are interpreted"
-        )
-    if x.device.type == "cpu" and not _INTERPRETED.value:
-        raise ValueError(
-            f"{name} is on the CPU, and this process compiles its kernels: it takes a CUDA tensor. To interpret them, "
-            "on the CPU, start Python with TRITON_INTERPRET=1"
-        )
-
-
-def _check_matrix_of(name, x, dtypes):
-    """Of what torch computes: on any device."""
-    if not isinstance(x, torch.Tensor):
-        raise ValueError(f"{name} is a {type(x).__name__}; it takes a tensor")
-    if x.dtype not in dtypes:
-        raise ValueError(f"{name} has dtype {x.dtype}; it takes {', '.join(map(str, dtypes))}")
-    if x.layout != torch.strided:
-        raise ValueError(f"{name} has layout {x.layout}; it takes torch.strided")
-
-
-def _check_L(L):
-    if type(L) is not int or L not in _UNITS:
-        raise ValueError(f"L is {L!r}; it takes {', '.join(map(str, _UNITS))}")
-
-
-def _as_matrix(x):
-    """[..., K] -> [M, K]; copies only where the leading dimensions can't be merged."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def _with_contiguous_rows(x):
-    """[..., K] -> [M, K] with contiguous rows; copies where there is no such view."""
-    x = _as_matrix(x)
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
 def _slid_columns(columns, L):
-    return _cdiv(_cdiv(columns, L) * (2 * L - 4), 32) * 32
+    return cdiv(cdiv(columns, L) * (2 * L - 4), 32) * 32
 
 
 def _empty_quant_slide(x, L, dtype, row_multiple):
     M, K = x.shape
-    rows = _cdiv(M, row_multiple) * row_multiple
+    rows = cdiv(M, row_multiple) * row_multiple
     return x.new_empty((rows, _slid_columns(K, L)), dtype=dtype), x.new_empty((M, 1), dtype=torch.float32)
 
 
@@ -326,43 +236,53 @@ def _launch_quant_slide(x, q, scale, L):
     if q.numel() == 0:
         scale.zero_()  # a row without columns has one scale, 0
         return
-    x, out = _with_contiguous_rows(x), q.view(torch.int32)
+    x, out = with_contiguous_rows(x), q.view(torch.int32)
     M, K = x.shape
-    unit, slots, windows = _UNITS[L]
-    elements, widest, held, per_thread = _CONFIGS["interpreted" if _INTERPRETED.value else "compiled"]
-    needed = _cdiv(out.shape[1], windows)
-    units = min(_next_power_of_2(needed), widest // slots)
-    rows = min(max(elements // (units * slots), 1), _next_power_of_2(out.shape[0]))
-    tiles = _cdiv(needed, units)
-    more = tiles > held
-    if more:  # the loop over the others needs registers too
-        held = max(held - 1, 1)
-    early = _early(x.device)
-    with torch.cuda.device_of(x):
-        _quant_slide_kernel[(_cdiv(out.shape[0], rows),)](
-            x, out, scale, M, K, *out.shape, tiles, x.stride(0), *_QMAX[q.dtype], FP8=q.dtype != torch.int8,
-            L=L, UNIT=unit, SLOTS=slots, WINDOWS=windows, ROWS=rows, UNITS=units, HELD=min(held, tiles), MORE=more,
-            EARLY=bool(early), num_warps=max(rows * units * slots // (32 * per_thread), 1), enable_fp_fusion=False,
-            **early,
-        )  # fmt: skip
+    unit = _UNITS[L]
+    config = _CONFIGS["interpreted" if INTERPRETED.value else "compiled"]
+    needed = cdiv(out.shape[1], unit.windows)
+    units = min(next_power_of_2(needed), config.columns // unit.slots)
+    rows = min(max(config.elements // (units * unit.slots), 1), next_power_of_2(out.shape[0]))
+    tiles = cdiv(needed, units)
+    more = tiles > config.held
+    held = max(config.held - 1, 1) if more else tiles  # the loop over the others needs registers too
+    launch(
+        x.device, _quant_slide_kernel, (cdiv(out.shape[0], rows),),
+        x, out, scale, M, K, *out.shape, tiles, x.stride(0), *LIMITS[q.dtype], FP8=q.dtype != torch.int8,
+        L=L, UNIT=unit.columns, SLOTS=unit.slots, WINDOWS=unit.windows, ROWS=rows, UNITS=units, HELD=held, MORE=more,
+        early=True, num_warps=max(rows * units * unit.slots // (32 * config.thread), 1),
+    )  # fmt: skip
 
 
-@_operator(_empty_quant_slide)
+@operator(_empty_quant_slide)
 def _quant_slide(x: torch.Tensor, L: int, dtype: torch.dtype, row_multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
-    # looked up here and not in the public function: torch.compile needn't trace it
-    if dtype == torch.float8_e4m3fn and _INTERPRETED.value:
-        raise ValueError(f"dtype is {dtype}; it takes torch.int8 where kernels are interpreted")
-    if dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(x.device) < (8, 9):
-        name = torch.cuda.get_device_name(x.device)
-        raise ValueError(f"dtype is {dtype}, for GPUs of capability 8.9 or more; on {name} it takes torch.int8")
+    check_code_dtype(dtype, x.device)  # here, not in the public function: torch.compile needn't trace it
     q, scale = _empty_quant_slide(x, L, dtype, row_multiple)
     _launch_quant_slide(x, q, scale, L)
     return q, scale
 
 
+@planned()
+def quant_slide(x, L=8, dtype=torch.int8, *, row_multiple=1):
+    """Quantizes every row of x with one scale and slides the codes, in one kernel.
+
+    x: [M, K] float16, bfloat16 or float32, any strides (copied first where rows are not contiguous). L: 4, 6, 8 or 10.
+    dtype: torch.int8, or torch.float8_e4m3fn where `quantize_per_token` takes it. row_multiple: rows of zeros are added
+    up to a multiple of it, at most 65536 (cuSPARSELt takes 16).
+    Returns codes [M, C], C = ceil(K / L) * (2L - 4) rounded up to a multiple of 32, and scale, float32 [M, 1]: those of
+    `quantize_per_token`, the codes as `slide` lays them out; zero, NaN and Inf as there.
+    Bit-equal to `quant_slide_ref`, on the GPU and interpreted. Raises ValueError for bad arguments.
+    """
+    check_tensor("x", x, FLOATS, "[M, K]")
+    check_one_of("L", L, tuple(_UNITS))
+    check_one_of("dtype", dtype, tuple(LIMITS))
+    check_integer("row_multiple", row_multiple, 1, _MOST_ROWS)
+    return _quant_slide(x.detach(), L, dtype, row_multiple)
+
+
 def _as_groups(x, L):
     """[..., K] -> a copy [..., groups, L], filled up with zeros."""
-    groups = _cdiv(x.shape[-1], L)
+    groups = cdiv(x.shape[-1], L)
     padded = x.new_zeros((*x.shape[:-1], groups * L))
     padded[..., : x.shape[-1]] = x
     return padded.unflatten(-1, (groups, L))
@@ -373,7 +293,7 @@ def _empty_slide_weight(w, L):
 
 
 # an operator: torch.compile couldn't trace what depends on the weight's values
-@_operator(_empty_slide_weight)
+@operator(_empty_slide_weight, launches=False)
 def _slide_weight(w: torch.Tensor, L: int) -> torch.Tensor:
     groups = _as_groups(w, L)
     out = w.new_zeros((w.shape[0], _slid_columns(w.shape[1], L)))
@@ -393,27 +313,6 @@ def _slide_weight(w: torch.Tensor, L: int) -> torch.Tensor:
     return out
 
 
-def quant_slide(x, L=8, dtype=torch.int8, *, row_multiple=1):
-    """Quantizes every row of x with one scale and slides the codes, in one kernel.
-
-    x: [M, K] float16, bfloat16 or float32, any strides (copied first where rows are not contiguous). L: 4, 6, 8 or 10.
-    dtype: torch.int8, or torch.float8_e4m3fn where `quantize_per_token` takes it. row_multiple: rows of zeros are added
-    up to a multiple of it (cuSPARSELt takes 16).
-    Returns codes [M, C], C = ceil(K / L) * (2L - 4) rounded up to a multiple of 32, and scale, float32 [M, 1]: those of
-    `quantize_per_token`, the codes as `slide` lays them out; zero, NaN and Inf as there.
-    Bit-equal to `quant_slide_ref`, on the GPU and interpreted. Raises ValueError for bad arguments.
-    """
-    _check_tensor("x", x, _FLOATS)
-    if x.ndim != 2:
-        raise ValueError(f"x has shape {list(x.shape)}; it takes [M, K]")
-    _check_L(L)
-    if not isinstance(dtype, torch.dtype) or dtype not in _QMAX:
-        raise ValueError(f"dtype is {dtype!r}; it takes {', '.join(map(str, _QMAX))}")
-    if type(row_multiple) is not int or row_multiple < 1:
-        raise ValueError(f"row_multiple is {row_multiple!r}; it takes an integer of at least 1")
-    return _quant_slide(x.detach(), L, dtype, row_multiple)
-
-
 def slide(x, L=8):
     """The windows of x, side by side.
 
@@ -421,10 +320,8 @@ def slide(x, L=8):
     Returns x's dtype, [..., C]: ceil(K / L) * (2L - 4) columns and zeros up to a multiple of 32. Raises ValueError for
     bad arguments.
     """
-    _check_matrix_of("x", x, (*_FLOATS, *_QMAX))
-    if x.ndim == 0:
-        raise ValueError("x has shape []; it takes [..., K]")
-    _check_L(L)
+    check_data("x", x, (*FLOATS, *LIMITS), "[..., K]")
+    check_one_of("L", L, tuple(_UNITS))
     x = x.detach()
     bits = x.view(torch.int8) if x.dtype == torch.float8_e4m3fn else x
     windows = _as_groups(bits, L).unfold(-1, 4, 2).flatten(-3)
@@ -440,10 +337,8 @@ def slide_weight(w, L=8):
     are not zero. L: 4, 6, 8 or 10. Returns w's dtype, [N, C], C as in `slide`: each value once, at most 2 in 4 columns.
     Raises ValueError for bad arguments, and where L columns hold more than L - 2 values.
     """
-    _check_matrix_of("w", w, (*_FLOATS, *_QMAX))
-    if w.ndim != 2:
-        raise ValueError(f"w has shape {list(w.shape)}; it takes [N, K]")
-    _check_L(L)
+    check_data("w", w, (*FLOATS, *LIMITS), "[N, K]")
+    check_one_of("L", L, tuple(_UNITS))
     if w.dtype == torch.float8_e4m3fn:
         # its bits, with one zero: torch compares and adds no float8
         bits = w.detach().view(torch.int8)
@@ -457,10 +352,8 @@ def prune_slide(w, L=8):
     w: [N, K] float16, bfloat16, float32 or int8, on any device. The last group of a row counts as filled up with zeros.
     L: 4, 6, 8 or 10. Returns w's shape and dtype. NaN counts as largest. Raises ValueError for bad arguments.
     """
-    _check_matrix_of("w", w, (*_FLOATS, torch.int8))
-    if w.ndim != 2:
-        raise ValueError(f"w has shape {list(w.shape)}; it takes [N, K]")
-    _check_L(L)
+    check_data("w", w, (*FLOATS, torch.int8), "[N, K]")
+    check_one_of("L", L, tuple(_UNITS))
     groups = _as_groups(w.detach(), L)
     # as integers, so that what is out is larger than any of them, Inf and NaN too
     magnitudes = groups.float().abs().view(torch.int32).clamp(max=0x7F800001)
@@ -470,22 +363,10 @@ def prune_slide(w, L=8):
     return pruned.flatten(1)[:, : w.shape[1]].contiguous()
 
 
-def _quantize_ref(x, dims, dtype=torch.int8):
-    """float32 blocks -> codes and scale (its reduced dimensions kept), for blocks that span dims."""
-    qmax, smallest = _QMAX[dtype]
-    absmax = x.abs().amax(dims, keepdim=True)
-    usable = (absmax >= smallest) & absmax.isfinite()
-    # a division by tensors; qmax / absmax would be a reciprocal and a product, and absmax / qmax a product on CUDA
-    values = torch.where(usable, x * (torch.full_like(absmax, qmax) / absmax), 0)
-    codes = (values.round() if dtype == torch.int8 else values).to(dtype)
-    scale = absmax / torch.full_like(absmax, qmax)
-    return codes, torch.where(usable, scale, torch.where(absmax.isfinite(), 0, torch.nan))
-
-
 def quant_slide_ref(x, L=8, dtype=torch.int8, *, row_multiple=1):
     M, K = x.shape
     # one column of zeros more: a row without columns has no maximum
-    codes, scale = _quantize_ref(torch.nn.functional.pad(x.detach().float(), (0, 1)), -1, dtype)
+    codes, scale = quantize_ref(torch.nn.functional.pad(x.detach().float(), (0, 1)), -1, dtype)
     q = slide_ref(codes[:, :K].view(torch.int8), L)
     return torch.nn.functional.pad(q, (0, 0, 0, -M % row_multiple)).view(dtype), scale
 

@@ -1,0 +1,257 @@
+"""What stands around every kernel: the checks of arguments, the torch operator, the launch.
+
+    act_quant(x)                 a public function checks its arguments,
+      qk::act_quant              calls an operator, which is what torch.compile, torch.export and modes see,
+        launch(kernel, ...)      and that launches, on the tensors' device and stream, or in the interpreter
+
+`qk/plans.py` makes the second call of the same kind shorter.
+"""
+
+import functools
+import itertools
+import os
+import threading
+from typing import NamedTuple
+
+import torch
+import triton
+
+from .numerics import INTERPRETED, gdc_wait
+from .plans import planned_operator, recording
+
+if triton.__version__.startswith("3.4."):
+    raise ImportError(
+        f"Triton {triton.__version__} miscompiles kernels (it merges the two results of tl.split). Take the torch and "
+        "Triton of another release: pip install 'torch>=2.7,!=2.8.*' 'triton>=3.3,!=3.4.*'"
+    )
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+BLOCKS = (32, 64, 128, 256)
+SCALE_LAYOUTS = ("row", "column")
+LARGEST_INT32_K = 133144  # columns that int32 sums of int8 products hold: 127 * 127 * K < 2**31
+
+
+def listed(choices):
+    *first, last = [str(choice) for choice in choices]
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def check_one_of(name, value, choices, note=""):
+    # not `value in choices`: True is 1, and an array compares element by element
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        texts = [str(choice) if isinstance(choice, torch.dtype) else repr(choice) for choice in choices]
+        raise ValueError(f"{name} is {value!r}; it takes {listed(texts)}{note}")
+
+
+def check_integer(name, value, least, most=None):
+    ok = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+    if not ok or value < least or (most is not None and value > most):
+        takes = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
+        raise ValueError(f"{name} is {value!r}; it takes {takes}")
+
+
+def check_data(name, x, dtypes, shape=None):
+    """A dense tensor on any device. shape: its sizes, or text such as "[..., K]" or "[N, K]" that stands for some."""
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"{name} is a {type(x).__name__}; it takes a tensor")
+    if x.dtype not in dtypes:
+        raise ValueError(f"{name} has dtype {x.dtype}; it takes {listed(dtypes)}")
+    if x.layout != torch.strided or x.is_nested:
+        layout = "nested" if x.is_nested else x.layout
+        raise ValueError(f"{name} has layout {layout}; it takes torch.strided")
+    if isinstance(x, torch.nn.parameter.UninitializedTensorMixin):
+        raise ValueError(f"{name} is an uninitialized parameter; it takes a tensor that has a shape")
+    if isinstance(shape, str):
+        ok = x.ndim > 0 if "..." in shape else x.ndim == shape.count(",") + 1
+    else:
+        ok = shape is None or list(x.shape) == list(shape)
+    if not ok:
+        takes = shape if isinstance(shape, str) else list(shape)
+        raise ValueError(f"{name} has shape {list(x.shape)}; it takes {takes}")
+
+
+def check_tensor(name, x, dtypes, shape=None, like=None):
+    """As `check_data`, of what kernels can take. like: (name, tensor) of another argument, whose device it shares."""
+    check_data(name, x, dtypes, shape)
+    if x.device.type not in ("cuda", "cpu"):
+        takes = "a CUDA tensor, or a CPU tensor where kernels are interpreted"
+        raise ValueError(f"{name} is on {x.device}; it takes {takes}")
+    if x.device.type == "cpu" and not INTERPRETED.value:
+        raise ValueError(
+            f"{name} is on the CPU, and this process compiles its kernels: it takes a CUDA tensor. To interpret them, "
+            "on the CPU, start Python with TRITON_INTERPRET=1"
+        )
+    if like is not None:
+        other, tensor = like
+        if x.device != tensor.device:
+            raise ValueError(f"{name} is on {x.device}; it takes {other}'s device, {tensor.device}")
+        if not torch.compiler.is_compiling():  # where all are fake, and look real
+            if getattr(x, "fake_mode", None) is not getattr(tensor, "fake_mode", None):
+                raise ValueError(f"{name} is a {type(x).__name__}; it takes what {other} is, a {type(tensor).__name__}")
+
+
+def check_code_dtype(dtype, device):
+    """That kernels on this device can write codes of a dtype, which is int8 or float8_e4m3fn."""
+    if dtype == torch.int8:
+        return
+    if INTERPRETED.value:
+        raise ValueError(f"dtype is {dtype}; it takes torch.int8 where kernels are interpreted")
+    if gpu(device).capability < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(f"dtype is {dtype}, for GPUs of capability 8.9 or more; on {name} it takes torch.int8")
+
+
+def cdiv(x, y):
+    """Quotient rounded up. triton.cdiv, outside a kernel, takes longer than many a check: 4 us on Triton 3.6."""
+    return -(-x // y)
+
+
+def next_power_of_2(x):
+    return 1 << max(x - 1, 0).bit_length()
+
+
+def as_matrix(x):
+    """[..., K] -> [M, K]; copies only where the leading dimensions can't be merged."""
+    return x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def with_contiguous_rows(x):
+    """[..., K] -> [M, K] with contiguous rows; copies where there is no such view."""
+    x = as_matrix(x)
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def empty_scale(x, groups, layout):
+    """Room for the scales of x [..., K], float32 [..., groups]. "column": those of a group lie side by side."""
+    leading = x.shape[:-1]
+    if layout == "row":
+        return x.new_empty((*leading, groups), dtype=torch.float32)
+    return x.new_empty((groups, *leading), dtype=torch.float32).movedim(0, -1)
+
+
+class TileConfig(NamedTuple):
+    """How a kernel that goes through a matrix tile by tile is launched."""
+
+    elements: int  # of a tile
+    columns: int  # of it, at most
+    thread: int  # elements of a tile that a thread holds
+    held: int = 1  # tiles that a program holds at most
+
+
+def tile_shape(columns, config, narrowest, tallest=None):
+    """-> rows and columns of a tile, and the warps of its program."""
+    block = max(min(next_power_of_2(columns), config.columns), narrowest)
+    rows = max(config.elements // block, 1)
+    rows = min(rows, tallest or rows)
+    return rows, block, max(rows * block // (32 * config.thread), 1)
+
+
+# What they registered goes with them, so a module that is loaded again keeps those of before.
+_LIBRARIES = globals().get("_LIBRARIES", [])
+
+
+def operator(fake, *depends, launches=True):
+    """Makes a function the torch operator <namespace>::<name>; `fake` returns its empty outputs, for torch.compile too.
+
+    It keeps plans, unless it does other things than launch. depends: as of `planned`.
+
+    The namespace is qk in the package, and the module's own name in a copy, so that the two run side by side. A module
+    that is loaded again gets one with a number.
+    """
+
+    def register(function):
+        name = function.__name__.lstrip("_")
+        package = __name__.removesuffix(".host").replace(".", "_")
+        for number in itertools.count(1):
+            namespace = package if number == 1 else f"{package}_{number}"
+            if not torch._C._jit_get_schemas_for_operator(f"{namespace}::{name}"):
+                break
+        library = torch.library.Library(namespace, "FRAGMENT")
+        library.define(name + torch.library.infer_schema(function, mutates_args=()))
+        implementation = planned_operator(function, depends) if launches else function
+        library.impl(name, implementation, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
+        overload = getattr(getattr(torch.ops, namespace), name).default
+        _LIBRARIES.append(library)
+        return overload
+
+    return register
+
+
+class Gpu(NamedTuple):
+    capability: tuple
+    multiprocessors: int
+
+    @property
+    def arch(self):
+        """90 for capability 9.0"""
+        return 10 * self.capability[0] + self.capability[1]
+
+
+@functools.cache
+def gpu(device):
+    """What kernels are launched on; the interpreter counts as capability 8.0."""
+    if INTERPRETED.value:
+        return Gpu((8, 0), 1)
+    return Gpu(torch.cuda.get_device_capability(device), torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _overlaps(device):
+    """Whether a kernel can start before the end of the one before it: programmatic dependent launch, since Hopper."""
+    return gdc_wait is not None and gpu(device).capability >= (9, 0)
+
+
+def launch(device, kernel, grid, *args, early=None, **options):
+    """kernel[grid](*args, **options) on the device of its tensors and its current stream, or in the interpreter.
+
+    No product and sum become one fma that the kernel doesn't name. early: None for a kernel without EARLY; true lets it
+    start before the end of the kernel before, where the GPU can: it must call `numerics.wait_if_early` first.
+    """
+    options["enable_fp_fusion"] = False
+    if early is not None:
+        options["EARLY"] = early = bool(early) and not INTERPRETED.value and _overlaps(device)
+        if early:
+            options["launch_pdl"] = True
+    if INTERPRETED.value:
+        return _interpret(kernel, grid, args, options)
+    with torch.cuda.device(device):
+        compiled = kernel[grid](*args, **options)
+    if (record := recording()) is not None:
+        record.launches.append((kernel, compiled, grid, args, options))
+
+
+def temporary(x, shape, dtype):
+    """An empty tensor on x's device that lives as long as the call: a plan allocates it too."""
+    out = x.new_empty(shape, dtype=dtype)
+    if (record := recording()) is not None:
+        record.temporaries.append(out)
+    return out
+
+
+def _interpret(kernel, grid, args, options):
+    interpreter = triton.runtime.interpreter
+    # numpy would warn of overflow, and of Inf - Inf; the interpreter keeps the grid in a global variable
+    with interpreter._qk_lock, interpreter.np.errstate(all="ignore"):
+        try:
+            kernel[grid](*args, **options)
+        except Exception as error:
+            version = interpreter.np.__version__
+            if _numbers(version) >= (2, 4) and _numbers(triton.__version__) < (3, 7):
+                raise RuntimeError(
+                    f"numpy {version} breaks the interpreter of Triton {triton.__version__}: pip install 'numpy<2.4'"
+                ) from error
+            raise
+
+
+def _numbers(version):
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+def _new_lock():
+    # a place that copies of this module share
+    triton.runtime.interpreter._qk_lock = threading.RLock()
+
+
+if INTERPRETED.value and not hasattr(triton.runtime.interpreter, "_qk_lock"):
+    _new_lock()
+    os.register_at_fork(after_in_child=_new_lock)  # another thread of the parent may have held it
