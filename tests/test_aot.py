@@ -11,6 +11,7 @@ import pytest
 
 import qk
 from qk import aot
+from qk.aot import __main__ as command
 
 ARCHS = (75, 80, 89, 90)
 
@@ -108,7 +109,6 @@ def test_no_kernel_is_left_out(sweep):
     in_rooms = {
         name
         for room in Path(qk.__file__).parent.glob("*.py")
-        if room.name != "aot.py"
         for name in re.findall(r"^def (\w+_kernel)\(", room.read_text(), re.M)
     }
     _, rows = sweep
@@ -126,12 +126,11 @@ def test_kernels_that_are_wrong_are_found(tmp_path):
     (tmp_path / "planted.py").write_text(ROOM)
     script = f"""
 import sys
-from qk import aot
+from qk.aot.__main__ import main
 import planted
 sys.modules["qk.planted"] = planted
 cases = {[(call, least) for call, (least, _) in CASES.items()]}
-aot.CASES = {{"planted": lambda arch: cases}}
-sys.exit(aot.main(["--arch", "89", "--json", sys.argv[1]]))
+sys.exit(main(["--arch", "89", "--json", sys.argv[1]], {{"planted": lambda arch: cases}}))
 """
     file = tmp_path / "rows.json"
     done = _run(["-c", script, str(file)], PYTHONPATH=str(tmp_path), **aot.ENVIRONMENT)
@@ -151,5 +150,55 @@ def test_a_good_case_alone_ends_with_0_and_leaves_what_was_made(tmp_path):
 
 
 def test_arguments_that_choose_nothing_fail():
-    assert _run(["-m", "qk.aot", "--only", "no such case"]).returncode == 1
-    assert _run(["-m", "qk.aot", "--arch", "70"]).returncode == 2
+    assert _run(["-m", "qk.aot", "--only", "no such case"], **aot.ENVIRONMENT).returncode == 1
+
+
+TAKES = "75,80,86,89,90,100,120"
+REFUSED = {
+    "no process": (["--jobs", "0"], "--jobs: '0'; it takes a number of processes, 1 or more"),
+    "less than no process": (["--jobs=-2"], "--jobs: '-2'; it takes"),
+    "no number of processes": (["--jobs", "many"], "--jobs: 'many'; it takes"),
+    "half a process": (["--jobs", "0.5"], "--jobs: '0.5'; it takes"),
+    "a GPU that Triton can't serve": (["--arch", "70"], f"--arch: '70'; it takes one or more of {TAKES}"),
+    "no capability": (["--arch", "foo"], f"--arch: 'foo'; it takes one or more of {TAKES}"),
+    "none": (["--arch", ""], f"--arch: ''; it takes one or more of {TAKES}"),
+    "one of two": (["--arch", "90,"], f"--arch: '90,'; it takes one or more of {TAKES}"),
+    "a broken pattern": (["--only", "["], r"--only: '\['; it takes a regular expression \(unterminated"),
+    "no folder to write in": (["--json", "none/rows.json"], "can't write to none/rows.json: No such file"),
+    "a folder to write": (["--json", "folder"], "can't write to folder: Is a directory"),
+    "a file to keep things in": (["--keep", "notes.txt"], "can't write to notes.txt: File exists"),
+    "a file above the folder": (["--keep", "notes.txt/kept"], "can't write to notes.txt/kept: Not a directory"),
+    "a folder that takes no files": (["--keep", "/proc"], "can't write to /proc"),
+    "one bad argument of two": (["--json", "notes.txt", "--arch", "70"], "--arch: '70'"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
+def test_bad_arguments_are_refused_before_the_work(arguments, message, tmp_path, monkeypatch, capsys):
+    (tmp_path / "notes.txt").write_text("notes")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "call", lambda *_, **__: pytest.fail("the work has begun"))
+    with pytest.raises(SystemExit) as exit:
+        command.main(arguments)
+    assert exit.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["folder", "notes.txt"]
+    assert (tmp_path / "notes.txt").read_text() == "notes"
+
+
+def test_good_arguments_are_handed_to_a_process_that_compiles(tmp_path, monkeypatch):
+    handed = []
+    monkeypatch.setenv("QK_BACKEND", "interpret")
+    monkeypatch.setattr(subprocess, "call", lambda command, env: handed.append((command, env)) or 7)
+    keep = tmp_path / "new" / "kept"
+    file = keep / "rows.json"
+    arguments = ["--arch", "75, 90", "--jobs", "1", "--only", "int4", "--keep", str(keep), "--json", str(file)]
+    assert command.main(arguments) == 7
+    ((call, environment),) = handed
+    assert call == [sys.executable, "-m", "qk.aot", *arguments]
+    assert environment.items() >= aot.ENVIRONMENT.items()
+    assert keep.is_dir() and not file.exists()
+    # what is there stays until there is something better
+    file.write_text("old rows")
+    assert command.main(arguments) == 7 and file.read_text() == "old rows"

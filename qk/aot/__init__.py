@@ -1,6 +1,6 @@
 """Compiles every kernel for every GPU, on a machine that needs none: `python -m qk.aot`.
 
-A case (qk/aot_cases.py lists them) is a call of a function on tensors that have a shape and no data. Whatever it
+A case (qk/aot/cases.py lists them) is a call of a function on tensors that have a shape and no data. Whatever it
 launches is compiled as a launch on that GPU would be (same constants, divisibility hints, warps), and not run. One line
 a kernel is printed: registers of a thread, bytes it spills, shared memory of a block against what the GPU has, matrix
 instruction.
@@ -11,7 +11,6 @@ ends with 1 if a kernel does not compile, does not fit its GPU, spills, lacks an
 is launched early and doesn't wait first.
 """
 
-import argparse
 import collections
 import contextlib
 import importlib
@@ -22,7 +21,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import types
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -34,10 +32,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from qk.aot_cases import CASES
+from qk.gemm_epilogue import Problem
 
 # capability -> a GPU of it, its multiprocessors, and the shared memory of a block in KiB
-_GPUS = {
+GPUS = {
     75: ("Tesla T4", 40, 64),
     80: ("NVIDIA A100-SXM4-40GB", 108, 163),
     86: ("NVIDIA GeForce RTX 3090", 82, 99),
@@ -66,7 +64,7 @@ _INSTRUCTIONS = {
 }
 # what may touch memory that another kernel writes or reads
 _ACCESS = re.compile(r"\b(?:ld|st|atom|red)\.(?:\w+\.)*global\b|\bcp\.(?:async|reduce)\b")
-_GLOBAL_ACCESS = re.compile(r"\b(ld|st)\.global(?:\.(?!v\d|[bfsu]\d)[\w:]+)*(?:\.v(\d))?\.[bfsu](\d+)")
+_GLOBAL_ACCESS = re.compile(r"(ld|st)\.global(?:\.(?!v\d|[bfsu]\d)[\w:]+)*(?:\.v(\d))?\.[bfsu](\d+)")
 
 
 class _Empty:
@@ -79,13 +77,15 @@ class _Empty:
         return torch.empty(shape, dtype=self.dtype, device="meta")
 
 
-_TENSORS = {
+# what a case can name besides what is in its room
+_NAMES = {
     "f16": _Empty(torch.float16),
     "bf16": _Empty(torch.bfloat16),
     "f32": _Empty(torch.float32),
     "i8": _Empty(torch.int8),
     "i32": _Empty(torch.int32),
     "u8": _Empty(torch.uint8),
+    "Problem": Problem,
 }
 
 
@@ -108,7 +108,7 @@ class _Driver:
 _compiled = []  # by the launches of this process
 
 
-def _prepare():
+def prepare():
     """Launches now compile only; Triton and torch have started when this returns, so that processes can split off."""
     # A tensor on the meta device has no data; rooms, and only they, see it on a GPU. Allocators align to more than a
     # kernel asks for, and a view is where its offset puts it.
@@ -127,7 +127,7 @@ def _prepare():
     JITFunction.run = compile_only
     _pretend(80)
     with _RunOperators():
-        _warm_up_kernel[(1,)](_TENSORS["f32"](1), enable_fp_fusion=False)
+        _warm_up_kernel[(1,)](_NAMES["f32"](1), enable_fp_fusion=False)
     _compiled.clear()
 
 
@@ -138,7 +138,7 @@ def _warm_up_kernel(x_ptr):
 
 def _pretend(arch):
     """From now on this process has a GPU of capability `arch`, as far as launchers can see."""
-    name, multiprocessors, shared = _GPUS[arch]
+    name, multiprocessors, shared = GPUS[arch]
     major, minor = divmod(arch, 10)
     properties = types.SimpleNamespace(
         name=name,
@@ -164,10 +164,15 @@ class _RunOperators(TorchDispatchMode):
 
 
 def _count(ptx):
-    counts = {name: len(re.findall(rf"\b(?:{pattern})", ptx)) for name, pattern in _INSTRUCTIONS.items()}
-    for access, vector, bits in _GLOBAL_ACCESS.findall(ptx):
-        name = f"{access}.global.{int(vector or 1) * int(bits)}"
-        counts[name] = counts.get(name, 0) + 1
+    counts = collections.Counter(dict.fromkeys(_INSTRUCTIONS, 0))
+    # a program is long, and has some dozens of different instructions
+    for instruction, n in collections.Counter(re.findall(r"\b[a-z]\w*\.[\w.:]+", ptx)).items():
+        for name, pattern in _INSTRUCTIONS.items():
+            if re.match(pattern, instruction):
+                counts[name] += n
+        if access := _GLOBAL_ACCESS.match(instruction):
+            kind, vector, bits = access.groups()
+            counts[f"{kind}.global.{int(vector or 1) * int(bits)}"] += n
     return {name: n for name, n in counts.items() if n}
 
 
@@ -197,7 +202,8 @@ def _wanted(least, row):
     return counts
 
 
-def _tool(name, *args):
+def tool(name, *args):
+    """What one of Triton's NVIDIA tools prints."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     return subprocess.run([tool, *args], capture_output=True, text=True, check=True).stdout
 
@@ -207,7 +213,7 @@ def _describe(kernel, arch, stem):
     for kind, text in kernel.asm.items():
         if isinstance(text, (str, bytes)):
             Path(f"{stem}.{kind}").write_bytes(text if isinstance(text, bytes) else text.encode())
-    usage = _tool("cuobjdump", "-res-usage", f"{stem}.cubin")
+    usage = tool("cuobjdump", "-res-usage", f"{stem}.cubin")
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     counts = _count(kernel.asm["ptx"])
     row = {
@@ -222,7 +228,7 @@ def _describe(kernel, arch, stem):
         "registers": registers,
         "spilled": stack,
         "shared": kernel.metadata.shared,
-        "shared_limit": _GPUS[arch][2] << 10,
+        "shared_limit": GPUS[arch][2] << 10,
         "matrix": _matrix_instruction(counts, str(kernel.asm.get("ttir", ""))),
         "instructions": counts,
         "problems": [],
@@ -245,7 +251,7 @@ def _compile_case(room, call, least, arch, stem, log):
     os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"  # its warnings
     _pretend(arch)
     with _RunOperators():
-        eval(call, {**vars(importlib.import_module(f"qk.{room}")), **_TENSORS})
+        eval(call, {**vars(importlib.import_module(f"qk.{room}")), **_NAMES})
     if not _compiled:
         raise RuntimeError("no kernel was launched")
     rows = [_describe(kernel, arch, f"{stem}-{i}") for i, kernel in enumerate(_compiled)]
@@ -266,7 +272,7 @@ def _reason(log, exitcode):
     return " | ".join(dict.fromkeys([*telling[:3], *lines[-1:], how]))
 
 
-def _compile_all(tasks, jobs, folder):
+def compile_all(tasks, jobs, folder):
     """Yields the rows of each (room, call, least, arch), in order; a process each, since a failed assertion ends it."""
     fork = multiprocessing.get_context("fork")
     waiting, running, done, following = collections.deque(enumerate(tasks)), {}, {}, 0
@@ -293,70 +299,3 @@ def _compile_all(tasks, jobs, folder):
         while following in done:
             yield done.pop(following)
             following += 1
-
-
-def _line(row):
-    case = f"{row['room']}.{row['case']}: {row['kernel']}"
-    if "registers" not in row:
-        line = f"{row['arch']:4} {case}"
-    else:
-        widest = [
-            max((int(name[10:]) for name in row["instructions"] if name.startswith(f"{access}.global.")), default=0)
-            for access in ("ld", "st")
-        ]
-        line = (
-            f"{row['arch']:4} {row['warps']:5} {row['registers']:4} {row['spilled']:6} "
-            f"{row['shared']:7} /{row['shared_limit']:7} {widest[0]:4} {widest[1]:5} {row['matrix']:>7}  {case}"
-        )
-    return line + "".join(f"\n     PROBLEM: {problem}" for problem in row["problems"])
-
-
-def main(argv=None):
-    """Compiles, prints, and returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m qk.aot", description=__doc__.split("\n")[0])
-    parser.add_argument("--arch", default=",".join(map(str, _GPUS)), help="capabilities, such as 75,90 (default: all)")
-    parser.add_argument("--only", default="", metavar="REGEX", help="cases in which this is found, as room.call(...)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time (default: %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write all rows, with instruction counts, here")
-    parser.add_argument("--keep", metavar="DIR", help="leave Triton's stages, PTX, cubin and SASS here")
-    options = parser.parse_args(argv)
-    if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):
-        # this process has settled how it runs kernels; a child gets it right from the start
-        command = [sys.executable, "-m", "qk.aot", *(sys.argv[1:] if argv is None else argv)]
-        return subprocess.call(command, env={**os.environ, **ENVIRONMENT})
-
-    archs = [int(arch) for arch in options.arch.split(",")]
-    if unknown := set(archs) - set(_GPUS):
-        parser.error(f"--arch has {sorted(unknown)}; it takes {', '.join(map(str, _GPUS))}")
-    tasks = [
-        (room, call, least, arch)
-        for arch in archs
-        for room, cases in CASES.items()
-        for call, least in cases(arch)
-        if re.search(options.only, f"{room}.{call}")
-    ]
-    print(
-        f"Triton {triton.__version__}\n  sm warps regs  spill  shared /  limit load store  matrix  kernel", flush=True
-    )
-    rows = []
-    with tempfile.TemporaryDirectory() as scratch:
-        os.environ["TRITON_CACHE_DIR"] = os.path.join(scratch, "cache")
-        _prepare()
-        folder = Path(options.keep or scratch)
-        folder.mkdir(parents=True, exist_ok=True)
-        for case_rows in _compile_all(tasks, options.jobs, folder):
-            for row in case_rows:
-                print(_line(row), flush=True)
-            rows += case_rows
-        if options.keep:
-            for cubin in folder.glob("*.cubin"):
-                cubin.with_suffix(".sass").write_text(_tool("cuobjdump", "-sass", cubin))
-    if options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
-    bad = sum(bool(row["problems"]) for row in rows)
-    print(f"{len(rows)} kernels for {len(archs)} GPUs, {bad} with problems")
-    return 1 if bad or not rows else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,9 +1,9 @@
 """What `python -m qk.aot` compiles: for each room and capability, calls of its functions.
 
-A case is a call as text, evaluated with the names of the room, and with f16(8192, 2048), bf16, f32, i8, i32 and u8 for
-tensors; and the least count of each instruction that one of the kernels it launches must have. "tile" is what the tile
-of the kernel takes in one round of its loop; of names with | between them, one will do. All configurations that the
-rooms' tables can choose are among them.
+A case is a call as text, evaluated with the names of the room, with f16(8192, 2048), bf16, f32, i8, i32 and u8 for
+tensors, and with the GEMMs' Problem; and the least count of each instruction that one of the kernels it launches must
+have. "tile" is what the tile of the kernel takes in one round of its loop; of names with | between them, one will do.
+All configurations that the rooms' tables can choose are among them.
 """
 
 from qk import gemm_sm90
@@ -106,39 +106,39 @@ def _gemm_sm75_cases(arch):
     for M, products in (16, 8), (4096, 32):
         # pieces of 8 x 8 outputs and 128 columns of K, eight instructions each
         least = {"mma": 8 * products}
-        yield f"int8_gemm_sm75({_gemm_operands(M, 128)}, f16({M}, 4096))", least
+        operands = _gemm_operands(M, 128)
+        yield f"int8_gemm_sm75(Problem({operands}, None, f16({M}, 4096)))", least
         if arch != 75:
             return  # elsewhere it runs for tests only
         for out_block in 32, 64, 128, 256:
-            call = f"{_gemm_operands(M, 128)}, i8({M}, 4096), f32({M}, {4096 // out_block}), f16(4096)"
-            yield f"int8_gemm_sm75({call}, activation='gelu', out_block_size={out_block})", least
-        yield f"int8_gemm_sm75({_gemm_operands(M, 128)}, bf16({M}, 4096), None, bf16(4096))", least
+            out = f"i8({M}, 4096), f32({M}, {4096 // out_block}), 128, {out_block}, 'gelu'"
+            yield f"int8_gemm_sm75(Problem({operands}, f16(4096), {out}))", least
+        yield f"int8_gemm_sm75(Problem({operands}, bf16(4096), bf16({M}, 4096)))", least
         # with a float32 output and bias, the smaller tile at any M
-        yield f"int8_gemm_sm75({_gemm_operands(M, 128)}, f32({M}, 4096), None, f32(4096))", {"mma": 64}
+        yield f"int8_gemm_sm75(Problem({operands}, f32(4096), f32({M}, 4096)))", {"mma": 64}
 
 
 def _gemm_sm90_cases(arch):
     if arch != 90 or not gemm_sm90.AVAILABLE:
         return
     for config, products in ("wide", 4), ("narrow", 2):
+
+        def call(block, bias, out, options="", config=config):
+            return f"int8_gemm_sm90(Problem({_gemm_operands(4096, block)}, {bias}, {out}{options}), '{config}')"
+
         # of 64 x 128 outputs and 128 columns of K, for each of two warpgroups, four instructions each
         least = {"wgmma": 8 * products, "cp.async.bulk": 4}
         for block in 128, None:
-            call = (
-                f"int8_gemm_sm90({_gemm_operands(4096, block)}, {{}}(4096, 4096), block_size={block}, config='{config}'"
-            )
-            yield f"{call.format('f16')})", least
-            yield f"{call.format('f32')}, bias=f16(4096), activation='gelu')", least
-        for out, options in ("f16", ""), ("bf16", ", bias=f16(4096)"), ("f32", ", bias=f32(4096), activation='silu'"):
-            call = f"int8_gemm_sm90({_gemm_operands(4096, 128)}, {out}(4096, 4096), config='{config}', exact=False"
-            yield f"{call}{options})", least
+            yield call(block, None, "f16(4096, 4096)", f", block_size={block}"), least
+            yield call(block, "f16(4096)", "f32(4096, 4096)", f", block_size={block}, activation='gelu'"), least
+        for bias, out, activation in (None, "f16", None), ("f16(4096)", "bf16", None), ("f32(4096)", "f32", "'silu'"):
+            yield call(128, bias, f"{out}(4096, 4096)", f", activation={activation}, exact=False"), least
         for out_block in 32, 64, 128, 256:
-            out = f"i8(4096, 4096), f32(4096, {4096 // out_block}), f16(4096)"
+            out = f"i8(4096, 4096), f32(4096, {4096 // out_block})"
             for block, exact in (128, True), (128, False), (None, True):
-                call = f"{_gemm_operands(4096, block)}, {out}, {block}, {out_block}, {exact}, 'gelu', '{config}'"
                 common = out_block == 128 or (block, exact) == (128, True)
                 if common and (out_block < 256 or config == "wide"):
-                    yield f"int8_gemm_sm90({call})", least
+                    yield call(block, "f16(4096)", out, f", {block}, {out_block}, 'gelu', {exact}"), least
 
 
 def _gelu_cases(arch):
@@ -151,7 +151,7 @@ def _gelu_cases(arch):
     yield "int8_gelu(i8(8192, 8191), f32(8192, 64))", {}
 
 
-def _dequant_bias_cases(arch):
+def _dequant_cases(arch):
     # few elements a thread, in words of 8 bytes or, of 32 bits, 16; the last has offsets beyond int32
     least = {"st.global.64": 1}
     for M, N, inputs in (1, 2560, "bf16"), (64, 3840, "bf16 f32"), (512, 2560, "bf16 f32"), (131072, 16384, "bf16"):
@@ -172,7 +172,7 @@ def _dequant_bias_cases(arch):
     yield "dequant_bias(bf16(1000000, 3), f32(1000000), f32(3), f32(3))", {}
 
 
-def _slide_cases(arch):
+def _sparsity_cases(arch):
     # L = 8 stores 24 words of a warp's 32 side by side; the others whole units, which are narrower than 16 bytes
     for L, least in (4, _LOADS | {"st.global.64": 1}), (6, {"st.global.64": 1}), (8, _LOADS), (10, _STORES):
         yield f"quant_slide(f16(16384, 18944), {L})", least
@@ -196,6 +196,6 @@ CASES = {
     "gemm_sm75": _gemm_sm75_cases,
     "gemm_sm90": _gemm_sm90_cases,
     "gelu": _gelu_cases,
-    "dequant_bias": _dequant_bias_cases,
-    "slide": _slide_cases,
+    "dequant": _dequant_cases,
+    "sparsity": _sparsity_cases,
 }

@@ -9,8 +9,7 @@ each with what it should compute, in plain torch. JOBS holds the jobs by name, T
     gelu, ffn      int8 GELU; a feed-forward layer and its fused epilogue
     sparse         quantization into 2:4 windows; linear layers, sparse and dense
 
-How they are measured stands in qk/bench.py. It imports this file, so this one can't import it: `python -m qk.bench`
-would load it twice.
+How they are measured stands in qk/bench/__init__.py.
 """
 
 import functools
@@ -22,37 +21,15 @@ from typing import NamedTuple
 import torch
 
 import qk
+from qk.bench import Case, json_value
+from qk.gemm_epilogue import Problem
+from qk.gemm_sm80 import Config, int8_gemm_sm80
 
-WORST_ERROR = 0.05  # a contender further off than this isn't timed: it computes something else
 JOBS = {}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int32": torch.int32}
 # M, N, K: squares, a layer, and ever fewer tokens
 _GEMMS = [(8192, 8192, 8192), (4096, 4096, 4096), (4096, 8192, 2048), (512, 14336, 4096), (128, 14336, 4096)]
 _GEMMS += [(16, 8192, 8192), (1, 8192, 8192)]
-
-
-class Case(NamedTuple):
-    """One operation at one shape, and who does it.
-
-    inputs() makes a set of random inputs. contenders: name -> (call, truth), both taking a set's tensors; truth gives
-    what the call should, in plain torch. bytes of a call: None counts the inputs and outputs. flops: 0 if not a GEMM.
-    restored() makes what is compared with the truth out of a result. activation_bytes: what the inputs hold besides
-    weights; if given, a row's `peak_bytes` is that and what a call allocates at most at a time.
-    limit: the error that --correctness lets qk have. seconds: how long to go on in rounds, if not told otherwise.
-    """
-
-    op: str
-    shape: tuple
-    dtype: torch.dtype
-    options: dict
-    inputs: Callable
-    contenders: dict
-    bytes: int | None = None
-    flops: int = 0
-    restored: Callable = lambda result: result
-    activation_bytes: int | None = None
-    limit: float = WORST_ERROR
-    seconds: float = 0.4
 
 
 def _job(function):
@@ -76,17 +53,8 @@ def _against_torch(call, eager):
     return {"qk": (call, eager), "eager": (eager, eager), "compile": (compiled, eager)}
 
 
-def json_value(value):
-    """A value as JSON can hold it: of a dtype, its name."""
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-
-
 def randn(*shape, dtype):
     return torch.randn(shape, dtype=dtype, device=qk.device())
-
-
-def randbytes(size):
-    return torch.randint(256, (size,), dtype=torch.uint8, device=qk.device())
 
 
 def random_matrix(shape, dtype):
@@ -235,24 +203,21 @@ def gemm():
         yield _gemm_case("int8_gemm", *shape, contenders)
 
 
-# from a first kernel to that of the package, a change at a time: entries as in gemm.py's _CONFIGS
+# from a first kernel to that of the package, a change at a time: entries as in gemm_sm80's _CONFIGS
+_FIRST = Config(128, 128, 128, unroll=1, group_m=1, warps=4, stages=1, programs=None)
 _RUNGS = {
-    "4 warps": (128, 128, 128, 1, 1, 4, 1, None),
-    "+ 8 warps": (128, 128, 128, 1, 1, 8, 1, None),
-    "+ L2 groups": (128, 128, 128, 1, 8, 8, 1, None),
-    "+ 3 stages": (128, 128, 128, 1, 8, 8, 3, None),
+    "4 warps": _FIRST,
+    "+ 8 warps": _FIRST._replace(warps=8),
+    "+ L2 groups": _FIRST._replace(warps=8, group_m=8),
+    "+ 3 stages": _FIRST._replace(warps=8, group_m=8, stages=3),
 }
 
 
 def _rung(config):
-    *sizes, num_warps, stages, programs = config
-    tile = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K", "UNROLL", "GROUP_M"), sizes, strict=True))
-
     def call(o):
-        a, a_s, b, b_s = o.int8
+        a, _, b, _ = o.int8
         out = a.new_empty((a.shape[0], b.shape[0]), dtype=torch.bfloat16)
-        forced = {"path": "pointers", "config": (tile, num_warps, stages, programs)}
-        qk.gemm._launch(a, a_s, b, b_s, out=out, out_scale=None, bias=None, block_size=128, **forced)
+        int8_gemm_sm80(Problem(*o.int8, None, out), descriptors=False, config=config)
         return out
 
     return call, lambda o: product(*o.int8)
@@ -451,33 +416,46 @@ def _candidates(tiles, unrolls, groups, warps, stages, programs):
     return [(*tile, 128, *others) for tile, *others in combinations]
 
 
-# What --tune times: for each kind of problem, shapes, and entries of the room's _CONFIGS
 _BF16, _FP32 = torch.bfloat16, torch.float32
 _LOW = [*itertools.product([1], [256, 512, 1024], [1, 2], [1, 2, 4]), (4, 256, 1, 4), (2, 512, 1, 4)]
 _HIGH = [*itertools.product([1], [512, 1024, 2048], [4, 8], [2, 4, 8]), (4, 256, 4, 4), (4, 256, 8, 4)]
 _FEW_TOKENS = _candidates([(16, 32), (16, 64)], [1, 2, 4], [1], [2, 4, 8], [3, 4], [None])
-_GEMM_TILES = {
-    "gemv": ([(1, 8192, 8192), (4, 8192, 8192)], _FEW_TOKENS),
-    "decode": ([(8, 8192, 8192), (16, 8192, 8192)], _FEW_TOKENS),
-    "small": (
-        [(128, 14336, 4096)],
-        _candidates([(64, 64), (128, 64), (64, 128), (128, 128)], [1], [8], [4, 8], [3, 4], [None, 2]),
-    ),
-    "large": (
-        [(8192, 8192, 8192), (4096, 4096, 4096)],
-        _candidates([(64, 128), (128, 64), (128, 128)], [1], [8, 16], [4, 8], [3, 4], [None, 2]),
-    ),
-}
-_DEQUANT_BIAS_TILES = {
-    "small": ([(1, 2560, _BF16), (1, 13824, _BF16), (1, 3840, _FP32), (4, 2560, _BF16)], _LOW),
-    "medium": ([(16, 2560, _BF16), (128, 3840, _BF16), (1024, 2560, _BF16), (512, 3840, _FP32)], _LOW),
-    "large": ([(2048, 2560, _BF16), (16384, 3840, _BF16), (16384, 13824, _BF16), (8192, 3840, _FP32)], _HIGH),
-}
-# job -> what makes a case of a shape, and the kinds
+
+
+class Tuned(NamedTuple):
+    """What --tune times."""
+
+    room: str  # whose _CONFIGS it is about
+    case_of: Callable  # makes a case of a shape
+    kinds: dict  # of problems: each the name of an entry -> (shapes, values of the fields of entries to try)
+    by_capability: bool = False  # whether _CONFIGS holds the entries of each capability
+
+
 TUNED = {
-    "gemm": (
+    "gemm": Tuned(
+        "gemm_sm80",
         lambda *shape: _gemm_case("int8_gemm", *shape, {"qk": _int8_gemm(path="portable")}),
-        _GEMM_TILES,
+        {
+            "gemv": ([(1, 8192, 8192), (4, 8192, 8192)], _FEW_TOKENS),
+            "decode": ([(8, 8192, 8192), (16, 8192, 8192)], _FEW_TOKENS),
+            "small": (
+                [(128, 14336, 4096)],
+                _candidates([(64, 64), (128, 64), (64, 128), (128, 128)], [1], [8], [4, 8], [3, 4], [None, 2]),
+            ),
+            "large": (
+                [(8192, 8192, 8192), (4096, 4096, 4096)],
+                _candidates([(64, 128), (128, 64), (128, 128)], [1], [8, 16], [4, 8], [3, 4], [None, 2]),
+            ),
+        },
+        by_capability=True,
     ),
-    "dequant_bias": (dequant_bias_case, _DEQUANT_BIAS_TILES),
+    "dequant_bias": Tuned(
+        "dequant",
+        dequant_bias_case,
+        {
+            "small": ([(1, 2560, _BF16), (1, 13824, _BF16), (1, 3840, _FP32), (4, 2560, _BF16)], _LOW),
+            "medium": ([(16, 2560, _BF16), (128, 3840, _BF16), (1024, 2560, _BF16), (512, 3840, _FP32)], _LOW),
+            "large": ([(2048, 2560, _BF16), (16384, 3840, _BF16), (16384, 13824, _BF16), (8192, 3840, _FP32)], _HIGH),
+        },
+    ),
 }

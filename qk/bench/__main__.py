@@ -1,0 +1,276 @@
+"""Measures qk's kernels on this GPU, prints a table, records it, and compares with what was recorded.
+
+    python -m qk.bench int4 [--json qk/data/bench_h200.json] [--quick]
+    python -m qk.bench dequant_bias --dtype bf16 --correctness
+    python -m qk.bench gemm --tune
+    python -m qk.bench --check qk/data/bench_h200.json --tolerance 0.1
+
+How it measures stands in qk/bench/__init__.py, what in qk/bench/jobs.py.
+"""
+
+import argparse
+import datetime
+import functools
+import importlib
+import importlib.metadata
+import json
+import math
+import pathlib
+import platform
+import statistics
+import sys
+
+import torch
+import triton
+
+import qk
+from qk import bench, plans
+from qk.bench.jobs import DTYPES, JOBS, TUNED
+
+_METHOD = "median over rounds or turns of a CUDA graph of n calls on n cold input sets, / n; see qk/bench/__init__.py"
+_IDENTITY = {"job", "op", "shape", "dtype", "options", "contender"}  # which result it is
+
+
+def cases_of(job, dtypes=()):
+    """The cases of a job; dtypes: of these only, if any are given."""
+    return (case for case in JOBS[job]() if not dtypes or case.dtype in dtypes)
+
+
+def run(job, dtypes=(), seconds=None, measure=bench.measure):
+    """Measures a job and prints it row by row. -> its results"""
+    print(f"\n{job}\n{bench.HEADER}", flush=True)
+    torch.manual_seed(0)
+    rows = []
+    stamp = {"job": job, "date": _today(), "torch": torch.__version__, "triton": triton.__version__}
+    for case in cases_of(job, dtypes):
+        for row in measure(case, seconds):
+            print(bench.format_row(row), flush=True)
+            rows.append(stamp | row)
+        # what torch.compile made is for one case: a second shape would make it dynamic
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
+    return rows
+
+
+def correct(job, cases):
+    """Compares qk's contenders with plain torch, and prints their errors. -> whether all are within their limits"""
+    torch.manual_seed(0)
+    wrong = total = 0
+    for case in cases:
+        inputs = case.inputs()
+        for name, (call, truth) in case.contenders.items():
+            if name.startswith("qk"):
+                error = bench.error_of(case.restored(call(*inputs)), truth(*inputs))
+                verdict = "" if error <= case.limit else "WRONG"
+                total, wrong = total + 1, wrong + bool(verdict)
+                what = bench.format_case(case.op, case.shape, case.dtype, case.options)
+                print(f"{what:<54} {name:<12} error {error:.3g} {verdict}".rstrip(), flush=True)
+    print(f"{job}: {total} results, {wrong} wrong")
+    return not wrong
+
+
+def tune(tuned, machine, seconds=0.4, replay_of=bench.replay_of, timed=bench.time_rounds):
+    """Times configurations of a room's kernel on this GPU, and prints the best as rows of its _CONFIGS."""
+    rows, table = importlib.import_module(f"qk.{tuned.room}")._CONFIGS, f"qk/{tuned.room}.py"
+    if tuned.by_capability:
+        major, minor = machine["capability"]
+        arch = 10 * major + minor
+        rows, table = rows.setdefault(arch, dict(rows[80])), f"{table}, {arch}"
+    for kind, (shapes, candidates) in tuned.kinds.items():
+        present = rows[kind]
+        scores = dict.fromkeys([present, *map(type(present)._make, candidates)], 0.0)
+        for shape in shapes:
+            case = tuned.case_of(*shape)
+            (call, truth), (sets, _), replays = case.contenders["qk"], bench.input_sets(case), {}
+            for config in scores:
+                rows[kind] = config  # the launcher looks there; a captured graph keeps what it found
+                plans.forget()
+                try:
+                    bench.small_error_of(call, truth, case.restored, sets)
+                    replays[config] = replay_of(call, sets)
+                except Exception as failure:
+                    print(f"{kind} {shape} {config} {bench.short(failure)}", flush=True)
+            times = {config: statistics.median(us) for config, us in timed(replays, seconds).items()}
+            scores = {config: scores[config] + math.log(us) for config, us in times.items()}
+            before = times.get(present, math.nan)
+            for config in sorted(times, key=times.get)[:5]:
+                print(f"{kind} {shape} {config} {times[config]:.2f} us; present {before:.2f} us", flush=True)
+        rows[kind] = min(scores, key=scores.get)
+        plans.forget()
+    print(f"_CONFIGS of {table}: {machine['gpu']}, {machine['date']}")
+    print(*(f'"{kind}": {rows[kind]},' for kind in tuned.kinds), sep="\n")
+
+
+def _today():
+    return datetime.date.today().isoformat()
+
+
+def here():
+    """What a report says of this machine: GPU, versions, date; None where kernels are interpreted."""
+    if qk.device() != "cuda":
+        return None
+    try:
+        version = importlib.metadata.version("qk")
+    except importlib.metadata.PackageNotFoundError:
+        version = "not installed"
+    versions = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "capability": list(torch.cuda.get_device_capability()),
+        "date": _today(),
+        "versions": versions | {"python": platform.python_version(), "qk": version},
+        "method": _METHOD,
+    }
+
+
+def read(file):
+    """A report. ValueError: the file holds something else. OSError: it can't be read."""
+    text = file.read_bytes()
+    try:
+        report = json.loads(text)
+        if report["gpu"] and all(_IDENTITY <= row.keys() and _dtype(row) for row in report["results"]):
+            return report
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        pass
+    raise ValueError(f"{file} isn't a report of python -m qk.bench")
+
+
+def _dtype(row):
+    return getattr(torch, row["dtype"])
+
+
+def merge(old, new):
+    """-> new, and the old report's results for jobs and dtypes new didn't measure. ValueError if the GPUs differ."""
+    if old["gpu"] != new["gpu"]:
+        raise ValueError(f"the file holds results of {old['gpu']}; this GPU is {new['gpu']}: give it another file")
+    measured = {(row["job"], row["dtype"]) for row in new["results"]}
+    kept = [row for row in old["results"] if (row["job"], row["dtype"]) not in measured]
+    return new | {"results": kept + new["results"]}
+
+
+def dump(report):
+    """A report as JSON, one result a line."""
+    head = json.dumps({name: value for name, value in report.items() if name != "results"}, indent=1)
+    results = ",\n".join(f"  {json.dumps(row)}" for row in report["results"])
+    return f'{head[:-2]},\n "results": [\n{results}\n ]\n}}\n'
+
+
+def _ratios(rows):
+    """-> {(job, op, ..., contender, ratio): value} of qk's own contenders."""
+    ratios = {}
+    for row in rows:
+        if row["contender"].startswith("qk") and "us" in row:
+            key = (row["job"], row["op"], *row["shape"], row["dtype"], *row["options"].values(), row["contender"])
+            if "of_copy" in row:
+                ratios[(*key, "of copy")] = row["of_copy"]
+            for rival, speedup in row["speedup_over"].items():
+                ratios[(*key, f"speedup over {rival}")] = speedup
+    return ratios
+
+
+def fallen(recorded, measured, tolerance):
+    """-> a line for each recorded ratio that is now lower by more than the tolerance (a share of it), or missing."""
+    now = _ratios(measured)
+    lines = []
+    for key, before in _ratios(recorded).items():
+        if not now.get(key, 0) >= before * (1 - tolerance):
+            lines.append(f"{' '.join(map(str, key))}: {before} recorded, {now.get(key, 'nothing')} now")
+    return lines
+
+
+def check(recorded, tolerance, run):
+    """Measures the recorded jobs again, and prints which ratios have fallen. -> whether none has"""
+    jobs = dict.fromkeys((row["job"], _dtype(row)) for row in recorded)
+    measured = [row for job, dtype in jobs for row in run(job, [dtype])]
+    lines = fallen(recorded, measured, tolerance)
+    print(f"\n{len(lines)} ratios fell by more than {tolerance:.0%}", *lines, sep="\n")
+    return not lines
+
+
+def record(file, report):
+    """Writes a report, and what the file's old report holds of other jobs."""
+    file.write_text(dump(merge(read(file), report) if file.exists() else report))
+
+
+def _share(text):
+    try:
+        if 0 <= float(text) < 1:
+            return float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r}; it takes a number from 0 on that is below 1")
+
+
+def _parse(argv, parser):
+    """-> the arguments; --check holds a report. Ends the process if they are bad, before any work is done."""
+    parser.add_argument("jobs", nargs="*", metavar="job", help=f"{', '.join(JOBS)} (all)")
+    parser.add_argument(
+        "--json", type=pathlib.Path, metavar="FILE", help="record there, in place of the jobs' old results"
+    )
+    parser.add_argument("--quick", action="store_true", help="five rounds only")
+    parser.add_argument("--check", type=pathlib.Path, metavar="FILE", help="measure FILE's jobs again, compare ratios")
+    parser.add_argument("--tune", action="store_true", help="print new rows of a room's _CONFIGS (some minutes)")
+    parser.add_argument("--dtype", nargs="+", default=[], choices=DTYPES, help="cases of these dtypes only")
+    parser.add_argument("--correctness", action="store_true", help="compare with plain torch instead of timing")
+    parser.add_argument("--tolerance", type=_share, default=0.1, help="how far a ratio may fall: 0.1 is 10 percent")
+    args = parser.parse_args(argv)
+    if args.tune and (len(args.jobs) != 1 or args.jobs[0] not in TUNED):
+        parser.error(f"--tune takes one job, of {', '.join(TUNED)}")
+    jobs = [*args.jobs]
+    try:
+        if args.check:
+            args.check = read(args.check)
+            jobs += [row["job"] for row in args.check["results"]]
+        if args.json:
+            is_new = not args.json.exists()
+            args.json.open("a").close()
+            if is_new:
+                args.json.unlink()
+            else:
+                read(args.json)
+    except OSError as error:
+        parser.error(f"{error.filename}: {error.strerror}")
+    except ValueError as error:
+        parser.error(str(error))
+    for job in jobs:
+        if job not in JOBS:
+            parser.error(f"no job {job!r}; there are {', '.join(JOBS)}")
+    return args
+
+
+def main(argv=None, here=here, measure=bench.measure):
+    """The command line. -> exit code: 0, 1 (--check found a fall), 2 (nothing could be measured)"""
+    parser = argparse.ArgumentParser(prog="python -m qk.bench", description="Measures qk's kernels on this GPU.")
+    args = _parse(argv, parser)
+    machine = here()
+    if machine is None:
+        print(f"qk.bench measures compiled kernels on a CUDA GPU, and here they are {qk.backend()}.", file=sys.stderr)
+        return 2
+    try:
+        if args.json and args.json.exists():
+            merge(read(args.json), machine | {"results": []})
+    except ValueError as error:
+        parser.error(f"--json {args.json}: {error}")
+
+    print(f"{machine['gpu']}, torch {torch.__version__}, Triton {triton.__version__}")
+    dtypes = [DTYPES[name] for name in args.dtype]
+    if args.tune:
+        tune(TUNED[args.jobs[0]], machine, 0 if args.quick else 0.4)
+        return 0
+    if args.correctness:
+        return 0 if all([correct(job, cases_of(job, dtypes)) for job in args.jobs or JOBS]) else 1
+    run_for = functools.partial(run, seconds=0 if args.quick else None, measure=measure)
+    if args.check:
+        if args.check["gpu"] != machine["gpu"]:
+            print(f"This was recorded on {args.check['gpu']}: its ratios may not hold here")
+        return 0 if check(args.check["results"], args.tolerance, run_for) else 1
+    for job in args.jobs or JOBS:
+        report = machine | {"results": run_for(job, dtypes)}
+        if args.json:
+            record(args.json, report)
+            print(f"{job} recorded in {args.json}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
