@@ -21,6 +21,7 @@ from base64 import b64decode, encodebytes
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent
+_PNG = b"\x89PNG\r\n\x1a\n"
 # JupyterLab, Colab and Kaggle each have a word for a cell whose code is folded away
 _FOLDED = {"jupyter": {"source_hidden": True}, "cellView": "form", "_kg_hide-input": True}
 _METADATA = {
@@ -62,8 +63,9 @@ os.replace(new, "{path}")\
 
 def package_files():
     """{path beside the notebook: bytes} of the package's code and data."""
-    files = sorted([*PACKAGE.glob("*.py"), *(path for path in PACKAGE.glob("data/*") if path.is_file())])
-    return {path.relative_to(PACKAGE.parent).as_posix(): path.read_bytes() for path in files}
+    code = {path for init in PACKAGE.rglob("__init__.py") for path in init.parent.glob("*.py")}
+    data = {path for path in PACKAGE.glob("data/*") if path.is_file()}
+    return {path.relative_to(PACKAGE.parent).as_posix(): path.read_bytes() for path in sorted(code | data)}
 
 
 def _writer(path, content):
@@ -110,6 +112,19 @@ def pictures(notebook):
                     yield b64decode("".join(output["data"]["image/png"]))
 
 
+def _broken_part(cell):
+    """The part of a cell that is missing or of another type than a notebook's, or None."""
+    if not isinstance(cell, dict):
+        return "content"
+    cell = {"outputs": []} | cell
+    for name, kind in {"cell_type": str, "source": str | list, "metadata": dict, "outputs": list}.items():
+        if not isinstance(cell.get(name), kind):
+            return name
+    if not all(isinstance(output, dict) and isinstance(output.get("data", {}), dict) for output in cell["outputs"]):
+        return "outputs"
+    return None if isinstance(cell["metadata"].get("tags", []), list) else "tags"
+
+
 def read(path):
     """A notebook file -> the dict that its JSON holds. ValueError: there is none, or of another format."""
     path = Path(path)
@@ -118,11 +133,27 @@ def read(path):
     try:
         notebook = json.loads(path.read_text(encoding="utf-8"))
         version = notebook["nbformat"], notebook["nbformat_minor"]
-    except (ValueError, TypeError, KeyError):
+        is_known = (4, 5) <= version < (5, 0)
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise ValueError(f"{str(path)!r} isn't a notebook") from None
-    if version[0] != 4 or version < (4, 5) or not notebook["cells"]:
-        raise ValueError(f"{str(path)!r} is empty or of format {version[0]}.{version[1]}, but must be of 4.5 or newer")
+    if not is_known:
+        raise ValueError(f"{str(path)!r} is of format {version[0]}.{version[1]}, but must be of 4.5 or newer")
+    if not isinstance(notebook.get("metadata"), dict):
+        raise ValueError(f"{str(path)!r} isn't a notebook: it has no metadata")
+    if not isinstance(notebook.get("cells"), list) or not notebook["cells"]:
+        raise ValueError(f"{str(path)!r} is empty: it has no cells")
+    for number, cell in enumerate(notebook["cells"], 1):
+        if part := _broken_part(cell):
+            raise ValueError(f"{str(path)!r} isn't a notebook: its cell {number} has no valid {part}")
     return notebook
+
+
+def _is_export(path):
+    try:
+        cells = read(path)["cells"]
+    except ValueError:
+        return False
+    return any(str(cell.get("id")).startswith("pack-") for cell in cells)
 
 
 def main(argv=None):
@@ -149,20 +180,30 @@ def _write_export(source, out):
         raise ValueError(f"the new notebook is {str(out)!r}, but its name must end in .ipynb")
     if not out.parent.is_dir():
         raise ValueError(f"there is no folder {str(out.parent)!r}")
-    if out.exists() and out.samefile(source):
-        raise ValueError(f"{str(out)!r} is the notebook itself: give another name for the new one")
-    out.write_text(json.dumps(export(notebook), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    print(f"{out}: {out.stat().st_size / 1e6:.1f} MB, with {len(package_files())} files of qk in it")
+    if out.exists():
+        if out.samefile(source):
+            raise ValueError(f"{str(out)!r} is the notebook itself: give another name for the new one")
+        if not _is_export(out):
+            raise ValueError(f"{str(out)!r} isn't an export: delete it, or give another name for the new notebook")
+    # all of it, before the file is opened
+    text = json.dumps(export(notebook), indent=1, ensure_ascii=False).encode() + b"\n"
+    out.write_bytes(text)
+    print(f"{out}: {len(text) / 1e6:.1f} MB, with {len(package_files())} files of qk in it")
 
 
 def _write_pictures(notebooks, folder):
     if not folder.is_dir():
         raise ValueError(f"there is no folder {str(folder)!r}")
+    files = {}
     for path in map(Path, notebooks):
         for number, png in enumerate(pictures(read(path)), 1):
-            file = folder / f"{path.stem}{f'_{number}' if number > 1 else ''}.png"
-            file.write_bytes(png)
-            print(f"{file}: {len(png):,} bytes")
+            files[folder / f"{path.stem}{f'_{number}' if number > 1 else ''}.png"] = png
+    for file in files:
+        if file.exists() and not (file.is_file() and file.read_bytes().startswith(_PNG)):
+            raise ValueError(f"{str(file)!r} isn't a PNG picture: delete it, or give another folder")
+    for file, png in files.items():
+        file.write_bytes(png)
+        print(f"{file}: {len(png):,} bytes")
 
 
 if __name__ == "__main__":

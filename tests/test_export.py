@@ -50,8 +50,25 @@ def test_export_asks_for_a_gpu_and_folds_its_cells(exported):
     for cell in cells:
         assert cell.metadata.jupyter.source_hidden and cell.metadata.cellView == "form"
     # code can be read and edited where it lies
-    for path in export.PACKAGE.glob("*.py"):
-        assert any(cell.source == f"%%writefile qk/{path.name}\n{path.read_text()[:-1]}" for cell in cells), path
+    for path in export.PACKAGE.rglob("*.py"):
+        name = path.relative_to(ROOT).as_posix()
+        assert any(cell.source == f"%%writefile {name}\n{path.read_text()[:-1]}" for cell in cells), name
+
+
+def test_export_carries_every_package_in_any_depth(tmp_path, monkeypatch):
+    wanted = ["qk/__init__.py", "qk/a/__init__.py", "qk/a/b/__init__.py", "qk/a/b/c.py", "qk/data/__init__.py"]
+    wanted += ["qk/data/README.md", "qk/data/a.safetensors", "qk/int8.py"]
+    for name in [*wanted, "qk/.ipynb_checkpoints/int8-checkpoint.py", "qk/__pycache__/int8.pyc"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1\n")
+    monkeypatch.setattr(export, "PACKAGE", tmp_path / "qk")
+    assert list(export.package_files()) == sorted(wanted)
+    notebook = export.export({"cells": [{}], "metadata": {}})
+    folders = "".join(next(cell["source"] for cell in notebook["cells"] if cell.get("id") == "pack-folders"))
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    exec(folders)
+    assert {path.as_posix() for path in Path().rglob("*")} == {"qk", "qk/a", "qk/a/b", "qk/data"}
 
 
 def test_export_runs_alone(exported, monkeypatch):
@@ -101,42 +118,127 @@ def test_a_file_that_another_notebook_has_open_stays_as_it_is(tmp_path, monkeypa
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"new\xff"]
 
 
-def test_export_refuses(tmp_path, capsys):
-    notebook = tmp_path / "good.ipynb"
-    notebook.write_text(nbformat.writes(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# A")])))
-    files = {"text.ipynb": "hello", "list.ipynb": "[]", "object.ipynb": "{}"}
-    files["empty.ipynb"] = json.dumps({"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
-    files["old.ipynb"] = json.dumps({"cells": [{}], "metadata": {}, "nbformat": 4, "nbformat_minor": 2})
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    out = str(tmp_path / "out.ipynb")
+GOOD = json.loads(nbformat.writes(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# A")])))
+CELL = GOOD["cells"][0]
+
+
+def said_when_refused(capsys, *args):
+    """The last line that the command line says as it ends with code 2."""
+    with pytest.raises(SystemExit) as end:
+        export.main(list(map(str, args)))
+    assert end.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("hello", "isn't a notebook"),
+        ("[" * 100_000, "isn't a notebook"),
+        ([], "isn't a notebook"),
+        ({}, "isn't a notebook"),
+        (GOOD | {"nbformat_minor": "5"}, "isn't a notebook"),
+        (GOOD | {"nbformat_minor": 2}, "of format 4.2, but must be of 4.5"),
+        (GOOD | {"cells": []}, "empty"),
+        (GOOD | {"cells": None}, "empty"),
+        ({key: value for key, value in GOOD.items() if key != "cells"}, "empty"),
+        (GOOD | {"metadata": []}, "no metadata"),
+        ({key: value for key, value in GOOD.items() if key != "metadata"}, "no metadata"),
+        (GOOD | {"cells": [CELL, []]}, "cell 2 has no valid content"),
+        (GOOD | {"cells": [{}]}, "cell 1 has no valid cell_type"),
+        (GOOD | {"cells": [CELL, {"cell_type": "raw", "metadata": {}}]}, "cell 2 has no valid source"),
+        (GOOD | {"cells": [CELL | {"metadata": None}]}, "cell 1 has no valid metadata"),
+        (GOOD | {"cells": [CELL | {"metadata": {"tags": None}}]}, "cell 1 has no valid tags"),
+        (GOOD | {"cells": [CELL | {"outputs": [1]}]}, "cell 1 has no valid outputs"),
+        (GOOD | {"cells": [CELL | {"source": "\ud800"}]}, "surrogates"),
+    ],
+)
+def test_export_refuses_what_is_no_notebook(content, message, tmp_path, capsys):
+    notebook = tmp_path / "in.ipynb"
+    notebook.write_text(content if isinstance(content, str) else json.dumps(content))
+    said = said_when_refused(capsys, notebook, tmp_path / "out.ipynb")
+    assert re.search(message, said), said
+    if message != "surrogates":  # a notebook whose pictures can be had
+        assert re.search(message, said_when_refused(capsys, "--pictures", tmp_path, notebook))
+    assert list(tmp_path.iterdir()) == [notebook], "nothing was written"
+
+
+def test_export_refuses_places(tmp_path, capsys):
+    notebook, out = tmp_path / "good.ipynb", tmp_path / "out.ipynb"
+    notebook.write_text(json.dumps(GOOD))
     for args, message in (
-        ([str(tmp_path / "none.ipynb"), out], "there is no file .*none.ipynb"),
-        ([str(tmp_path), out], "there is no file"),
-        ([str(tmp_path / "text.ipynb"), out], "text.ipynb' isn't a notebook"),
-        ([str(tmp_path / "list.ipynb"), out], "list.ipynb' isn't a notebook"),
-        ([str(tmp_path / "object.ipynb"), out], "object.ipynb' isn't a notebook"),
-        ([str(tmp_path / "empty.ipynb"), out], "empty.ipynb' is empty or of format 4.5"),
-        ([str(tmp_path / "old.ipynb"), out], "of format 4.2, but must be of 4.5"),
-        ([str(notebook), str(tmp_path / "out.txt")], "out.txt', but its name must end in .ipynb"),
-        ([str(notebook), str(tmp_path / "none" / "out.ipynb")], "there is no folder .*none"),
-        ([str(notebook), str(notebook)], "is the notebook itself"),
-        ([str(notebook)], "two paths"),
-        (["--pictures", str(tmp_path / "none"), str(notebook)], "there is no folder"),
+        ([tmp_path / "none.ipynb", out], "there is no file .*none.ipynb"),
+        ([tmp_path, out], "there is no file"),
+        ([notebook, tmp_path / "out.txt"], "out.txt', but its name must end in .ipynb"),
+        ([notebook, tmp_path / "none" / "out.ipynb"], "there is no folder .*none"),
+        ([notebook, notebook], "is the notebook itself"),
+        ([notebook], "two paths"),
+        (["--pictures", tmp_path / "none", notebook], "there is no folder"),
+        ([notebook, tmp_path / f"{'long' * 99}.ipynb"], "too long"),
     ):
-        with pytest.raises(SystemExit) as end:
-            export.main(args)
-        assert end.value.code == 2
-        said = capsys.readouterr().err.splitlines()[-1]
+        said = said_when_refused(capsys, *args)
         assert re.search(message, said), said
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*files, "good.ipynb"]), "nothing was written"
+    assert list(tmp_path.iterdir()) == [notebook], "nothing was written"
+
+
+def test_export_says_what_cant_be_read_or_written(tmp_path, capsys, monkeypatch):
+    """By a stand-in for what the system says: the tests may run as root, who may do all."""
+    notebook, out = tmp_path / "good.ipynb", tmp_path / "out.ipynb"
+    cell = nbformat.v4.new_code_cell(metadata={"tags": ["readme"]}, outputs=[picture("iVBORw0KGgoE")])
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), notebook)
+
+    def refuse(path, *args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    for method, args, name in (
+        ("read_text", [notebook, out], "good.ipynb"),
+        ("write_bytes", [notebook, out], "out.ipynb"),
+        ("write_bytes", ["--pictures", tmp_path, notebook], "good.png"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, method, refuse)
+            said = said_when_refused(capsys, *args)
+        assert "Permission denied" in said and name in said
+
+
+def test_export_overwrites_only_exports(tmp_path, capsys):
+    notebook, out = tmp_path / "in.ipynb", tmp_path / "out.ipynb"
+    notebook.write_text(json.dumps(GOOD))
+    for content in ("", "my notes", json.dumps(GOOD)):
+        out.write_text(content)
+        assert "out.ipynb' isn't an export" in said_when_refused(capsys, notebook, out)
+        assert out.read_text() == content
+    out.unlink()
+    out.mkdir()
+    assert "isn't an export" in said_when_refused(capsys, notebook, out)
+    out.rmdir()
+    assert export.main([str(notebook), str(out)]) == 0
+    notebook.write_text(json.dumps(GOOD | {"cells": [CELL | {"source": "# B"}]}))
+    assert export.main([str(notebook), str(out)]) == 0
+    assert json.loads(out.read_text())["cells"][0]["source"] == "# B"
+
+
+def picture(png):
+    return nbformat.v4.new_output("display_data", {"image/png": png})
+
+
+def test_pictures_overwrite_only_pictures(tmp_path, capsys):
+    tagged = [
+        nbformat.v4.new_code_cell(metadata={"tags": ["readme"]}, outputs=[picture(f"iVBORw0KGgo{end}")]) for end in "EI"
+    ]
+    nbformat.write(nbformat.v4.new_notebook(cells=tagged), tmp_path / "a.ipynb")
+    (tmp_path / "a_2.png").write_bytes(b"mine")
+    assert "a_2.png' isn't a PNG" in said_when_refused(capsys, "--pictures", tmp_path, tmp_path / "a.ipynb")
+    assert (tmp_path / "a_2.png").read_bytes() == b"mine" and not (tmp_path / "a.png").exists()
+    (tmp_path / "a_2.png").write_bytes(b64decode("iVBORw0KGgoM"))
+    export.main(["--pictures", str(tmp_path), str(tmp_path / "a.ipynb")])
+    assert (tmp_path / "a_2.png").read_bytes() == b64decode("iVBORw0KGgoI")
 
 
 def test_pictures(tmp_path):
     def figure(number, *tags):
-        data = {"image/png": "iVBORw0KGgo" + "AEIM"[number] + "\n"}
-        output = nbformat.v4.new_output("display_data", data)
-        return nbformat.v4.new_code_cell(metadata={"tags": list(tags)}, outputs=[output])
+        png = "iVBORw0KGgo" + "AEIM"[number] + "\n"
+        return nbformat.v4.new_code_cell(metadata={"tags": list(tags)}, outputs=[picture(png)])
 
     cells = [nbformat.v4.new_markdown_cell("# A"), figure(0), figure(1, "readme"), figure(2), figure(3, "readme")]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "a.ipynb")

@@ -1,15 +1,18 @@
-import inspect
+import ast
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import ipywidgets
 import matplotlib
 import pytest
 import torch
 
-from qk import data, viz
+from qk import course, data
+from qk.course import charts, exercises, figures
 
+PACKAGE = Path(course.__file__).parent.parent
 CODES = [7, -3, 0, 1, -7, 5, 2, -1]
 ROW = data.load("ffn_in.weight")[0].float()
 TIMES = {
@@ -62,49 +65,49 @@ SCALES = torch.rand(256, 12), torch.rand(3, 12)
 
 
 def tile(**options):
-    return viz.gemm_tile(*SCALES, (256, 384, 1536), **options)
+    return course.gemm_tile(*SCALES, (256, 384, 1536), **options)
 
 
 PLOTS = {
-    "bytes": lambda: viz.bit_layout(CODES),
-    "word": lambda: viz.bit_layout(torch.tensor(CODES), packing="int32"),
-    "histogram": lambda: viz.grid_histogram(ROW.half(), bits=4),
-    "histogram of zeros": lambda: viz.grid_histogram(torch.zeros(64)),
-    "round trip": lambda: viz.round_trip(ROW, ROW.round(decimals=1), group_size=128),
-    "round trip of zeros": lambda: viz.round_trip(torch.zeros(64), torch.zeros(64)),
-    "tradeoff": lambda: viz.tradeoff([("rows", 4.01, 0.2), ("groups", 4.5, 0.1)]),
-    "access": lambda: viz.access({"even": [0, None, 1, None], "all": [0, 0, 1, 1]}),
-    "error map": lambda: viz.error_map({"rows": torch.rand(300, 500), "groups": torch.rand(300, 500)}),
-    "small error map": lambda: viz.error_map({"none": torch.zeros(3, 5)}),
-    "error profile": lambda: viz.error_profile({"one": torch.rand(30, 50), "other": torch.rand(30, 50) / 9}),
-    "scales": lambda: viz.scale_map(torch.randn(300, 500), (128, 128), "weights"),
-    "scale of zeros": lambda: viz.scale_map(torch.zeros(3, 5), (3, 5)),
-    "rounding": lambda: viz.rounding(50 * ROW, {"round": torch.round, "truncate": torch.trunc}),
-    "scale cost": lambda: viz.scale_cost({"rows": [("1 x 16", 25, 0.01), ("1 x 32", 12.5, 0.02)]}),
-    "block grid": lambda: viz.block_grid((320, 600), (128, 128), (319, 599)),
-    "memory": lambda: viz.memory_bars({"float16": {"weights": 4 << 20}, "int4": {"codes": 1 << 20, "absmax": 100}}),
-    "benchmark": lambda: viz.benchmark(RECORD, "quantize_int4", group_size=None),
-    "one rescale": lambda: viz.rescale_scatter(torch.arange(10), torch.rand(10), 0.1),
+    "bytes": lambda: course.bit_layout(CODES),
+    "word": lambda: course.bit_layout(torch.tensor(CODES), packing="int32"),
+    "histogram": lambda: course.grid_histogram(ROW.half(), bits=4),
+    "histogram of zeros": lambda: course.grid_histogram(torch.zeros(64)),
+    "round trip": lambda: course.round_trip(ROW, ROW.round(decimals=1), group_size=128),
+    "round trip of zeros": lambda: course.round_trip(torch.zeros(64), torch.zeros(64)),
+    "tradeoff": lambda: course.tradeoff([("rows", 4.01, 0.2), ("groups", 4.5, 0.1)]),
+    "access": lambda: course.access({"even": [0, None, 1, None], "all": [0, 0, 1, 1]}),
+    "error map": lambda: course.error_map({"rows": torch.rand(300, 500), "groups": torch.rand(300, 500)}),
+    "small error map": lambda: course.error_map({"none": torch.zeros(3, 5)}),
+    "error profile": lambda: course.error_profile({"one": torch.rand(30, 50), "other": torch.rand(30, 50) / 9}),
+    "scales": lambda: course.scale_map(torch.randn(300, 500), (128, 128), "weights"),
+    "scale of zeros": lambda: course.scale_map(torch.zeros(3, 5), (3, 5)),
+    "rounding": lambda: course.rounding(50 * ROW, {"round": torch.round, "truncate": torch.trunc}),
+    "scale cost": lambda: course.scale_cost({"rows": [("1 x 16", 25, 0.01), ("1 x 32", 12.5, 0.02)]}),
+    "block grid": lambda: course.block_grid((320, 600), (128, 128), (319, 599)),
+    "memory": lambda: course.memory_bars({"float16": {"weights": 4 << 20}, "int4": {"codes": 1 << 20, "absmax": 100}}),
+    "benchmark": lambda: course.benchmark(RECORD, "quantize_int4", group_size=None),
+    "one rescale": lambda: course.rescale_scatter(torch.arange(10), torch.rand(10), 0.1),
     "tile": lambda: tile(step=11, at=(128, 128)),
-    "tile of zero scales": lambda: viz.gemm_tile(torch.zeros(16, 1), torch.zeros(1, 1), (16, 16, 16), tile=(16, 16)),
-    "tile order": lambda: viz.tile_order(32, 32, 8, 132),
-    "gemm": lambda: viz.gemm_speed(GEMM_RECORD, "int8_gemm", (8192, 8192, 8192)),
-    "gemm of one token": lambda: viz.gemm_speed(GEMM_RECORD, "int8_gemm", (1, 8192, 8192)),
-    "roofline": lambda: viz.roofline(GEMM_RECORD, (16, 8192, 8192)),
-    "before and after": lambda: viz.before_after(ROW.view(16, 24), ROW.round(decimals=1).view(16, 24)),
-    "before and after of zeros": lambda: viz.before_after(torch.zeros(3, 5), torch.zeros(3, 5)),
-    "path": lambda: viz.path(
+    "tile of zero scales": lambda: course.gemm_tile(torch.zeros(16, 1), torch.zeros(1, 1), (16, 16, 16), tile=(16, 16)),
+    "tile order": lambda: course.tile_order(32, 32, 8, 132),
+    "gemm": lambda: course.gemm_speed(GEMM_RECORD, "int8_gemm", (8192, 8192, 8192)),
+    "gemm of one token": lambda: course.gemm_speed(GEMM_RECORD, "int8_gemm", (1, 8192, 8192)),
+    "roofline": lambda: course.roofline(GEMM_RECORD, (16, 8192, 8192)),
+    "before and after": lambda: course.before_after(ROW.view(16, 24), ROW.round(decimals=1).view(16, 24)),
+    "before and after of zeros": lambda: course.before_after(torch.zeros(3, 5), torch.zeros(3, 5)),
+    "path": lambda: course.path(
         {"once": [("", "a", ROW[None]), ("01", "b", (CODES8, ROW[:5]))], "often": [("", "c", ROW[None])]}
     ),
-    "windows": lambda: viz.windows([3, 0, -1, 2, 5, 6, 0, 7], [3, 0, -1, 0, 0, 2, 5, 0, 0, 6, 0, 7], 2),
-    "windows of zeros": lambda: viz.windows(torch.zeros(4), torch.zeros(4)),
-    "traffic": lambda: viz.traffic({"eager": [("a", 2, 4), ("b", 4, 2)], "one": [("all", 2, 2)]}),
-    "curves": lambda: viz.curves({"N": [(1, 2), (100, 200)]}, "t", "x", "y", {"N": [(1, 3)]}, 10),
-    "flat curves": lambda: viz.curves({"N": [(1, 2), (100, 3)]}, "t", "x", "y"),
-    "linear curves": lambda: viz.curves({"one": [("2:4", 0.3), ("6:8", 0.1)]}, "t", "x", "y", level=1, log=False),
-    "times": lambda: viz.time_bars({"dense": {"GEMM": 3.0, "bias": 1.0}, "sparse": {"GEMM": 2.0}}, "t"),
-    "speedups": lambda: viz.speedups(SPEED_RECORD),
-    "roofline without measurements": lambda: viz.roofline(None, (16, 8192, 8192)),
+    "windows": lambda: course.windows([3, 0, -1, 2, 5, 6, 0, 7], [3, 0, -1, 0, 0, 2, 5, 0, 0, 6, 0, 7], 2),
+    "windows of zeros": lambda: course.windows(torch.zeros(4), torch.zeros(4)),
+    "traffic": lambda: course.traffic({"eager": [("a", 2, 4), ("b", 4, 2)], "one": [("all", 2, 2)]}),
+    "curves": lambda: course.curves({"N": [(1, 2), (100, 200)]}, "t", "x", "y", {"N": [(1, 3)]}, 10),
+    "flat curves": lambda: course.curves({"N": [(1, 2), (100, 3)]}, "t", "x", "y"),
+    "linear curves": lambda: course.curves({"one": [("2:4", 0.3), ("6:8", 0.1)]}, "t", "x", "y", level=1, log=False),
+    "times": lambda: course.time_bars({"dense": {"GEMM": 3.0, "bias": 1.0}, "sparse": {"GEMM": 2.0}}, "t"),
+    "speedups": lambda: course.speedups(SPEED_RECORD),
+    "roofline without measurements": lambda: course.roofline(None, (16, 8192, 8192)),
 }
 
 
@@ -116,7 +119,7 @@ def texts(fig):
 def test_plot(name):
     settings = dict(matplotlib.rcParams)
     fig = PLOTS[name]()
-    assert isinstance(fig, viz.Figure) and fig.axes
+    assert isinstance(fig, course.Figure) and fig.axes
     for ax in fig.axes:
         is_colorbar = ax.get_label() == "<colorbar>"
         assert ax.get_ylabel(), "a y axis without a label"
@@ -139,46 +142,46 @@ def test_nothing_is_cut_off(name):
 
 
 def test_bits_are_those_of_the_packed_word():
-    assert {"byte 0: 0xD7", "byte 3: 0xF2"} <= set(texts(viz.bit_layout(CODES)))
-    assert "word 0: 0xF25910D7" in texts(viz.bit_layout(CODES, packing="int32"))
-    digits = [text for text in texts(viz.bit_layout([7, -3])) if text in ("0", "1")]
+    assert {"byte 0: 0xD7", "byte 3: 0xF2"} <= set(texts(course.bit_layout(CODES)))
+    assert "word 0: 0xF25910D7" in texts(course.bit_layout(CODES, packing="int32"))
+    digits = [text for text in texts(course.bit_layout([7, -3])) if text in ("0", "1")]
     assert "".join(digits[:8][::-1]) == f"{0xD7:08b}"
-    assert "pad: 0" in texts(viz.bit_layout([1]))
+    assert "pad: 0" in texts(course.bit_layout([1]))
 
 
 def test_memory_is_exact_to_the_byte():
-    fig = viz.memory_bars({"float16": {"weights": 33554432}, "int4": {"codes": 8388608, "absmax": 16384}})
+    fig = course.memory_bars({"float16": {"weights": 33554432}, "int4": {"codes": 8388608, "absmax": 16384}})
     assert "  33,554,432 bytes" in texts(fig)
     assert "  8,388,608 + 16,384 bytes, 3.99x smaller" in texts(fig)
 
 
 def test_error_profile_is_the_root_mean_square():
     error = torch.tensor([[3.0, 4.0], [1.0, 0.0]])
-    tokens, channels = viz.error_profile({"one": error}).axes
+    tokens, channels = course.error_profile({"one": error}).axes
     assert tokens.lines[0].get_ydata() == pytest.approx([12.5**0.5, 0.5**0.5])
     assert channels.lines[0].get_ydata() == pytest.approx([5**0.5, 8**0.5])
 
 
 def test_histogram_counts_codes():
-    fig = viz.grid_histogram([0.7, -0.7, 0.04, 0.0, 0.06, -0.01])
+    fig = course.grid_histogram([0.7, -0.7, 0.04, 0.0, 0.06, -0.01])
     assert "3 of 6 weights get code 0" in texts(fig)
     heights = [bar.get_height() for bar in fig.axes[1].patches]
     assert len(heights) == 15 and sum(heights) == pytest.approx(100) and heights[7] == pytest.approx(50)
-    assert "8 of 8 weights get code 0" in texts(viz.grid_histogram(torch.zeros(8)))
+    assert "8 of 8 weights get code 0" in texts(course.grid_histogram(torch.zeros(8)))
 
 
 def test_scale_map_counts_scales_and_zeros():
     x = torch.tensor([[127, 1, 0.6, 0.4, 254.0], [0, 0, 0, 0, 0.0]])
-    assert "absmax of 1 x 2: 6 scales; 50.0% get code 0" in texts(viz.scale_map(x, (1, 2)))
-    assert "absmax of 2 x 5: 1 scale; 80.0% get code 0" in texts(viz.scale_map(x, (2, 5)))
+    assert "absmax of 1 x 2: 6 scales; 50.0% get code 0" in texts(course.scale_map(x, (1, 2)))
+    assert "absmax of 2 x 5: 1 scale; 80.0% get code 0" in texts(course.scale_map(x, (2, 5)))
     assert any(
         text.startswith("values: magnitudes, largest of 3 x 1")
-        for text in texts(viz.scale_map(torch.ones(300, 5), (1, 5)))
+        for text in texts(course.scale_map(torch.ones(300, 5), (1, 5)))
     )
 
 
 def test_rounding_shows_mean_squares():
-    fig = viz.rounding(torch.tensor([0.75, -1.75, 2.0, 0.0]), {"round": torch.round, "truncate": torch.trunc})
+    fig = course.rounding(torch.tensor([0.75, -1.75, 2.0, 0.0]), {"round": torch.round, "truncate": torch.trunc})
     assert {"round: mean square 0.031", "truncate: mean square 0.281"} <= set(texts(fig))
     bars = [(bar.get_x(), bar.get_height()) for bar in fig.axes[1].patches if bar.get_height()]
     # round: two values stay, two move a quarter step away from zero; truncate: those move 3/4 of a step towards it
@@ -187,13 +190,13 @@ def test_rounding_shows_mean_squares():
 
 
 def test_block_grid_names_the_scale_of_an_element():
-    found = texts(viz.block_grid((300, 200), (128, 128), (299, 199)))
+    found = texts(course.block_grid((300, 200), (128, 128), (299, 199)))
     assert {"s[0, 0]", "s[2, 1]"} <= set(found) and "s[3, 0]" not in found and "s[0, 2]" not in found
     assert "300 x 200 in blocks of 128 x 128: 3 x 2 scales; element (299, 199) takes s[2, 1]" in found
 
 
 def test_benchmark_names_gpu_and_date_and_takes_only_what_was_asked():
-    fig = viz.benchmark(RECORD, "quantize_int4", group_size=None)
+    fig = course.benchmark(RECORD, "quantize_int4", group_size=None)
     ax = fig.axes[0]
     assert ax.get_title(loc="left") == "quantize_int4, float16, NVIDIA H200, 2026-02-01"
     assert [label.get_text() for label in ax.get_yticklabels()] == ["28672 x 8192", "8192 x 2048"]
@@ -202,7 +205,7 @@ def test_benchmark_names_gpu_and_date_and_takes_only_what_was_asked():
 
 @pytest.mark.parametrize("record", [None, RECORD])
 def test_benchmark_without_measurements_says_so(record):
-    assert any("No measurement of int8_gemm" in text for text in texts(viz.benchmark(record, "int8_gemm")))
+    assert any("No measurement of int8_gemm" in text for text in texts(course.benchmark(record, "int8_gemm")))
 
 
 def test_tile_names_what_meets():
@@ -216,30 +219,30 @@ def test_tile_names_what_meets():
         "b[128:256, 384:512]",
         "",
         "K blocks: 1",
-        "a_s[128:256, 3:4]: 128 scales",
-        "b_s[1:2, 3:4]: 1 scale",
+        "a_scale[128:256, 3:4]: 128 scales",
+        "b_scale[1:2, 3:4]: 1 scale",
     ]
     assert lines(step=3, block_size=64, tile=(128, 256))[-3:] == [
         "K blocks: 2",
-        "a_s[0:128, 6:8]: 256 scales",
-        "b_s[0:4, 6:8]: 8 scales",
+        "a_scale[0:128, 6:8]: 256 scales",
+        "b_scale[0:4, 6:8]: 8 scales",
     ]
     assert lines(step=3, block_size=256, tile=(128, 64), at=(0, 320))[-3:] == [
         "K blocks: 1 (a part of it)",
-        "a_s[0:128, 1:2]: 128 scales",
-        "b_s[1:2, 1:2]: 1 scale",
+        "a_scale[0:128, 1:2]: 128 scales",
+        "b_scale[1:2, 1:2]: 1 scale",
     ]
     assert "b[320:384, 0:128]" in lines(tile=(128, 128), at=(0, 320))
 
 
 @pytest.mark.parametrize(("group_m", "strips"), [(1, "5 + 32 = 37"), (8, "8 + 17 = 25"), (32, "32 + 5 = 37")])
 def test_tile_order_counts_strips(group_m, strips):
-    title = viz.tile_order(32, 32, group_m, 132).axes[0].get_title(loc="left")
+    title = course.tile_order(32, 32, group_m, 132).axes[0].get_title(loc="left")
     assert title == f"GROUP_M = {group_m}: the first 132 of 1024 tiles read {strips} strips"
 
 
 def test_tile_order_is_that_of_the_kernel():
-    order = viz.tile_order(5, 3, 2, 15).axes[0].images[0].get_array()
+    order = course.tile_order(5, 3, 2, 15).axes[0].images[0].get_array()
     # as `_int8_gemm_kernel` has it
     for tile in range(15):
         group = tile // 6
@@ -248,67 +251,67 @@ def test_tile_order_is_that_of_the_kernel():
 
 
 def test_gemm_speed_shows_tops_or_where_memory_decides_times():
-    ax = viz.gemm_speed(GEMM_RECORD, "int8_gemm", (8192, 8192, 8192)).axes[0]
+    ax = course.gemm_speed(GEMM_RECORD, "int8_gemm", (8192, 8192, 8192)).axes[0]
     assert [bar.get_width() for bar in ax.patches] == [1000, 600, 300, 0] and "TOPS" in ax.get_xlabel()
     assert {"1000 (1.50x bf16)", "600", "300 (0.50x bf16)", "not available"} <= {text.get_text() for text in ax.texts}
     assert ax.get_title(loc="left") == "int8_gemm 8192 x 8192 x 8192, NVIDIA H200, 2026-02-01"
-    ax = viz.gemm_speed(GEMM_RECORD, "int8_gemm", (1, 8192, 8192)).axes[0]
+    ax = course.gemm_speed(GEMM_RECORD, "int8_gemm", (1, 8192, 8192)).axes[0]
     assert [bar.get_width() for bar in ax.patches] == [10, 15, 30, 0] and "µs" in ax.get_xlabel()
     assert list(ax.lines[0].get_xdata()) == [5, 5]
 
 
 @pytest.mark.parametrize("record", [None, RECORD, GEMM_RECORD])
 def test_gemm_speed_without_measurements_says_so(record):
-    fig = viz.gemm_speed(record, "ladder", (8192, 8192, 8192))
+    fig = course.gemm_speed(record, "ladder", (8192, 8192, 8192))
     assert any("No measurement of ladder 8192 x 8192 x 8192" in text for text in texts(fig))
 
 
 def test_gemm_bytes():
-    assert viz.gemm_bytes(16, 256, 384) == (16 + 256) * 384 + 4 * (16 * 3 + 2 * 3) + 2 * 16 * 256
-    assert viz.gemm_bytes(1, 3, 130) == 4 * 130 + 4 * (2 + 2) + 2 * 3
-    assert viz.gemm_bytes(16, 256, 384, "bf16") == 2 * (16 * 384 + 256 * 384 + 16 * 256)
+    assert course.gemm_bytes(16, 256, 384) == (16 + 256) * 384 + 4 * (16 * 3 + 2 * 3) + 2 * 16 * 256
+    assert course.gemm_bytes(1, 3, 130) == 4 * 130 + 4 * (2 + 2) + 2 * 3
+    assert course.gemm_bytes(16, 256, 384, "bf16") == 2 * (16 * 384 + 256 * 384 + 16 * 256)
 
 
 def test_roofline_is_drawn_from_the_record_or_says_that_there_is_none():
-    fig = viz.roofline(GEMM_RECORD, (1, 8192, 8192))
+    fig = course.roofline(GEMM_RECORD, (1, 8192, 8192))
     assert fig.axes[0].get_title(loc="left").endswith("measured, NVIDIA H200, 2026-02-01")
     assert {600, 1000} <= {y for line in fig.axes[0].lines for y in line.get_ydata()}
     assert "this GEMM in bf16: 1.0 operations a byte" in texts(fig)
     copies = GEMM_RECORD | {"results": [{"op": "x", "shape": [8, 8], "contender": "copy"} | COPY]}
-    assert "slope: measured" in viz.roofline(copies, (1, 8192, 8192)).axes[0].get_title(loc="left")
-    assert "no measurement recorded" in viz.roofline(None, (1, 8192, 8192)).axes[0].get_title(loc="left")
+    assert "slope: measured" in course.roofline(copies, (1, 8192, 8192)).axes[0].get_title(loc="left")
+    assert "no measurement recorded" in course.roofline(None, (1, 8192, 8192)).axes[0].get_title(loc="left")
 
 
 def test_before_after_says_what_was_lost():
-    assert "what was lost: 20.0%" in texts(viz.before_after([[3.0, 4.0]], [[3.0, 5.0]]))
+    assert "what was lost: 20.0%" in texts(course.before_after([[3.0, 4.0]], [[3.0, 5.0]]))
 
 
 def test_path_counts_bytes_and_unpacks_int4():
-    fig = viz.path({"once": [("", "x", ROW[None]), ("01\npack", "codes", (CODES8, ROW[:5].half()))]})
+    fig = course.path({"once": [("", "x", ROW[None]), ("01\npack", "codes", (CODES8, ROW[:5].half()))]})
     assert {"float32\n1 x 384\n1,536 bytes", "uint8 + scales\n2 x 2\n14 bytes", "01\npack"} <= set(texts(fig))
     assert fig.axes[1].images[0].get_array().tolist() == [[-1, 1, 1, -1], [0, 7, -7, 0]]
 
 
 def test_memory_that_grows_is_called_larger():
-    found = texts(viz.memory_bars({"codes": {"x": 200}, "windows": {"x": 300}, "packed": {"x": 100}}))
+    found = texts(course.memory_bars({"codes": {"x": 200}, "windows": {"x": 300}, "packed": {"x": 100}}))
     assert {"  200 bytes", "  300 bytes, 1.50x larger", "  100 bytes, 2.00x smaller"} <= set(found)
 
 
 def test_windows_show_what_each_took():
     weights, slid = [3, 0, -1, 2, 5, 6, 0, 7], [3, 0, -1, 0, 0, 2, 5, 0, 0, 6, 0, 7]
-    fig = viz.windows(weights, slid, 2)
+    fig = course.windows(weights, slid, 2)
     assert "6:8. Window 1 covers columns 2 to 5 and takes 3, 4" in texts(fig)
     assert "x5" in texts(fig) and "x6" not in texts(fig)
-    assert {"x6", "window 2"} <= set(texts(viz.windows(weights, slid)))
+    assert {"x6", "window 2"} <= set(texts(course.windows(weights, slid)))
 
 
 def test_times_are_summed_and_compared():
-    found = texts(viz.time_bars({"dense": {"GEMM": 3.0, "bias": 1.0}, "sparse": {"GEMM": 2.5}}, "t"))
+    found = texts(course.time_bars({"dense": {"GEMM": 3.0, "bias": 1.0}, "sparse": {"GEMM": 2.5}}, "t"))
     assert {"  4 µs", "  2.5 µs, 1.60x"} <= set(found)
 
 
 def test_speedups_shows_gains_and_losses():
-    ax = viz.speedups(SPEED_RECORD).axes[0]
+    ax = course.speedups(SPEED_RECORD).axes[0]
     assert ax.get_title(loc="left").endswith("NVIDIA H200, 2026-02-01")
     dots = {line.get_label(): (*line.get_xdata(), *line.get_ydata()) for line in ax.lines[:-1]}
     # eager torch counts only where nothing else was measured; of qk's own, only the default does
@@ -318,7 +321,7 @@ def test_speedups_shows_gains_and_losses():
         "FP8, cuBLAS": (0.8, 1),
         "eager torch": (3.0, 2),
     }
-    assert any("No measurement" in text for text in texts(viz.speedups(None)))
+    assert any("No measurement" in text for text in texts(course.speedups(None)))
 
 
 def test_figure_follows_slider(monkeypatch, capsys):
@@ -334,30 +337,30 @@ def test_figure_follows_slider(monkeypatch, capsys):
 
     def draw(bits=4, group_size=None):
         calls.append((bits, group_size))
-        return viz.tradeoff([("x", bits, 0.1)])
+        return course.tradeoff([("x", bits, 0.1)])
 
     calls = []
     box = ipywidgets.VBox
-    monkeypatch.setattr(viz, "display", display)
+    monkeypatch.setattr(exercises, "display", display)
     monkeypatch.setattr(ipywidgets, "VBox", lambda children: boxes.append(box(children)) or boxes[-1])
-    assert viz.explore(draw, bits=range(2, 9), group_size=(None, 32)) is None
+    assert course.explore(draw, bits=range(2, 9), group_size=(None, 32)) is None
 
     bundle, figure = displayed
     assert bundle["text/plain"] == "Sliders, in a running notebook: bits, group size"
     assert bundle["application/vnd.jupyter.widget-view+json"]["model_id"] == boxes[0].model_id
-    assert isinstance(figure, viz.Figure) and calls == [(4, None)]
+    assert isinstance(figure, course.Figure) and calls == [(4, None)]
     bits, group_size = boxes[0].children
     assert (bits.description, group_size.options) == ("bits", ("whole row", "32"))
     bits.index = 0
     group_size.index = 1
     assert calls == [(4, None), (2, None), (2, 32)]
-    assert len(Handle.shown) == 2 and all(isinstance(fig, viz.Figure) for fig in Handle.shown)
+    assert len(Handle.shown) == 2 and all(isinstance(fig, course.Figure) for fig in Handle.shown)
     assert capsys.readouterr() == ("", "")
 
 
 def test_explore_refuses_a_start_that_the_slider_lacks():
     with pytest.raises(ValueError):
-        viz.explore(lambda bits=4: None, bits=(2, 3))
+        course.explore(lambda bits=4: None, bits=(2, 3))
 
 
 def double(x):
@@ -380,21 +383,46 @@ def double(x):
 )
 def test_check_says_what_is_wrong(answer, message, capsys):
     cases = ((torch.tensor([1, 2]),), (torch.tensor([3]),))
-    assert viz.check(answer, double, *cases, mistakes={"x is too small": lambda x: x}) is None
+    assert course.check(answer, double, *cases, mistakes={"x is too small": lambda x: x}) is None
     assert message in capsys.readouterr().out
 
 
 def test_check_compares_numbers(capsys):
-    viz.check(lambda x: x / 10 + 0.2, lambda x: 0.3, (1,))
-    viz.check(lambda x: 0.31, lambda x: 0.3, (1,))
-    viz.check(lambda x: "x", lambda x: 0.3, (1,))
+    course.check(lambda x: x / 10 + 0.2, lambda x: 0.3, (1,))
+    course.check(lambda x: 0.31, lambda x: 0.3, (1,))
+    course.check(lambda x: "x", lambda x: 0.3, (1,))
     right, wrong, text = capsys.readouterr().out.splitlines()
     assert right == "Right, in all 1 cases."
     assert wrong == "Not yet: <lambda>(1) gave 0.31; expected 0.3."
     assert text.startswith("Not yet")
 
 
-def test_only_viz_imports_plotting():
+def test_import_qk_does_without_plotting():
     code = "import sys, qk, qk.data, qk.bench; print({'matplotlib', 'ipywidgets'} & sys.modules.keys() or 'neither')"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "neither"
-    assert "pyplot" not in inspect.getsource(viz).split('"""', 2)[2]
+
+
+def imported(path):
+    """The names of the modules that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_only_course_plots_and_never_by_pyplot():
+    for path in PACKAGE.rglob("*.py"):
+        names = list(imported(path))
+        assert path.parent.name == "course" or not {name.split(".")[0] for name in names} & {"matplotlib", "ipywidgets"}
+        assert not any("pyplot" in name for name in names), path
+
+
+def test_course_hands_on_what_its_rooms_offer():
+    for room in (exercises, figures, charts):
+        own = {
+            name for name, value in vars(room).items()
+            if getattr(value, "__module__", None) == room.__name__ and not name.startswith("_")
+        }  # fmt: skip
+        assert own - {"subplots"} == {name for name in room.__all__ if not isinstance(getattr(room, name), str)}
+    assert len(course.__all__) == len(set(course.__all__)) and all(hasattr(course, name) for name in course.__all__)

@@ -1,0 +1,8 @@
+"""What the notebooks show, and how they check answers: `from qk import course`."""
+
+from qk.course import charts, exercises, figures
+from qk.course.charts import *  # noqa: F403
+from qk.course.exercises import *  # noqa: F403
+from qk.course.figures import *  # noqa: F403
+
+__all__ = sorted([*charts.__all__, *exercises.__all__, *figures.__all__])

@@ -1,0 +1,527 @@
+"""Pictures of matrices, of their codes and of how they lie in memory; and the look that all figures share.
+
+Every plot is a `Figure` on a white card, so that it reads the same on a light and on a dark page. Colours are those of
+Okabe and Ito (2008), which colour-blind readers can tell apart. Nothing here touches pyplot or matplotlib's settings.
+"""
+
+import io
+import math
+
+import matplotlib
+import matplotlib.colors
+import matplotlib.figure
+import torch
+import torch.nn.functional as F
+from matplotlib.patches import Rectangle
+
+__all__ = [
+    "BLUE",
+    "GREEN",
+    "GREY",
+    "ORANGE",
+    "PURPLE",
+    "SKY",
+    "VERMILION",
+    "Figure",
+    "access",
+    "before_after",
+    "bit_layout",
+    "block_grid",
+    "error_map",
+    "error_profile",
+    "gemm_tile",
+    "grid_histogram",
+    "path",
+    "rescale_scatter",
+    "round_trip",
+    "rounding",
+    "scale_map",
+    "style",
+    "tile_order",
+    "windows",
+]
+
+BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
+GREY = "#999999"
+INK = "#222222"
+CYCLE = BLUE, ORANGE, GREEN, PURPLE
+DASHED = {"color": INK, "linewidth": 1, "linestyle": "--"}
+PLAIN = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # behind text on a line
+_EDGE = {"edgecolor": "#888888", "linewidth": 0.6}
+_STYLE = {
+    "figure.dpi": 100,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "auto",
+    "savefig.bbox": None,
+    "axes.facecolor": "white",
+    "axes.edgecolor": "#666666",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "axes.labelsize": 10,
+    "axes.axisbelow": True,
+    "axes.grid": False,
+    "font.size": 10,
+    "grid.color": "#dddddd",
+    "image.aspect": "auto",
+    "image.interpolation": "nearest",
+    "legend.frameon": False,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+}
+
+
+class Figure(matplotlib.figure.Figure):
+    """A figure that Jupyter shows by itself, twice as fine as the page."""
+
+    def _repr_png_(self):
+        png = io.BytesIO()
+        with style():
+            self.savefig(png, format="png", dpi=2 * self.dpi)
+        width, height = (round(inches * self.dpi) for inches in self.get_size_inches())
+        return png.getvalue(), {"width": width, "height": height}
+
+
+def style():
+    """The look of the plots: `with course.style():`, or a decorator of a function that plots."""
+    return matplotlib.rc_context(_STYLE)
+
+
+def subplots(width, height, rows=1, columns=1, **options):
+    """A new figure of that size, in inches, and its axes."""
+    fig = Figure(figsize=(width, height), layout="constrained")
+    return fig, fig.subplots(rows, columns, **options)
+
+
+def _tensor(x):
+    return torch.as_tensor(x).detach().float().cpu()
+
+
+def _box(ax, x, y, width, height, text="", font=None, **look):
+    """A rectangle, and a text in its middle."""
+    ax.add_patch(Rectangle((x, y), width, height, **look))
+    if text != "":
+        ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", **(font or {}))
+
+
+def _in_tiles(x, pool, what):
+    """A matrix small enough to draw, a large one in tiles that `pool` makes one value each; and words for that."""
+    tile = math.ceil(x.shape[0] / 100), math.ceil(x.shape[1] / 200)
+    words = "" if tile == (1, 1) else f", {what} of {tile[0]} x {tile[1]}"
+    return pool(x[None], tile, ceil_mode=True)[0], words
+
+
+@style()
+def bit_layout(codes, packing="uint8"):
+    """int4 codes [columns] as they lie in bytes (packing="uint8") or 32-bit words (packing="int32"), bit by bit."""
+    codes = [int(code) for code in codes]
+    pack, unit = {"uint8": (2, "byte"), "int32": (8, "word")}[packing]
+    bits = 4 * pack
+    words = math.ceil(len(codes) / pack)
+    fig, ax = subplots(9 if pack == 8 else 5.5, 1.1 + 0.75 * words)
+    labels = []
+    for w in range(words):
+        values = [codes[j] if j < len(codes) else 0 for j in range(w * pack, (w + 1) * pack)]
+        word = sum((value & 15) << 4 * i for i, value in enumerate(values))
+        labels.append(f"{unit} {w}: 0x{word:0{pack}X}")
+        for i, value in enumerate(values):
+            left = bits - 4 * (i + 1)
+            _box(ax, left, w + 0.36, 4, 0.5, facecolor=(SKY, ORANGE)[i % 2], alpha=0.45)
+            column = w * pack + i
+            text = f"column {column}: {value}" if column < len(codes) else "pad: 0"
+            size = 9 if pack == 2 else 7.5
+            ax.text(left + 2, w + 0.18, text, ha="center", va="center", fontsize=size)
+        for bit in range(bits):
+            look = {"fill": False, "edgecolor": "#666666", "linewidth": 0.8}
+            _box(ax, bits - 1 - bit, w + 0.36, 1, 0.5, word >> bit & 1, {"family": "monospace"}, **look)
+    ax.set(xlim=(0, bits), ylim=(words, 0), title=f"{len(codes)} int4 codes in {packing}: {pack} in a {unit}")
+    ax.set_xticks([x + 0.5 for x in range(bits)], range(bits - 1, -1, -1), fontsize=10 if pack == 2 else 8)
+    ax.set_yticks([w + 0.61 for w in range(words)], labels, family="monospace")
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    ax.set(xlabel=f"bit of the {unit} (bit n counts $2^n$)", ylabel=f"{unit}, in hex")
+    return fig
+
+
+@style()
+def access(loads, element_bytes=2, title="Which thread reads which bytes"):
+    """loads: {label: thread that reads each element, None where none does}; drawn for elements next to each other."""
+    fig, ax = subplots(9, 1.4 + 0.55 * len(loads))
+    for y, threads in enumerate(loads.values()):
+        for i, thread in enumerate(threads):
+            color, text = ("white", "") if thread is None else ((SKY, ORANGE)[thread % 2], thread)
+            _box(ax, i, y + 0.1, 1, 0.8, text, {"fontsize": 8}, facecolor=color, **_EDGE)
+    elements = max(map(len, loads.values()))
+    ax.set(xlim=(0, elements), ylim=(len(loads), 0), title=title, ylabel="load")
+    ax.set_xticks(range(0, elements + 1, 4), range(0, (elements + 1) * element_bytes, 4 * element_bytes))
+    ax.set_yticks([y + 0.5 for y in range(len(loads))], list(loads))
+    ax.tick_params(axis="y", length=0)
+    ax.spines["left"].set_visible(False)
+    ax.set_xlabel(f"byte of the row (a cell: one element, {element_bytes} bytes; in it: the thread)")
+    return fig
+
+
+@style()
+def grid_histogram(x, bits=4, name="a row"):
+    """Values that share one absmax: their histogram over the quantization grid, and how often each code is used."""
+    x = _tensor(x).flatten()
+    top = 2 ** (bits - 1) - 1
+    absmax = x.abs().max().item()
+    step = absmax / top or 1
+    codes = (x / step).round()
+    counts = torch.histc(codes, 2 * top + 1, -top - 0.5, top + 0.5) / len(x) * 100
+    log = absmax > 10 * x.std().item()
+
+    fig, (left, right) = subplots(9, 3.4, 1, 2)
+    for code in range(-top, top + 1):
+        left.axvline(code * step, color=ORANGE, linewidth=1 if bits < 6 else 0.3, zorder=0)
+    left.hist(x.numpy(), bins=101, color=BLUE, log=log)
+    left.set(title=f"{len(x)} weights of {name} and the {2 * top + 1} levels", xlabel="weight (orange: a level)")
+    left.set_ylabel("weights in a bin" + (" (log scale)" if log else ""))
+    right.bar(range(-top, top + 1), counts.numpy(), color=BLUE, width=0.85 if bits < 7 else 1)
+    zeros = int((codes == 0).sum())
+    right.set(title=f"{zeros} of {len(x)} weights get code 0", xlabel=f"{bits}-bit code", ylabel="weights with it (%)")
+    if bits <= 4:
+        right.set_xticks(range(-top, top + 1), range(-top, top + 1), fontsize=9)
+    return fig
+
+
+@style()
+def rounding(steps, functions):
+    """Ways to get an integer code out of x / scale, and by how much each moves the values `steps`, in steps.
+
+    functions: {label: function of a tensor}. A move away from zero counts as positive.
+    """
+    steps = _tensor(steps).flatten()
+    line = torch.linspace(-3.2, 3.2, 1281)
+    fig, (left, right) = subplots(9, 3.4, 1, 2)
+    left.plot(line, line, color=GREY, linewidth=0.8, label="no rounding")
+    for (label, function), color in zip(functions.items(), (BLUE, VERMILION, GREEN), strict=False):
+        left.plot(line, function(line), color=color, label=label)
+        moved = (function(steps) - steps) * steps.sign()
+        weights = torch.full_like(moved, 100 / len(moved))
+        right.hist(
+            moved.numpy(), bins=60, range=(-1, 1), weights=weights.numpy(), color=color, alpha=0.7,
+            label=f"{label}: mean square {moved.square().mean().item():.3f}",
+        )  # fmt: skip
+    left.set(title="The code", xlabel="x / scale", ylabel="code")
+    right.set(title="How far values move, in steps", xlabel="towards zero   <   0   <   away from zero")
+    right.set_ylabel("values in a bin (%)")
+    left.legend()
+    right.legend(fontsize=9)
+    right.set_xticks((-1, -0.5, 0, 0.5, 1))
+    right.margins(y=0.3)
+    return fig
+
+
+@style()
+def round_trip(x, restored, group_size=None, title=None, name="weight"):
+    """A row before and after quantization, column by column. Values far outside are marked at the edge."""
+    x, restored = _tensor(x), _tensor(restored)
+    columns = len(x)
+    # an outlier must not squash the rest
+    limit = 1.6 * x.abs().quantile(0.98).item() or 1
+    fig, ax = subplots(9, 3.4)
+    for edge in range(0, columns + 1, group_size or columns):
+        ax.axvline(edge - 0.5, color="#bbbbbb", linewidth=0.8)
+    ax.vlines(range(columns), x.numpy(), restored.numpy(), color=GREY, linewidth=0.5)
+    ax.plot(x.numpy(), "o", color=BLUE, markersize=3, label=name)
+    ax.plot(restored.numpy(), "_", color=VERMILION, markersize=6, markeredgewidth=1.5, label="after the round trip")
+    for column, value in enumerate(x.tolist()):
+        if abs(value) > limit:
+            edge = math.copysign(0.93 * limit, value)
+            side = -1 if column > 0.7 * columns else 1
+            ax.annotate(
+                f"{value:.2f}, off the scale", (column, edge), (side * 12, -3), textcoords="offset points",
+                ha="left" if side > 0 else "right", fontsize=9, bbox=PLAIN,
+            )  # fmt: skip
+            ax.plot(column, edge, "^" if edge > 0 else "v", color=BLUE, markersize=7)
+    ax.set(xlim=(-0.5, columns - 0.5), ylim=(-limit, limit), xlabel="column", ylabel=name)
+    ax.set_title(title or "A row before and after the round trip")
+    fig.legend(loc="outside lower center", ncols=2)
+    return fig
+
+
+@style()
+def before_after(x, restored, title="After the round trip"):
+    """A matrix, what is left of it after quantization, and the difference, on one colour scale."""
+    x, restored = _tensor(x), _tensor(restored)
+    top = x.abs().quantile(0.99).item() or 1
+    error = ((restored - x).norm() / x.norm()).item() if x.any() else 0
+    parts = {"the weights": x, title: restored, f"what was lost: {error:.1%}": restored - x}
+    fig, axes = subplots(9, 2.6, 1, 3, sharey=True)
+    for ax, (name, values) in zip(axes, parts.items(), strict=True):
+        image = ax.imshow(values.numpy(), "PuOr", vmin=-top, vmax=top)
+        ax.set(title=name, xlabel="column", ylabel="row")
+        ax.title.set_fontsize(10)
+    fig.colorbar(image, ax=axes, label="weight", extend="both")
+    return fig
+
+
+@style()
+def error_map(errors, title="Where the error is", name="weight"):
+    """errors: {label: matrix of absolute errors}, one above the other, on one colour scale. name: of the exact values.
+
+    A large matrix is drawn in tiles, each the mean of its errors.
+    """
+    rows, columns = next(iter(errors.values())).shape
+    drawn = {label: _in_tiles(_tensor(error), F.avg_pool2d, "mean") for label, error in errors.items()}
+    # the few largest errors must not leave the rest dark
+    top = max(means.flatten().quantile(0.995).item() for means, _ in drawn.values())
+    fig, axes = subplots(9, 1 + 2 * len(drawn), len(drawn), sharex=True, squeeze=False)
+    for ax, (label, (means, of)) in zip(axes[:, 0], drawn.items(), strict=True):
+        extent = (-0.5, columns - 0.5, rows - 0.5, -0.5)
+        image = ax.imshow(means.numpy(), "cividis", vmin=0, vmax=top or 1, extent=extent)
+        ax.set(title=f"{title}: {label}", ylabel="row")
+        unit = f"|restored - {name}|{of}"
+    ax.set_xlabel("column")
+    fig.colorbar(image, ax=axes, label=unit, extend="max")
+    return fig
+
+
+@style()
+def error_profile(errors, title="the output"):
+    """errors: {label: matrix [tokens, channels] of errors}: their root mean square for each token and each channel."""
+    fig, axes = subplots(9, 3.8, 1, 2, sharey=True)
+    for ax, axis, unit in zip(axes, (1, 0), ("token", "channel"), strict=True):
+        for (label, error), color in zip(errors.items(), CYCLE, strict=False):
+            line = torch.as_tensor(error).detach().double().square().mean(axis).sqrt().cpu()
+            ax.plot(line.numpy(), ".", color=color, markersize=4, label=label if axis else None)
+        ax.set(yscale="log", title=f"{title}, {unit} by {unit}", xlabel=unit)
+        ax.set_ylabel("error (root mean square)")
+        ax.grid(True, axis="y")
+    fig.legend(loc="outside lower center", ncols=len(errors), markerscale=2)
+    return fig
+
+
+@style()
+def scale_map(x, block, name="values"):
+    """The magnitudes of a matrix beside the absmax of each block (rows, columns), on one colour scale.
+
+    Also counts the values that int8 would make 0. A large matrix is drawn in tiles, each the largest of its values.
+    """
+    x = _tensor(x).abs()
+    (rows, columns), (high, wide) = x.shape, block
+    padded = F.pad(x, (0, -columns % wide, 0, -rows % high))
+    absmax = padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high)).amax((1, 3))
+    spread = absmax.repeat_interleave(high, 0).repeat_interleave(wide, 1)[:rows, :columns]
+    zeros = int((x <= spread / 254).sum())
+    shown, of = _in_tiles(x, F.max_pool2d, "largest")
+    top = x.max().item() or 1
+    low = max(shown.quantile(0.01).item(), top / 1e4)
+    fig, axes = subplots(9, 3.8, 1, 2, sharey=True)
+    # short blocks at the edges: their pixels reach over it
+    for ax, values, (bottom, side) in zip(axes, (shown, absmax), (x.shape, padded.shape), strict=True):
+        norm, extent = matplotlib.colors.LogNorm(low, top), (-0.5, side - 0.5, bottom - 0.5, -0.5)
+        image = ax.imshow(values.clamp(min=low).numpy(), "cividis", norm=norm, extent=extent)
+        ax.set(xlim=(-0.5, columns - 0.5), ylim=(rows - 0.5, -0.5), xlabel="column", ylabel="row")
+    axes[0].set_title(f"{name}: magnitudes{of}")
+    scales = f"{absmax.numel():,} scales" if absmax.numel() > 1 else "1 scale"
+    axes[1].set_title(f"absmax of {high} x {wide}: {scales}; {zeros / x.numel():.1%} get code 0")
+    fig.colorbar(image, ax=axes, label="magnitude", extend="min")
+    return fig
+
+
+@style()
+def block_grid(shape, block, element=(0, 0), name="s"):
+    """A matrix of that shape (rows, columns) in blocks, the scale of each, and the one that an element takes."""
+    (rows, columns), (high, wide) = shape, block
+    fig, ax = subplots(9, 4)
+    down, across = math.ceil(rows / high), math.ceil(columns / wide)
+    mine = element[0] // high, element[1] // wide
+    for i in range(down):
+        for j in range(across):
+            top, left = i * high, j * wide
+            tall, broad = min(high, rows - top), min(wide, columns - left)
+            text = f"{name}[{i}, {j}]" if tall * 12 >= rows and broad * 12 >= columns else ""
+            _box(ax, left, top, broad, tall, facecolor=ORANGE if (i, j) == mine else "white", alpha=0.6)
+            look = {"fill": False, "edgecolor": "#666666", "linewidth": 0.6}
+            _box(ax, left, top, broad, tall, text, {"fontsize": 9}, **look)
+    ax.plot(element[1] + 0.5, element[0] + 0.5, "s", color=BLUE, markersize=6)
+    ax.set(xlim=(0, columns), ylim=(rows, 0), xlabel="column", ylabel="row")
+    ax.set_title(
+        f"{rows} x {columns} in blocks of {high} x {wide}: {down} x {across} scales; "
+        f"element {element} takes {name}[{mine[0]}, {mine[1]}]"
+    )
+    return fig
+
+
+@style()
+def rescale_scatter(sums, outputs, factor):
+    """Sums of products of codes, and the outputs they belong to: if one factor served all, they'd lie on its line."""
+    sums, outputs = _tensor(sums).numpy(), _tensor(outputs).numpy()
+    fig, ax = subplots(7, 3.6)
+    ax.plot(sums, outputs, "o", color=BLUE, markersize=4, label="an output of the layer")
+    ax.axline((0, 0), slope=factor, color=VERMILION, label="the best single factor")
+    ax.grid(True)
+    ax.set(title="One token, 128 channels: all of them share their scales", ylabel="the right output")
+    ax.set_xlabel("sum of products of codes over the whole of K")
+    fig.legend(loc="outside lower center", ncols=2)
+    return fig
+
+
+@style()
+def gemm_tile(a_scale, b_scale, shape, block_size=128, step=0, tile=(128, 128), at=(0, 0), k_step=128):
+    """What one output tile of a block-scaled GEMM meets in one step through K: pieces of a and b, and their scales.
+
+    a_scale, b_scale: the scales of a [M, K] and b [N, K], whose blocks they shade. shape: M, N, K. tile: its rows and
+    columns. at: its first row and column.
+    """
+    M, N, K = shape
+    rows, columns, ks = (
+        (first, min(first + size, end))
+        for first, size, end in zip((*at, step * k_step), (*tile, k_step), shape, strict=True)
+    )
+    in_k = ks[0] // block_size, math.ceil(ks[1] / block_size)
+    in_n = columns[0] // block_size, math.ceil(columns[1] / block_size)
+    scales = [_tensor(scale).clamp(min=1e-9).log10() for scale in (a_scale, b_scale)]
+    fig = Figure(figsize=(9, 5), layout="constrained")
+    grid = fig.add_gridspec(2, 2, width_ratios=(2, 1), height_ratios=(N, M))
+    b_ax, a_ax, out_ax = (fig.add_subplot(grid[place]) for place in ((0, 0), (1, 0), (1, 1)))
+    parts = (a_ax, scales[0], rows, M, BLUE, "row (token)"), (b_ax, scales[1], columns, N, ORANGE, "row (channel)")
+    for ax, scale, (first, last), size, color, label in parts:
+        low, high = scale.min().item(), scale.max().item()
+        # the upper half of the greys stays free for the marks
+        ax.imshow(scale.numpy(), "Greys", extent=(0, K, size, 0), vmin=low, vmax=2 * high - low + 1e-9)
+        for edge in range(0, K, block_size):
+            ax.axvline(edge, color="white", linewidth=0.8)
+        _box(ax, 0, first, K, last - first, fill=False, edgecolor=color, linewidth=1.5)
+        _box(ax, 0, first, ks[0], last - first, facecolor=color, alpha=0.2)
+        _box(ax, ks[0], first, ks[1] - ks[0], last - first, facecolor=color, alpha=0.85)
+        ax.set(xlim=(0, K), ylim=(size, 0), ylabel=label)
+        ax.set_xticks(range(0, K + 1, 256 if K > 256 else K))
+        ax.set_yticks(range(0, size + 1, 128))
+    for edge in range(0, N, block_size):
+        b_ax.axhline(edge, color="white", linewidth=0.8)
+    b_ax.set_title(f"b [{N}, {K}]: a scale for each {block_size} x {block_size}")
+    a_ax.set(title=f"a [{M}, {K}]: a scale for each 1 x {block_size}", xlabel="k (darker blocks: larger scales)")
+    done = (step + 1) / math.ceil(K / k_step)
+    width, height = columns[1] - columns[0], rows[1] - rows[0]
+    _box(out_ax, columns[0], rows[0], width, height, facecolor=GREEN, alpha=done)
+    _box(out_ax, columns[0], rows[0], width, height, fill=False, edgecolor=GREEN, linewidth=1.5)
+    out_ax.set(xlim=(0, N), ylim=(M, 0), title=f"out [{M}, {N}]", xlabel="channel", ylabel="token")
+    out_ax.set_xticks(range(0, N + 1, 128))
+    out_ax.set_yticks(range(0, M + 1, 128))
+    counts = height * (in_k[1] - in_k[0]), (in_n[1] - in_n[0]) * (in_k[1] - in_k[0])
+    lines = [
+        f"step {step + 1} of {math.ceil(K / k_step)}",
+        "",
+        f"a[{rows[0]}:{rows[1]}, {ks[0]}:{ks[1]}]",
+        f"b[{columns[0]}:{columns[1]}, {ks[0]}:{ks[1]}]",
+        "",
+        f"K blocks: {in_k[1] - in_k[0]}" + (" (a part of it)" if k_step < block_size else ""),
+        f"a_scale[{rows[0]}:{rows[1]}, {in_k[0]}:{in_k[1]}]: {counts[0]} scales",
+        f"b_scale[{in_n[0]}:{in_n[1]}, {in_k[0]}:{in_k[1]}]: {counts[1]} scale{'s' if counts[1] > 1 else ''}",
+    ]
+    fig.text(0.685, 0.95, "\n".join(lines), va="top", family="monospace", linespacing=1.6, fontsize=8.5)
+    return fig
+
+
+@style()
+def tile_order(tiles_m, tiles_n, group_m, programs):
+    """Which output tiles of a GEMM the first programs compute, in groups of group_m tile rows, and what they read."""
+    order = torch.full((tiles_m, tiles_n), math.nan)
+    for tile in range(min(programs, tiles_m * tiles_n)):
+        group, within = divmod(tile, group_m * tiles_n)
+        column, row = divmod(within, min(tiles_m - group * group_m, group_m))
+        order[group * group_m + row, column] = tile
+    used = ~order.isnan()
+    strips = int(used.any(1).sum()), int(used.any(0).sum())
+    fig, ax = subplots(7, 3.8)
+    image = ax.imshow(order.numpy(), "cividis")
+    ax.set(xlabel="tile column (each reads a strip of b)", ylabel="tile row (each reads a strip of a)")
+    ax.set_title(
+        f"GROUP_M = {group_m}: the first {programs} of {tiles_m * tiles_n} tiles read "
+        f"{strips[0]} + {strips[1]} = {sum(strips)} strips"
+    )
+    ax.spines[["top", "right"]].set_visible(True)
+    fig.colorbar(image, ax=ax, label="program")
+    return fig
+
+
+@style()
+def windows(weights, slid, placed=None):
+    """How the windows of one group take its weights, one window after the other, and what is stored in the end.
+
+    weights: [L], at most L - 2 of them not zero. slid: `qk.slide_weight` of them. placed: how many windows have had
+    their turn; None: all.
+    """
+    values, slid, L = _tensor(weights).tolist(), _tensor(slid).tolist(), len(weights)
+    count = L // 2 - 1
+    placed = count if placed is None else placed
+    taken = {2 * w + j: w for w in range(placed) for j in range(4) if slid[4 * w + j]}
+    colors = SKY, ORANGE, GREEN, PURPLE
+    cells = max(2 * L - 4, 10)  # fewer leave no room for the title
+    fig, ax = subplots(1.3 + 0.5 * cells, 2.2 + 0.42 * count)
+
+    def cell(x, y, text, window=None):
+        color = "white" if window is None else colors[window]
+        _box(ax, x, y, 1, 0.8, text, {"fontsize": 9}, facecolor=color, alpha=0.6, **_EDGE)
+
+    for column, value in enumerate(values):
+        ax.text(column + 0.5, -0.3, column, ha="center", va="center", fontsize=9, color="#666666")
+        cell(column, 0, f"{value:g}", taken.get(column))
+    rows = {"weight": 0.4}
+    end = 1.3 + count
+    for w in range(count):
+        rows[f"window {w}"] = 1.5 + w
+        for j in range(4 if w < placed else 0):
+            column = 2 * w + j
+            mine = taken.get(column) == w
+            cell(column, 1.1 + w, f"{values[column]:g}" if mine else "", w if mine else None)
+            cell(4 * w + j, end, f"{slid[4 * w + j]:g}", w if mine else None)
+            cell(4 * w + j, end + 1, f"x{column}")
+        if w == placed - 1:
+            _box(ax, 2 * w, 1.1 + w, 4, 0.8, fill=False, edgecolor=INK, linewidth=1.8)
+    rows |= {"slid weight": end + 0.4, "slid x": end + 1.4}
+    last = placed - 1
+    columns = ", ".join(str(column) for column, w in taken.items() if w == last) or "nothing"
+    ax.set_title(f"{L - 2}:{L}. Window {last} covers columns {2 * last} to {2 * last + 3} and takes {columns}")
+    ax.set(xlim=(-0.1, cells + 0.1), ylim=(end + 2, -0.6), xticks=[], ylabel="one group")
+    ax.set_yticks(list(rows.values()), list(rows))
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    ax.set_xlabel("top: columns of the group; the two rows at the bottom: as stored")
+    return fig
+
+
+@style()
+def path(rows):
+    """Tensors on their way through a network: a corner of each as a picture, with its type, its shape and its bytes.
+
+    rows: {title: [(step, name, tensor or (codes, scales)), ...]}; step says what made it of the tensor before.
+    uint8 codes are two of int4 each.
+    """
+    wide, high = 9, 2.5 * len(rows)
+    # placed by hand, in inches: the arrows must know where the pictures are
+    fig = Figure(figsize=(wide, high))
+    for y, (title, stages) in enumerate(rows.items()):
+        bottom = high - 2.5 * y - 1.85
+        fig.text(0.1 / wide, (bottom + 1.62) / high, title, fontsize=11, va="center")
+        for x, (step, name, tensors) in enumerate(stages):
+            values, *scales = tensors if isinstance(tensors, tuple) else (tensors,)
+            piece = values[:48, :96]
+            if values.dtype == torch.uint8:
+                nibbles = torch.stack([values & 15, values >> 4], -1).flatten(1)
+                piece = (((nibbles + 8) % 16).to(torch.int8) - 8)[:48, :96]
+            piece = _tensor(piece)
+            top = piece.abs().quantile(0.99).item() or 1
+            left = 0.3 + 2.4 * x
+            ax = fig.add_axes((left / wide, bottom / high, 1.4 / wide, 1.25 / high))
+            ax.imshow(piece.numpy(), "PuOr", vmin=-top, vmax=top)
+            ax.spines[:].set_visible(True)
+            ax.set(title=name, xticks=[], yticks=[])
+            ax.set_ylabel("row", fontsize=8, labelpad=2)
+            kind = str(values.dtype).removeprefix("torch.") + (" + scales" if scales else "")
+            size = sum(tensor.nbytes for tensor in (values, *scales))
+            ax.set_xlabel(f"{kind}\n{' x '.join(map(str, values.shape))}\n{size:,} bytes", fontsize=9)
+            if step:
+                # between the picture before and this one's label
+                middle, height = (left - 0.58) / wide, (bottom + 0.5) / high
+                fig.text(middle, height + 0.08 / high, step, fontsize=8.5, ha="center")
+                ends = ((left - 0.2) / wide, height), ((left - 0.95) / wide, height)
+                ax.annotate("", *ends, "figure fraction", arrowprops={"arrowstyle": "-|>", "color": INK})
+    return fig
