@@ -12,15 +12,23 @@ import nbclient
 import nbformat
 import pytest
 
-FOLDER = Path(__file__).parent.parent / "notebooks"
+import qk
+from qk import copy as qk_copy
+from qk.bench.jobs import JOBS
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "notebooks"
 NAMES = sorted(path.name for path in FOLDER.glob("*.ipynb"))
 IGNORE = "nbval-ignore-output"
 LONGEST = 20  # lines of a cell
-SHOWS = re.compile(r"^ *(print|display|viz\.\w+)\(", re.MULTILINE)
+SHOWS = re.compile(r"^ *(print|display|course\.\w+)\(", re.MULTILINE)
 # what differs by machine, so that it can't be compared: times, and what hardware there is
 MACHINE = re.compile(r"qk\.backend\(|bench\.\w+\(|perf_counter|time\.time|get_device_|^%%?time", re.MULTILINE)
 # an object's address, somebody's folder, terminal colours
 UNREPEATABLE = re.compile(r"\bat 0x[0-9a-f]{6,}|/(home|root|tmp|Users)/|\x1b\[")
+# of the package: what kernels call, and references
+HELPER = re.compile(r"^@triton\.jit.*\ndef (\w+)|^def (\w+_ref)\(", re.MULTILINE)
+HELPERS = {a or b for file in (ROOT / "qk").glob("*.py") for a, b in HELPER.findall(file.read_text(encoding="utf-8"))}
 
 
 def read(name):
@@ -203,13 +211,81 @@ def test_the_rules_can_fail(spoil, problem):
     assert any(problem in line for line in problems(bad, good))
 
 
+def unshown(notebooks):
+    """Helpers that a printed kernel or reference calls, and that neither its notebook nor one before has printed.
+
+    What the prose names may be printed by one that follows.
+    """
+    printed = {
+        name: "\n".join(text(output) for cell in code_cells(notebook) for output in cell.outputs)
+        for name, notebook in notebooks.items()
+    }
+    shown = {name: set(re.findall(r"^def (\w+)\(", printed[name], re.MULTILINE)) for name in notebooks}
+    so_far = set()
+    for name, notebook in notebooks.items():
+        so_far |= shown[name]
+        prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+        promised = set(re.findall(r"`(\w+)`", prose)) & set.union(*shown.values())
+        called = HELPERS & set(re.findall(r"(?<![\w.])(\w+)\(", printed[name]))
+        yield from (f"{name}: {helper}" for helper in sorted(called - so_far - promised))
+
+
+def test_no_helper_stays_unshown():
+    assert list(unshown({name: read(name) for name in NAMES})) == []
+
+
+def test_an_unshown_helper_is_found():
+    assert {"gelu", "finish_tile", "quantize_ref", "_windows"} <= HELPERS
+    notebooks = {name: read(name) for name in NAMES}
+    for notebook in notebooks.values():
+        for output in (output for cell in code_cells(notebook) for output in cell.outputs if "text" in output):
+            output.text = re.sub(r"def (gelu|finish_tile|_windows)\(", "def other(", output.text)
+    assert [line.split(": ")[1] for line in unshown(notebooks)] == ["finish_tile", "finish_tile", "gelu", "_windows"]
+
+
+def misnamed(notebook):
+    """Names that the prose gives to what isn't there (any more): of files, commands, and of things in code."""
+    prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    code = "\n".join(cell.source + "".join(map(text, cell.outputs)) for cell in code_cells(notebook))
+    yield from (path for path in re.findall(r"`(qk/[\w/.]+)`", prose) if not (ROOT / path).is_file())
+    for module, arguments in re.findall(r"python -m (qk\.\w+)([^`\n]*)", prose):
+        if module == "qk.bench" and not set(arguments.split()) <= set(JOBS) or not importlib.util.find_spec(module):
+            yield f"{module}{arguments}"
+    words = set(re.findall(r"`([A-Za-z]*_\w*)`", re.sub(r"```.*?```", "", prose, flags=re.DOTALL)))
+    yield from (word for word in sorted(words - {*qk.__all__}) if not re.search(rf"\b{word}\b", code))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prose_names_what_is_there(name):
+    assert list(misnamed(read(name))) == []
+
+
+def test_a_wrong_name_is_found():
+    notebook = read(NAMES[1])
+    good, bad = "`qk/int4.py` `python -m qk.bench int4 int8` `_pack`", "`qk/slide.py` `python -m qk.bench slide` `a_s`"
+    notebook.cells[0].source += f"\n{good} {bad} `python -m qk.viz`"
+    assert list(misnamed(notebook)) == ["qk/slide.py", "qk.bench slide", "qk.viz", "a_s"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_last_cell_copies_what_it_says(name, tmp_path, monkeypatch):
+    end = read(name).cells[-1].source
+    monkeypatch.chdir(tmp_path)
+    for arguments in re.findall(r"^python -m qk\.copy (.*)$", end, re.MULTILINE):
+        assert qk_copy.main(arguments.split()) == 0
+    (file,) = tmp_path.iterdir()
+    promised = set(re.findall(r"`(\w+)`", end)) & {*qk.__all__}
+    assert promised <= set(re.findall(r"^def (\w+)\(", file.read_text(), re.MULTILINE))
+    assert promised or name == NAMES[0]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_solutions_pass_their_checks(name):
     notebook, stubs, solved = read(name), [], 0
     for cell in notebook.cells:
         if cell.cell_type == "code":
             # figures and measurements aren't needed here
-            cell.source = re.sub(r"^viz\.(?!check)", "None and viz.", cell.source, flags=re.MULTILINE)
+            cell.source = re.sub(r"^course\.(?!check)", "None and course.", cell.source, flags=re.MULTILINE)
             if IGNORE in cell.metadata.get("tags", []) and "backend" not in cell.source:
                 cell.source = ""
             if "# your answer" in cell.source:
@@ -219,7 +295,7 @@ def test_solutions_pass_their_checks(name):
             solved += 1
     assert len(stubs) == solved > 0, "each stub says '# your answer', and each has its folded solution"
     nbclient.NotebookClient(notebook, resources={"metadata": {"path": FOLDER}}).execute()
-    checks = [cell for cell in code_cells(notebook) if "viz.check(" in cell.source]
+    checks = [cell for cell in code_cells(notebook) if "course.check(" in cell.source]
     for cell in checks:
         assert "".join(map(text, cell.outputs)).startswith("Right, in all"), cell.source
     assert len(checks) == solved
@@ -254,21 +330,76 @@ def test_setup_finds_the_installed_package(run_setup, capsys):
     assert capsys.readouterr().out == f"{sys.modules['qk'].backend()}\n"
 
 
-@pytest.mark.parametrize("place", [".", "kaggle/dataset", "notebooks"])
+def package(folder, pyproject=None):
+    (folder / "qk").mkdir(parents=True)
+    (folder / "qk" / "__init__.py").touch()
+    if pyproject is not None:
+        (folder / "pyproject.toml").write_bytes(pyproject)
+
+
+def wheel(folder, version="0.1.0"):
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"qk-{version}-py3-none-any.whl"
+    file.touch()
+    return str(file)
+
+
+@pytest.mark.parametrize("place", ["kaggle/dataset", "notebooks"])
 def test_setup_finds_a_folder(run_setup, tmp_path, place):
-    (tmp_path / place / "qk").mkdir(parents=True)
-    (tmp_path / place / "qk" / "__init__.py").touch()
-    paths, installed = run_setup("qk")
-    assert [os.path.realpath(path) for path in paths] == [os.path.realpath(tmp_path / place)] and installed == []
+    package(tmp_path / place)
+    wheel(tmp_path / place)
+    assert run_setup("qk") == ([str(tmp_path / place)], [])
+
+
+@pytest.mark.parametrize("ends", [b"\n", b"\r\n"])
+def test_setup_finds_its_clone(run_setup, tmp_path, ends):
+    package(tmp_path, (FOLDER.parent / "pyproject.toml").read_bytes().replace(b"\n", ends))
+    package(tmp_path / "kaggle" / "dataset")
+    assert run_setup("qk") == ([str(tmp_path)], [])
+    # the notebook's own folder comes before all others
+    package(tmp_path / "notebooks")
+    assert run_setup("qk") == ([str(tmp_path / "notebooks")], [])
+
+
+@pytest.mark.parametrize("pyproject", [None, b"", b'[project]\nname = "qk-tools"\n', b"\xff", b'# name = "qk"\n'])
+def test_setup_leaves_strangers_alone(run_setup, tmp_path, pyproject):
+    package(tmp_path, pyproject)
+    wheel(tmp_path)
+    with pytest.raises(ImportError, match="no qk"):
+        run_setup("qk")
+
+
+def test_setup_takes_no_wheel_of_its_clone(run_setup, tmp_path):
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "qk"\n')
+    wheel(tmp_path)
+    with pytest.raises(ImportError, match="no qk"):
+        run_setup("qk")
 
 
 @pytest.mark.parametrize("place", ["notebooks", "kaggle/dataset"])
-def test_setup_installs_a_wheel(run_setup, tmp_path, place):
-    wheel = tmp_path / place / "qk-0.1.0-py3-none-any.whl"
-    wheel.parent.mkdir(parents=True, exist_ok=True)
-    wheel.touch()
-    assert run_setup("qk") == ([], pip(str(wheel)))
-    assert run_setup("qk", "triton") == ([], pip("triton>=3.3,!=3.4.*", str(wheel)))
+def test_setup_installs_a_wheel(run_setup, tmp_path, monkeypatch, place):
+    file = wheel(tmp_path / place)
+    monkeypatch.setenv("QK_SOURCE", "qk @ git+https://example.org/qk")
+    assert run_setup("qk") == ([], pip(file))
+    assert run_setup("qk", "triton") == ([], pip("triton>=3.3,!=3.4.*", file))
+
+
+@pytest.mark.parametrize(
+    ("newest", "others"),
+    [
+        ("0.10.0", ["0.9.0", "0.9.10", "0.2.0"]),
+        ("10.0.0", ["9.0.0", "0.99.0"]),
+        ("1.2.10", ["1.2.9", "1.2"]),
+        ("1.0.0", ["0.9.0rc1", "0.9.0+cpu"]),
+    ],
+)
+def test_setup_installs_the_newest_wheel(run_setup, tmp_path, newest, others):
+    places = [tmp_path / "notebooks", tmp_path / "kaggle" / "a", tmp_path / "kaggle" / "b"]
+    for first in range(3):
+        found = [wheel(places[(first + i) % 3], version) for i, version in enumerate([newest, *others])]
+        assert run_setup("qk") == ([], pip(found[0]))
+        for file in found:
+            os.remove(file)
 
 
 def test_setup_installs_from_qk_source(run_setup, monkeypatch):
