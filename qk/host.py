@@ -17,7 +17,7 @@ import torch
 import triton
 
 from .numerics import INTERPRETED, gdc_wait
-from .plans import planned_operator, recording
+from .plans import called_operator, planned_operator, recording
 
 if triton.__version__.startswith("3.4."):
     raise ImportError(
@@ -153,7 +153,8 @@ _LIBRARIES = globals().get("_LIBRARIES", [])
 def operator(fake, *depends, launches=True):
     """Makes a function the torch operator <namespace>::<name>; `fake` returns its empty outputs, for torch.compile too.
 
-    It keeps plans, unless it does other things than launch. depends: as of `planned`.
+    It keeps plans; one that does other things than launch (launches=False) returns one tensor, and a plan calls it.
+    depends: as of `planned`.
 
     The namespace is qk in the package, and the module's own name in a copy, so that the two run side by side. A module
     that is loaded again gets one with a number.
@@ -168,7 +169,7 @@ def operator(fake, *depends, launches=True):
                 break
         library = torch.library.Library(namespace, "FRAGMENT")
         library.define(name + torch.library.infer_schema(function, mutates_args=()))
-        implementation = planned_operator(function, depends) if launches else function
+        implementation = planned_operator(function, depends) if launches else called_operator(function)
         library.impl(name, implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
         overload = getattr(getattr(torch.ops, namespace), name).default

@@ -24,6 +24,7 @@ import torch
 from .dequant import dequant_bias, dequant_bias_ref
 from .host import FLOATS, LARGEST_INT32_K, as_matrix, cdiv, check_one_of, check_tensor, next_power_of_2, operator
 from .int8 import quantize_per_token, quantize_per_token_ref
+from .plans import planned
 from .sparsity import quant_slide, quant_slide_ref, slide_weight, slide_weight_ref
 
 __all__ = [
@@ -173,6 +174,7 @@ def _check_linear(x, K, N, bias, out_dtype):
     return as_matrix(x.detach()), bias, out_dtype
 
 
+@planned()
 def dense_linear(x, w, w_scale, bias=None, out_dtype=None, gemm_dtype=None):
     """x @ dequant(w).T + bias, [..., N]: x is quantized per token, cuBLASLt multiplies.
 
@@ -225,14 +227,19 @@ def sparse_linear(x, sw, bias=None, out_dtype=None, gemm_dtype=torch.bfloat16):
     """
     if not isinstance(sw, SlideWeight):
         raise ValueError(f"sw is a {type(sw).__name__}; it takes what compress_slide returns")
-    N, K = sw.scale.shape[0], sw.columns
+    return _sparse_linear(x, *sw, bias, out_dtype, gemm_dtype)
+
+
+@planned()  # which keeps tensors apart from the rest, and a SlideWeight is both
+def _sparse_linear(x, w, w_scale, K, L, compressed, bias, out_dtype, gemm_dtype):
+    N = w_scale.shape[0]
     matrix, bias, out_dtype = _check_linear(x, K, N, bias, out_dtype)
-    if sw.scale.device != x.device:
-        raise ValueError(f"sw is on {sw.scale.device}; it takes x's device, {x.device}")
-    check_one_of("gemm_dtype", gemm_dtype, _SPARSE_SUMS[sw.codes.dtype])
-    codes, scale = quant_slide(matrix, sw.L, sw.codes.dtype, row_multiple=16)
-    sums = _sparse_mm(codes, sw.codes, matrix.shape[0], N, sw.compressed, gemm_dtype)
-    return dequant_bias(sums, scale, sw.scale, bias, out_dtype).view(*x.shape[:-1], N)
+    if w_scale.device != x.device:
+        raise ValueError(f"sw is on {w_scale.device}; it takes x's device, {x.device}")
+    check_one_of("gemm_dtype", gemm_dtype, _SPARSE_SUMS[w.dtype])
+    codes, scale = quant_slide(matrix, L, w.dtype, row_multiple=16)
+    sums = _sparse_mm(codes, w, matrix.shape[0], N, compressed, gemm_dtype)
+    return dequant_bias(sums, scale, w_scale, bias, out_dtype).view(*x.shape[:-1], N)
 
 
 def _sums_ref(a, b, sums_dtype):

@@ -8,8 +8,8 @@
 A plan is kept by all that the first call could depend on: the tensors' dtypes, shapes, strides, alignments and devices,
 the other arguments, and what the function names besides. It holds no tensor. It holds addresses in tensor
 maps only, which say no more than an address, a shape and strides, and are kept by these. A call that did anything else
-than launch, such as a copy by torch, gets no plan. While anybody listens (a mode, a transform, a tracer, a profiler, a
-hook of Triton's) public functions don't use theirs.
+than launch, such as a copy by torch, gets no plan; but an operator that is a vendor's GEMM is called from a plan, too.
+While anybody listens (a mode, a transform, a tracer, a profiler, a hook of Triton's) public functions don't use theirs.
 """
 
 import copy
@@ -53,7 +53,36 @@ def planned(*depends):
 
 def planned_operator(function, depends):
     """Makes the implementation of an operator keep plans: whoever comes through the dispatcher finds them here."""
-    return _with_plans(function, depends, _noted)
+
+    @functools.wraps(function)
+    def implementation(*args):
+        results = function(*args)
+        if (record := recording()) is not None:
+            record.temporaries.extend(_as_list(results))
+        return results
+
+    return _with_plans(implementation, depends, _noted)
+
+
+def called_operator(function):
+    """As `planned_operator`, of one that does other things than launch, and returns one tensor: a plan calls it."""
+
+    @functools.wraps(function)
+    def implementation(*args):
+        record, _thread.recording = recording(), None  # what it launches is its own affair
+        try:
+            result = function(*args)
+        finally:
+            _thread.recording = record
+        if record is not None:
+            record.launches.append(Called(function, args, result))
+        return result
+
+    return implementation
+
+
+def _as_list(results):
+    return [results] if isinstance(results, torch.Tensor) else list(results)
 
 
 def _with_plans(function, depends, passed_by):
@@ -65,12 +94,13 @@ def _with_plans(function, depends, passed_by):
     def call(*args, **kwargs):
         if _INTERPRETING or passed_by():
             return function(*args, **kwargs)
-        key, addresses = [*kwargs], []
+        key, tensors, addresses = [*kwargs], [], []
         try:
             for value in (*args, *kwargs.values()):
                 kind = value.__class__
                 if kind in _TENSORS:
                     address = value.data_ptr()
+                    tensors.append(value)
                     addresses.append(address)
                     # of a negated view, memory holds the numbers without their sign
                     layout = value.shape, value.stride(), address & 15, value.is_neg()
@@ -83,19 +113,20 @@ def _with_plans(function, depends, passed_by):
         except Exception:  # a tensor without memory, an argument without a hash: the function says what is wrong
             return function(*args, **kwargs)
         if plan is None:
-            return _first_call(function, args, kwargs, tuple(key), addresses, plans)
+            return _first_call(function, args, kwargs, tuple(key), tensors, plans)
         if plan.device == _current_device():
-            return plan(addresses)
+            return plan(tensors, addresses)
         with torch.cuda.device(plan.device):
-            return plan(addresses)
+            return plan(tensors, addresses)
 
     return call
 
 
 def _heard():
-    """Whether anybody listens to operators or launches."""
+    """Whether anybody listens to operators or launches: another function's first call, too."""
     return (
         torch.compiler.is_compiling()
+        or recording() is not None
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or _peek_transform() is not None
@@ -119,8 +150,16 @@ def _calls(hook):
 class Recording(NamedTuple):
     """What a function does while it is called for the first time."""
 
-    launches: list  # (kernel, compiled kernel, grid, arguments, options)
-    temporaries: list
+    launches: list  # (kernel, compiled kernel, grid, arguments, options), or Called
+    temporaries: list  # what was allocated; the call's results may be among them
+
+
+class Called(NamedTuple):
+    """What an operator did that a plan calls."""
+
+    function: object
+    args: tuple
+    result: torch.Tensor
 
 
 def recording():
@@ -128,11 +167,11 @@ def recording():
     return getattr(_thread, "recording", None)
 
 
-def _first_call(function, args, kwargs, key, addresses, plans):
+def _first_call(function, args, kwargs, key, tensors, plans):
     outer, _thread.recording = recording(), Recording([], [])
     try:
         results = function(*args, **kwargs)
-        plan = _make_plan(addresses, results, _thread.recording)
+        plan = _make_plan(tensors, results, _thread.recording)
     finally:
         _thread.recording = outer
     if plan is not None:
@@ -143,14 +182,14 @@ def _first_call(function, args, kwargs, key, addresses, plans):
 
 
 class _Step(NamedTuple):
-    """One launch: what CompiledKernel.run takes."""
+    """One launch, what CompiledKernel.run takes; or, without a grid, a call of an operator's implementation."""
 
     run: object
-    grid: tuple
+    grid: tuple | None
     function: int
     metadata: object
     args: list
-    places: list  # (index in args, number of the tensor whose address belongs there, None or what makes its tensor map)
+    places: list  # (index in args, number of the tensor that belongs there, None or what makes a tensor map of it)
 
 
 class _Plan(NamedTuple):
@@ -160,13 +199,21 @@ class _Plan(NamedTuple):
     steps: list
     single: bool  # the function returns one tensor, not a tuple
 
-    def __call__(self, addresses):
+    def __call__(self, tensors, addresses):
         results = [_empty_strided(*output) for output in self.outputs]
-        temporaries = [_empty_strided(*temporary) for temporary in self.temporaries]
-        addresses += [tensor.data_ptr() for tensor in (*results, *temporaries)]
+        tensors += results
+        if self.temporaries:
+            tensors += [_empty_strided(*temporary) for temporary in self.temporaries]
+        addresses += [tensor.data_ptr() for tensor in tensors[len(addresses) :]]
         stream = _raw_stream(self.device)
         for run, grid, function, metadata, args, places in self.steps:
             args = args.copy()
+            if grid is None:
+                for place, number, _ in places:
+                    args[place] = tensors[number]
+                tensors.append(run(*args))
+                addresses.append(tensors[-1].data_ptr())
+                continue
             for place, number, to_map in places:
                 args[place] = addresses[number] if to_map is None else to_map(addresses[number])
             run(*grid, stream, function, metadata, None, None, None, *args)
@@ -181,26 +228,52 @@ except ImportError:
         return torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
 
 
-def _make_plan(addresses, results, recording):
-    """-> a plan of a call that made its results by launches alone, of what it was given; else None."""
+def _make_plan(tensors, results, recording):
+    """-> a plan of a call that made its results by launches and operators alone, of what it was given; else None."""
     single = isinstance(results, torch.Tensor)
-    results = [results] if single else list(results)
-    allocated = [*results, *recording.temporaries]
-    addresses = [*addresses, *(tensor.data_ptr() for tensor in allocated)]
-    numbers = {address: number for number, address in enumerate(addresses)}
+    results = _as_list(results)
+    returned = {tensor.data_ptr() for tensor in results}
+    temporaries = [tensor for tensor in recording.temporaries if tensor.data_ptr() not in returned]
+    allocated = [*results, *temporaries]
+    tensors = [*tensors, *allocated]
+    numbers = {tensor.data_ptr(): number for number, tensor in enumerate(tensors)}
     # a tensor that was given twice: which of the two is it that a kernel takes?
-    if not recording.launches or len(numbers) < len(addresses) or 0 in numbers:
+    if not recording.launches or len(numbers) < len(tensors) or 0 in numbers:
         return None
     for tensor in allocated:
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         if tensor.storage_offset() or tensor.untyped_storage().nbytes() != (last + 1) * tensor.itemsize:
             return None
+    steps = []
     try:
-        steps = [_make_step(numbers, *each) for each in recording.launches]
+        for launched in recording.launches:
+            if not isinstance(launched, Called):
+                steps.append(_make_step(numbers, *launched))
+                continue
+            steps.append(_make_call(numbers, tensors, launched))
+            address = launched.result.data_ptr()
+            if address in numbers:  # it made what the plan would allocate
+                return None
+            numbers[address] = len(tensors)
+            tensors.append(launched.result)
     except (AttributeError, ImportError, KeyError):  # the address of a copy, or a Triton that launches in another way
         return None
     sizes = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in allocated]
     return _Plan(results[0].get_device(), sizes[: len(results)], sizes[len(results) :], steps, single)
+
+
+def _make_call(numbers, tensors, called):
+    """KeyError: it takes a view, where a plan has the whole."""
+    places, args = [], list(called.args)
+    for i, arg in enumerate(args):
+        if isinstance(arg, torch.Tensor):
+            number = numbers[arg.data_ptr()]
+            whole = tensors[number]
+            if (arg.dtype, arg.shape, arg.stride()) != (whole.dtype, whole.shape, whole.stride()):
+                raise KeyError(i)
+            places.append((i, number, None))
+            args[i] = None
+    return _Step(called.function, None, 0, None, args, places)
 
 
 def _make_step(numbers, kernel, compiled, grid, args, options):

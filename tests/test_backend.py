@@ -132,7 +132,8 @@ del sys.modules["triton"]
 os.environ.pop("TRITON_INTERPRET")
 import triton
 print(refusal())
-version, triton.__version__ = triton.__version__, "3.4.0"
+os.environ["QK_BACKEND"] = "compile"  # as it was imported
+triton.__version__ = "3.4.0"
 print(refusal())
 """
     absent, early, v34 = python(code, **NO_GPU)

@@ -90,7 +90,7 @@ def test_a_launch_waits_for_the_one_before(chain, M, monkeypatch):
 def test_the_gpu_decides(monkeypatch):
     """What is launched early, or not, by the GPU and by the kernel."""
     launched = []
-    monkeypatch.setattr(plans, "_make_plan", lambda addresses, results, recording: launched.extend(recording.launches))
+    monkeypatch.setattr(plans, "_make_plan", lambda tensors, results, recording: launched.extend(recording.launches))
     plans.forget()
     x = randn(16, 256)
     codes, scale = qk.act_quant(x)

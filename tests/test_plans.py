@@ -135,6 +135,32 @@ def test_what_gets_no_plan(doubled):
         doubled(x, wrong)  # without a hash, as the second argument
 
 
+def test_an_operator_that_does_other_things_is_called(doubled):
+    """As a vendor's GEMM between two kernels."""
+    called = []
+
+    @plans.called_operator
+    def negated(x, times):
+        called.append(times)
+        return -x * times
+
+    operator = plans.planned_operator(doubled.__wrapped__, ())
+    chain = plans.planned()(lambda x: operator(negated(operator(x), 3)).view(-1))
+    kept = []
+    for seed in range(4):
+        x = torch.randn(5, generator=torch.Generator().manual_seed(seed))
+        kept.append(chain(x))
+        assert torch.equal(kept[-1], -12 * x)
+    assert len(doubled.first) == 2 and len(doubled.kernel.launches) == 6 and called == [3] * 4
+    # where it takes a part, or gives the result, there is nothing to call it with, or to write to
+    part = plans.planned()(lambda x: operator(negated(operator(x)[:3], 1)))
+    own = plans.planned()(lambda x: negated(operator(x), 1))
+    for _ in range(3):
+        assert torch.equal(part(x), -4 * x[:3]) and torch.equal(own(x), -2 * x)
+    assert len(called) == 10 and not any(plans._all_plans[-2:])
+    del plans._all_plans[-4:]
+
+
 def test_plans_are_bounded_and_hold_no_tensor(doubled, monkeypatch):
     monkeypatch.setattr(plans, "_MOST_PLANS", 10)
     kept = plans._all_plans[-1]
