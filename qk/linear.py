@@ -90,7 +90,7 @@ def _padded(x, rows, columns):
         return x
     if x.shape[1] == columns:
         out = x.new_empty((rows, columns))
-        out[: x.shape[0]] = x
+        out.narrow(0, 0, x.shape[0]).copy_(x)
     else:  # zeros of float8 are zero bytes
         out = x.new_zeros((rows, columns))
         out[: x.shape[0], : x.shape[1]] = x
@@ -119,7 +119,7 @@ def _dense_mm(a: torch.Tensor, b: torch.Tensor, sums_dtype: torch.dtype) -> torc
     (M, K), N = a.shape, b.shape[0]
     if not _has_cublaslt(a.device) or 0 in (M, N, K):
         return _empty_dense_mm(a, b, sums_dtype).copy_(_multiply(a, b))
-    with torch.cuda.device(a.device):
+    with torch.cuda.device_of(a):
         # _int_mm takes M > 16 and multiples of 8, _scaled_mm multiples of 16
         a = _padded(a, max(M, 32), _multiple(K, 16))
         b = _padded(b, _multiple(N, 16), _multiple(K, 16)).t()
@@ -128,7 +128,7 @@ def _dense_mm(a: torch.Tensor, b: torch.Tensor, sums_dtype: torch.dtype) -> torc
         else:
             one = torch.ones((), dtype=torch.float32, device=a.device)
             sums = torch._scaled_mm(a, b, one, one, out_dtype=sums_dtype)
-    return sums[:M, :N]
+    return sums if sums.shape == (M, N) else sums[:M, :N]
 
 
 def _empty_sparse_mm(a, codes, M, N, compressed, sums_dtype):
@@ -203,7 +203,8 @@ def compress_slide(w, L=8, dtype=torch.int8):
 
     w: [N, K] float16, bfloat16 or float32, as `prune_slide(w, L)` leaves it; K <= 133144. L: 4 (plain 2:4), 6, 8 or 10.
     dtype: of the codes, torch.int8, or torch.float8_e4m3fn where `quantize_per_token` takes it.
-    Returns a `SlideWeight`. Raises ValueError for bad arguments, and where L columns hold more than L - 2 values.
+    Returns a `SlideWeight`. torch.compile can't trace it where cuSPARSELt compresses. Raises ValueError for bad
+    arguments, and where L columns hold more than L - 2 values.
     """
     check_tensor("w", w, FLOATS, "[N, K]")
     _check_columns("w", w.shape[1])
@@ -227,19 +228,14 @@ def sparse_linear(x, sw, bias=None, out_dtype=None, gemm_dtype=torch.bfloat16):
     """
     if not isinstance(sw, SlideWeight):
         raise ValueError(f"sw is a {type(sw).__name__}; it takes what compress_slide returns")
-    return _sparse_linear(x, *sw, bias, out_dtype, gemm_dtype)
-
-
-@planned()  # which keeps tensors apart from the rest, and a SlideWeight is both
-def _sparse_linear(x, w, w_scale, K, L, compressed, bias, out_dtype, gemm_dtype):
-    N = w_scale.shape[0]
+    N, K = sw.scale.shape[0], sw.columns
     matrix, bias, out_dtype = _check_linear(x, K, N, bias, out_dtype)
-    if w_scale.device != x.device:
-        raise ValueError(f"sw is on {w_scale.device}; it takes x's device, {x.device}")
-    check_one_of("gemm_dtype", gemm_dtype, _SPARSE_SUMS[w.dtype])
-    codes, scale = quant_slide(matrix, L, w.dtype, row_multiple=16)
-    sums = _sparse_mm(codes, w, matrix.shape[0], N, compressed, gemm_dtype)
-    return dequant_bias(sums, scale, w_scale, bias, out_dtype).view(*x.shape[:-1], N)
+    if sw.scale.device != x.device:
+        raise ValueError(f"sw is on {sw.scale.device}; it takes x's device, {x.device}")
+    check_one_of("gemm_dtype", gemm_dtype, _SPARSE_SUMS[sw.codes.dtype])
+    codes, scale = quant_slide(matrix, sw.L, sw.codes.dtype, row_multiple=16)
+    sums = _sparse_mm(codes, sw.codes, matrix.shape[0], N, sw.compressed, gemm_dtype)
+    return dequant_bias(sums, scale, sw.scale, bias, out_dtype).view(*x.shape[:-1], N)
 
 
 def _sums_ref(a, b, sums_dtype):
