@@ -60,6 +60,15 @@ SPEED_RECORD = RECORD | {
         for name in ("qk", "qk fast")
     ]
 }
+WALL_RECORD = RECORD | {
+    "results": [
+        {"op": "act_quant", "shape": shape, "contender": name, "us": 1.0, "wall_us": us}
+        for shape, factor in (([1, 8192], 1), ([8192, 2048], 7))
+        for name, us in (("qk", 13.0 * factor), ("compile", 40.0 * factor), ("copy", 5.0))
+    ]
+    + [{"op": "chain", "shape": [1, 64, 64], "contender": "qk compile", "us": 1.0, "wall_us": 70.0}]
+    + [{"op": "chain", "shape": [1, 64, 64], "contender": "bf16", "unavailable": "refused"}]
+}
 CODES8 = torch.tensor([[0x1F, 0xF1], [0x70, 0x09]], dtype=torch.uint8)
 SCALES = torch.rand(256, 12), torch.rand(3, 12)
 
@@ -107,6 +116,7 @@ PLOTS = {
     "linear curves": lambda: course.curves({"one": [("2:4", 0.3), ("6:8", 0.1)]}, "t", "x", "y", level=1, log=False),
     "times": lambda: course.time_bars({"dense": {"GEMM": 3.0, "bias": 1.0}, "sparse": {"GEMM": 2.0}}, "t"),
     "speedups": lambda: course.speedups(SPEED_RECORD),
+    "host times": lambda: course.host_times(WALL_RECORD),
     "roofline without measurements": lambda: course.roofline(None, (16, 8192, 8192)),
 }
 
@@ -322,6 +332,14 @@ def test_speedups_shows_gains_and_losses():
         "eager torch": (3.0, 2),
     }
     assert any("No measurement" in text for text in texts(course.speedups(None)))
+
+
+def test_host_times_are_those_of_one_token():
+    ax = course.host_times(WALL_RECORD).axes[0]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["act_quant, 1 x 8192", "chain, 1 x 64 x 64"]
+    dots = {line.get_label(): (*line.get_xdata(), *line.get_ydata()) for line in ax.lines}
+    assert dots == {"qk": (13.0, 0), "torch.compile": (40.0, 0), "qk under torch.compile": (70.0, 1)}
+    assert any("No measurement" in text for text in texts(course.host_times(None)))
 
 
 def test_figure_follows_slider(monkeypatch, capsys):

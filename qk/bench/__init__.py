@@ -85,9 +85,9 @@ def peak_bytes(call, tensors):
 
 
 def wall_us(call, sets, wait=torch.cuda.synchronize, clock=time.perf_counter):
-    """The host's microseconds of a call, one of 300 back to back: the median of up to 7 times, in 0.3 seconds or so.
+    """The host's microseconds of a call, one of 300 back to back: the median of up to 7 times, in 0.2 seconds or so.
 
-    Of calls that take longer than a millisecond, fewer than 300. wait() returns when the GPU has done its work.
+    Of calls that take longer than half a millisecond, fewer than 300. wait() returns when the GPU has done its work.
     """
     turns = itertools.cycle(sets)
 
@@ -103,9 +103,9 @@ def wall_us(call, sets, wait=torch.cuda.synchronize, clock=time.perf_counter):
     wait()
     seconds_of(3)  # warms up
     _, whole = seconds_of(1)
-    calls = 300 if whole < 0.001 else max(int(0.1 / whole), 1)
+    calls = 300 if whole < 0.0005 else max(int(0.05 / whole), 1)
     times, spent = [], 0.0
-    while len(times) < 7 and spent < 0.3:
+    while len(times) < 7 and spent < 0.15:
         host, whole = seconds_of(calls)
         times.append(host * 1e6 / calls)
         spent += whole

@@ -6,6 +6,7 @@ each with what it should compute, in plain torch. JOBS holds the jobs by name, T
     int4, int8     quantizers and dequantizers, beside their references, eager and compiled
     dequant_bias   three widths, 31 numbers of tokens
     gemm, ladder   int8 GEMMs beside cuBLAS; one of them from a first kernel on, a change at a time
+    chain          a quantization and a GEMM, eager and compiled, beside as many kernels in bfloat16
     gelu, ffn      int8 GELU; a feed-forward layer and its fused epilogue
     sparse         quantization into 2:4 windows; linear layers, sparse and dense
 
@@ -229,6 +230,27 @@ def ladder(size=8192):
     contenders = {name: _rung(config) for name, config in _RUNGS.items()}
     contenders |= {"qk portable": _int8_gemm(path="portable"), "qk": _int8_gemm(), "qk fast": _int8_gemm(exact=False)}
     yield _gemm_case("ladder", size, size, size, contenders | _gemm_rivals())
+
+
+def chain_case(M, N, K):
+    def quantized(x, w, w_scale):
+        return qk.int8_gemm(*qk.act_quant(x, scale_layout="column"), w, w_scale, out_dtype=torch.bfloat16)
+
+    def plain(x, w):
+        return torch.relu(x) @ w.t()
+
+    compiled, compiled_plain = (torch.compile(each, fullgraph=True, dynamic=False) for each in (quantized, plain))
+    calls = {"qk": lambda o: quantized(o.x, *o.int8[2:]), "qk compile": lambda o: compiled(o.x, *o.int8[2:])}
+    rivals = {"bf16": lambda o: plain(o.x, o.w), "compile": lambda o: compiled_plain(o.x, o.w)}
+    contenders = {name: (call, lambda o: product(*o.int8)) for name, call in calls.items()}
+    contenders |= {name: (call, lambda o: plain(o.x.float(), o.w.float())) for name, call in rivals.items()}
+    return _gemm_case("chain", M, N, K, contenders)
+
+
+@_job
+def chain():
+    for shape in (1, 8192, 8192), (512, 14336, 4096):
+        yield chain_case(*shape)
 
 
 @_job

@@ -29,6 +29,7 @@ __all__ = [
     "curves",
     "gemm_bytes",
     "gemm_speed",
+    "host_times",
     "memory_bars",
     "roofline",
     "scale_cost",
@@ -184,15 +185,17 @@ def roofline(record, shape):
     return fig
 
 
+_RIVALS = {"compile": "torch.compile", "eager": "eager torch", "bf16": "bf16, cuBLAS", "cublas fp8": "FP8, cuBLAS"}
+_RIVALS |= {"_int_mm": "torch._int_mm, no scales"}
+
+
 @style()
 def speedups(record):
     """How much faster each operation is than what others wrote, measured side by side: a dot for each shape.
 
     Eager torch is left out where there is a better rival, and so are other ways to use this package.
     """
-    known = {"compile": "torch.compile", "eager": "eager torch", "bf16": "bf16, cuBLAS", "cublas fp8": "FP8, cuBLAS"}
-    known |= {"_int_mm": "torch._int_mm, no scales"}
-    dots = {}
+    known, dots = _RIVALS, {}
     for row in _results(record):
         if row["contender"] == "qk" and row["op"] != "ladder":
             over = {rival: ratio for rival, ratio in row.get("speedup_over", {}).items() if rival in known}
@@ -215,6 +218,31 @@ def speedups(record):
     ax.set_title(f"qk against its rivals at the same shapes, {_source(record)}")
     ax.set_xlabel("how many times as fast (left of the dashed line: qk is slower)")
     fig.legend(loc="outside lower center", ncols=5)
+    return fig
+
+
+@style()
+def host_times(record):
+    """What a call of each operation costs the host at one token, beside what others' calls cost: a dot for each."""
+    known = {"qk": "qk", "qk compile": "qk under torch.compile"} | _RIVALS
+    dots = {}
+    for row in _results(record):
+        if row["shape"][0] == 1 and row["contender"] in known and "us" in row:
+            shape = " x ".join(map(str, row["shape"]))
+            dots.setdefault(f"{row['op']}, {shape}", {}).setdefault(row["contender"], row["wall_us"])
+    if not dots:
+        return _not_measured("host times")
+    fig, ax = subplots(9, 1.6 + 0.34 * len(dots))
+    for name, color in zip(known, (INK, SKY, ORANGE, VERMILION, BLUE, PURPLE, GREEN), strict=True):
+        points = [(times[name], y) for y, times in enumerate(dots.values()) if name in times]
+        if points:
+            ax.plot(*zip(*points, strict=True), "o", color=color, alpha=0.75, markersize=7, label=known[name])
+    ax.set_yticks(range(len(dots)), list(dots))
+    ax.set(ylim=(len(dots) - 0.5, -0.5), ylabel="operation, shape", title=f"What a call costs, {_source(record)}")
+    ax.set_xlim(left=0)
+    ax.grid(True, axis="x")
+    ax.set_xlabel("time from one call to the next, from Python (µs)")
+    fig.legend(loc="outside lower center", ncols=4)
     return fig
 
 
