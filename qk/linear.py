@@ -40,6 +40,8 @@ __all__ = [
 _DENSE_SUMS = {torch.int8: (torch.int32,), torch.float8_e4m3fn: (torch.bfloat16, torch.float32)}
 _SPARSE_SUMS = {torch.int8: (torch.bfloat16, torch.int32), torch.float8_e4m3fn: (torch.bfloat16, torch.float32)}
 
+_LEAST_ROWS = 32  # of cuBLASLt's operand: _int_mm takes more than 16, and multiples of 8
+
 # of cuSPARSELt's algorithms, the one that its search found for a device, shapes and dtypes
 _ALGORITHMS = {}
 
@@ -120,8 +122,8 @@ def _dense_mm(a: torch.Tensor, b: torch.Tensor, sums_dtype: torch.dtype) -> torc
     if not _has_cublaslt(a.device) or 0 in (M, N, K):
         return _empty_dense_mm(a, b, sums_dtype).copy_(_multiply(a, b))
     with torch.cuda.device_of(a):
-        # _int_mm takes M > 16 and multiples of 8, _scaled_mm multiples of 16
-        a = _padded(a, max(M, 32), _multiple(K, 16))
+        # _int_mm takes K and N in multiples of 8, _scaled_mm of 16
+        a = _padded(a, max(M, _LEAST_ROWS), _multiple(K, 16))
         b = _padded(b, _multiple(N, 16), _multiple(K, 16)).t()
         if a.dtype == torch.int8:
             sums = torch._int_mm(a, b)
@@ -193,9 +195,13 @@ def dense_linear(x, w, w_scale, bias=None, out_dtype=None, gemm_dtype=None):
     check_tensor("w_scale", w_scale, (torch.float32,), (N, 1), like=("x", x))
     gemm_dtype = _DENSE_SUMS[w.dtype][0] if gemm_dtype is None else gemm_dtype
     check_one_of("gemm_dtype", gemm_dtype, _DENSE_SUMS[w.dtype])
+    M = matrix.shape[0]
+    if M == 1 and _has_cublaslt(x.device):
+        # a row that the quantizer reads 32 times over is ready sooner than a copy with 31 more
+        matrix = matrix.expand(_LEAST_ROWS, K)
     codes, scale = quantize_per_token(matrix, w.dtype)
     sums = _dense_mm(codes, w, gemm_dtype)
-    return dequant_bias(sums, scale, w_scale, bias, out_dtype).view(*x.shape[:-1], N)
+    return dequant_bias(sums[:M], scale[:M], w_scale, bias, out_dtype).view(*x.shape[:-1], N)
 
 
 def compress_slide(w, L=8, dtype=torch.int8):

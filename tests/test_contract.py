@@ -513,7 +513,9 @@ def test_a_second_call_goes_straight_to_the_launch(name):
     plans.forget()
     first = work(*tensors)
     kept = sum(map(len, plans._all_plans))
-    if TABLE[name].plan or name == "dense_linear":
+    if name.startswith(("int8_gemm", "int8_addmm")):
+        assert kept == 0, "K is not a multiple of 16: operands are copied"
+    elif TABLE[name].plan or name == "dense_linear":
         assert kept == 1, "one for the whole of it, what it calls included"
     else:
         assert (kept > 0) == (name in ("sparse_linear", "compress_slide"))
