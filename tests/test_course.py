@@ -62,11 +62,25 @@ SPEED_RECORD = RECORD | {
 }
 WALL_RECORD = RECORD | {
     "results": [
-        {"op": "act_quant", "shape": shape, "contender": name, "us": 1.0, "wall_us": us}
-        for shape, factor in (([1, 8192], 1), ([8192, 2048], 7))
+        {"op": "act_quant", "shape": shape, "contender": name, "us": 1.0, "wall_us": us, "date": date}
+        for shape, date, factor in (
+            ([1, 9000], "2026-01-02", 9),
+            ([1, 8192], "2026-01-01", 2),
+            ([1, 8192], "2026-01-02", 1),
+            ([8192, 2048], "2026-01-02", 7),
+        )
         for name, us in (("qk", 13.0 * factor), ("compile", 40.0 * factor), ("copy", 5.0))
     ]
-    + [{"op": "chain", "shape": [1, 64, 64], "contender": "qk compile", "us": 1.0, "wall_us": 70.0}]
+    + [
+        {
+            "op": "chain",
+            "shape": [1, 64, 64],
+            "contender": "qk compile",
+            "us": 1.0,
+            "wall_us": 70.0,
+            "date": "2026-01-01",
+        }
+    ]
     + [{"op": "chain", "shape": [1, 64, 64], "contender": "bf16", "unavailable": "refused"}]
 }
 CODES8 = torch.tensor([[0x1F, 0xF1], [0x70, 0x09]], dtype=torch.uint8)
@@ -336,9 +350,9 @@ def test_speedups_shows_gains_and_losses():
 
 def test_host_times_are_those_of_one_token():
     ax = course.host_times(WALL_RECORD).axes[0]
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["act_quant, 1 x 8192", "chain, 1 x 64 x 64"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["chain, 1 x 64 x 64", "act_quant, 1 x 8192"]
     dots = {line.get_label(): (*line.get_xdata(), *line.get_ydata()) for line in ax.lines}
-    assert dots == {"qk": (13.0, 0), "torch.compile": (40.0, 0), "qk under torch.compile": (70.0, 1)}
+    assert dots == {"qk": (13.0, 1), "torch.compile": (40.0, 1), "qk under torch.compile": (70.0, 0)}
     assert any("No measurement" in text for text in texts(course.host_times(None)))
 
 

@@ -225,21 +225,27 @@ def speedups(record):
 def host_times(record):
     """What a call of each operation costs the host at one token, beside what others' calls cost: a dot for each."""
     known = {"qk": "qk", "qk compile": "qk under torch.compile"} | _RIVALS
+    rows = [row for row in _results(record) if row["shape"][0] == 1 and row["contender"] in known and "us" in row]
     dots = {}
-    for row in _results(record):
-        if row["shape"][0] == 1 and row["contender"] in known and "us" in row:
-            shape = " x ".join(map(str, row["shape"]))
-            dots.setdefault(f"{row['op']}, {shape}", {}).setdefault(row["contender"], row["wall_us"])
+    # of an operation the smallest shape, as it was measured last
+    rows.sort(key=lambda row: row["date"], reverse=True)
+    for row in sorted(rows, key=lambda row: row["shape"]):
+        shape, times = dots.setdefault(row["op"], (row["shape"], {}))
+        if row["shape"] == shape:
+            times.setdefault(row["contender"], row["wall_us"])
     if not dots:
         return _not_measured("host times")
     fig, ax = subplots(9, 1.6 + 0.34 * len(dots))
     for name, color in zip(known, (INK, SKY, ORANGE, VERMILION, BLUE, PURPLE, GREEN), strict=True):
-        points = [(times[name], y) for y, times in enumerate(dots.values()) if name in times]
+        points = [(times[name], y) for y, (_, times) in enumerate(dots.values()) if name in times]
         if points:
             ax.plot(*zip(*points, strict=True), "o", color=color, alpha=0.75, markersize=7, label=known[name])
-    ax.set_yticks(range(len(dots)), list(dots))
-    ax.set(ylim=(len(dots) - 0.5, -0.5), ylabel="operation, shape", title=f"What a call costs, {_source(record)}")
-    ax.set_xlim(left=0)
+    ax.set_yticks(range(len(dots)), [f"{op}, {' x '.join(map(str, shape))}" for op, (shape, _) in dots.items()])
+    ax.set(xscale="log", ylim=(len(dots) - 0.5, -0.5), ylabel="operation, shape")
+    ax.set_title(f"What a call costs the host, {_source(record)}")
+    ax.xaxis.set_major_locator(matplotlib.ticker.FixedLocator((5, 10, 20, 30, 50, 70, 100, 200, 300, 500, 1000)))
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
     ax.grid(True, axis="x")
     ax.set_xlabel("time from one call to the next, from Python (µs)")
     fig.legend(loc="outside lower center", ncols=4)
