@@ -1,4 +1,6 @@
 import ast
+import math
+import re
 import struct
 import subprocess
 import sys
@@ -8,6 +10,9 @@ import ipywidgets
 import matplotlib
 import pytest
 import torch
+import triton
+import triton.language as tl
+from cases import DEVICE
 
 from qk import course, data
 from qk.course import charts, exercises, figures
@@ -404,19 +409,22 @@ def double(x):
     [
         (double, "Right, in all 2 cases.\n"),
         (lambda x: None, "Not answered yet: <lambda> returns None.\n"),
-        (lambda x: x, "Not yet: <lambda>([1, 2]) gave [1, 2]; expected [2, 4].\nHint: x is too small\n"),
-        (lambda x: 3 * x, "Not yet: <lambda>([1, 2]) gave [3, 6]; expected [2, 4].\n"),
+        (lambda x: x, "gave [1, 2]; [0] is 1, but must be 2; 2 of 2 elements differ.\nHint: x is too small\n"),
+        (lambda x: 3 * x, "gave [3, 6]; [0] is 3, but must be 2; 2 of 2 elements differ.\n"),
         (lambda x: 2 * x.float(), "its dtype is torch.float32, not torch.int64.\n"),
         (lambda x: 2 * x[:1], "its shape is [1], not [2].\n"),
         (lambda x: 2, "it is a int, not a tensor.\n"),
         (lambda x: x / 0 / "a", "raised TypeError: "),
-        (lambda x: torch.where(x == 3, 7, 2 * x), "<lambda>([3]) gave [7]; expected [6].\n"),
+        # as the hint has it in the first case, but not in both
+        (lambda x: torch.where(x == 3, 2 * x, x), "gave [1, 2]; [0] is 1, but must be 2; 2 of 2 elements differ.\n"),
+        (lambda x: torch.where(x == 3, 7, 2 * x), "Not yet: <lambda>([3]) gave [7]; [0] is 7, but must be 6.\n"),
     ],
 )
 def test_check_says_what_is_wrong(answer, message, capsys):
     cases = ((torch.tensor([1, 2]),), (torch.tensor([3]),))
     assert course.check(answer, double, *cases, mistakes={"x is too small": lambda x: x}) is None
-    assert message in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert printed.endswith(message) or message in printed and "raised" in message
 
 
 def test_check_compares_numbers(capsys):
@@ -427,6 +435,85 @@ def test_check_compares_numbers(capsys):
     assert right == "Right, in all 1 cases."
     assert wrong == "Not yet: <lambda>(1) gave 0.31; expected 0.3."
     assert text.startswith("Not yet")
+
+
+def test_check_of_long_lists_numbers_and_nan(capsys):
+    long = list(range(20))
+    course.check(lambda n: long[:9] + [77] + long[10:], lambda n: long, (1,))
+    course.check(lambda n: True, lambda n: 1, (1,))
+    course.check(lambda n: torch.tensor([math.nan, 1.0]), lambda n: torch.tensor([math.nan, 1.0]), (1,))
+    course.check(lambda n: torch.tensor([1.0, 1.0]), lambda n: torch.tensor([math.nan, 1.0]), (1,))
+    lists, bools, same, nan = capsys.readouterr().out.splitlines()
+    assert lists.endswith("; it has 20 elements, expected 20; the first difference is at [9].")
+    assert bools.endswith("gave True; expected 1.") and same == "Right, in all 1 cases."
+    assert nan.endswith("[0] is 1.0, but must be nan; 1 of 2 elements differ.")
+
+
+@triton.jit
+def _add_largest(x_ptr, out_ptr, n, SHIFT, MASKS: tl.constexpr, BLOCK: tl.constexpr):
+    """MASKS: which accesses have one."""
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, mask=offs < (n if "load" in MASKS else 1000), other=0)
+    tl.store(out_ptr + offs - SHIFT, x + tl.max(x, 0), mask=offs < (n if "store" in MASKS else 1000))
+
+
+def test_a_learner_s_kernel_may_forget_its_masks():
+    x = torch.arange(40, dtype=torch.int32, device=DEVICE)
+    right = x + (x // 32).where(x > 31, 0) * 8 + 31  # the largest of each block: 31, 39
+
+    def run(out, masks="load, store", shift=0):
+        course.launch(_add_largest, (2,), x, out, 40, shift, masks, BLOCK=32)
+        return out
+
+    assert torch.equal(run(torch.zeros_like(x)), right)
+    spread = torch.zeros(80, dtype=torch.int32, device=DEVICE)
+    double_strided = spread[::2]
+    course.launch(_add_largest, (2,), x, double_strided, 20, 0, "load, store", BLOCK=32)
+    for refused, message in (
+        ({"masks": "load"}, "it wrote 24 elements past the end of out_ptr: does the store need a mask?"),
+        ({"shift": 1}, "it wrote 1 element before the start of out_ptr"),
+        ({"masks": "load", "shift": 3}, "21 elements past the end and 3 elements before the start of out_ptr"),
+        ({"masks": "store"}, "what lies beyond the end of a tensor changes the result: does a load need a mask?"),
+    ):
+        out = torch.zeros_like(x)
+        with pytest.raises(course.OutOfBounds, match=re.escape(message)):
+            run(out, **refused)
+        assert not out.any(), "nothing comes back of a kernel that went astray"
+
+
+def test_check_explains_what_a_kernel_overwrote(capsys):
+    def answer(n):
+        x = torch.arange(n, device=DEVICE)
+        out = torch.zeros_like(x)
+        course.launch(_add_largest, (triton.cdiv(n, 32),), x, out, n, 0, "load", BLOCK=32)
+        return out
+
+    course.check(answer, lambda n: torch.arange(n) + 31, (32,), (40,))
+    assert capsys.readouterr().out == (
+        "Not yet: answer(40): it wrote 24 elements past the end of out_ptr: does the store need a mask?\n"
+    )
+
+
+def test_source_is_folded_and_highlighted(monkeypatch):
+    shown = []
+    monkeypatch.setattr(exercises, "display", lambda data, raw: shown.append(data))
+    course.source(_add_largest, double, unfolded=True)
+    course.source(double)
+    kernel, function, folded = shown
+    assert kernel["text/plain"].startswith("@triton.jit\ndef _add_largest(")
+    assert "\n\n```python\n@triton.jit" in kernel["text/markdown"]
+    assert function["text/plain"] == "def double(x):\n    return 2 * x"
+    assert function["text/markdown"].startswith("<details open><summary><code>double</code>, 2 lines of ")
+    assert folded["text/markdown"].startswith("<details><summary>")
+
+
+def test_names_get_a_dropdown(monkeypatch):
+    shown = []
+    monkeypatch.setattr(exercises, "display", lambda *data, **_: shown.extend(data))
+    boxes, real = [], ipywidgets.VBox
+    monkeypatch.setattr(ipywidgets, "VBox", lambda controls: boxes.append(real(controls)) or boxes[-1])
+    course.explore(lambda kind="a", bits=2: None, kind=("a", "b"), bits=(2, 3))
+    assert [type(control).__name__ for control in boxes[0].children] == ["Dropdown", "SelectionSlider"]
 
 
 def test_import_qk_does_without_plotting():
