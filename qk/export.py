@@ -10,6 +10,10 @@ It asks for a GPU where a notebook can: a T4 on Colab; on Kaggle too, with the i
     python -m qk.export --pictures notebooks/images notebooks/*.ipynb
 
 writes for the README the figures of the cells tagged "readme" as PNG files, <notebook>.png, <notebook>_2.png ...
+
+    python -m qk.export --site FOLDER
+
+makes web pages of all notebooks, or of those named, whose sliders move without Python: see qk/site.py.
 """
 
 import argparse
@@ -19,6 +23,8 @@ import re
 import sys
 from base64 import b64decode, encodebytes
 from pathlib import Path
+
+from qk import site
 
 PACKAGE = Path(__file__).parent
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -159,11 +165,15 @@ def _is_export(path):
 def main(argv=None):
     """The command line. -> exit code"""
     parser = argparse.ArgumentParser(prog="python -m qk.export", description="One notebook that carries its package.")
-    parser.add_argument("paths", nargs="+", metavar="NOTEBOOK", help="the notebook, and the new one to write")
-    parser.add_argument("--pictures", metavar="FOLDER", help='write figures of cells tagged "readme" there instead')
+    parser.add_argument("paths", nargs="*", metavar="NOTEBOOK", help="the notebook, and the new one to write")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--pictures", metavar="FOLDER", help='write figures of cells tagged "readme" there instead')
+    instead.add_argument("--site", metavar="FOLDER", help="write web pages of these notebooks there (default: of all)")
     args = parser.parse_args(argv)
     try:
-        if args.pictures:
+        if args.site:
+            _write_site(args.paths, args.site)
+        elif args.pictures:
             _write_pictures(args.paths, Path(args.pictures))
         elif len(args.paths) == 2:
             _write_export(*map(Path, args.paths))
@@ -192,6 +202,8 @@ def _write_export(source, out):
 
 
 def _write_pictures(notebooks, folder):
+    if not notebooks:
+        raise ValueError("--pictures takes notebooks")
     if not folder.is_dir():
         raise ValueError(f"there is no folder {str(folder)!r}")
     files = {}
@@ -204,6 +216,16 @@ def _write_pictures(notebooks, folder):
     for file, png in files.items():
         file.write_bytes(png)
         print(f"{file}: {len(png):,} bytes")
+
+
+def _write_site(notebooks, folder):
+    paths = [Path(path) for path in notebooks] or list((PACKAGE.parent / "notebooks").glob("*.ipynb"))
+    if not paths:
+        raise ValueError("there are no notebooks beside the package: name them")
+    paths.sort(key=lambda path: (path.stem != "00_start_here", path.name))
+    readme = PACKAGE.parent / "README.md"
+    text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+    site.write(folder, {path: read(path) for path in paths}, text, package_files())
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """What a learner does: JupyterLab in a browser, run all, move every slider and see its figure change.
+And what a reader without Python does: the same on a page of the site, whose sliders move without a kernel.
 
 `pytest -m browser` runs it; without the mark it is skipped, for it takes minutes. It wants Chromium or Chrome, and the
 extra `browser`. QK_SCREENSHOTS=folder keeps pictures of each cell that has sliders, before and after each move.
 """
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -15,6 +17,9 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import tiny
+
+from qk import export
 
 pytestmark = pytest.mark.browser
 
@@ -161,4 +166,70 @@ def test_sliders_change_their_figures(browser, lab, name):
             keep(cell, f"{Path(name).stem}_{number:02}_move{turn + 1}")
     assert len(page.locator(CONTROLS).all()) == sum(expected.values())
     assert page.locator(ERRORS).all_inner_texts() == []
+    page.close()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site of one small notebook, away from it."""
+    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site") / "pages"
+    cells = [tiny.code(tiny.SETUP), tiny.sliders(tiny.FEW), tiny.sliders(tiny.MANY)]
+    nbformat.write(tiny.notebook(*cells), source / "tiny.ipynb")
+    assert export.main(["--site", str(folder), str(source / "tiny.ipynb")]) == 0
+    return folder
+
+
+@pytest.fixture(params=["light", "dark"])
+def reader(browser, site, request):
+    """The site's index, opened from its folder; nothing may go wrong on a page, or be asked of another place."""
+    wrong = []
+    page = browser.new_page(viewport={"width": 1000, "height": 800}, color_scheme=request.param)
+    page.on("console", lambda message: wrong.append(message.text))
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("requestfailed", lambda failed: wrong.append(failed.url))
+    page.on("request", lambda sent: sent.url.startswith((site.as_uri(), "data:")) or wrong.append(sent.url))
+    page.goto((site / "index.html").as_uri())
+    yield page, request.param
+    page.close()
+    assert wrong == []
+
+
+def seen(page, image):
+    """An image's pixels, once it is loaded."""
+    loaded = "image => image.complete && image.naturalWidth > 1 && image.decode().then(() => true)"
+    page.wait_for_function(loaded, arg=image.element_handle(), timeout=10_000)
+    return image.screenshot()
+
+
+def test_a_page_s_sliders_change_its_pictures(reader):
+    page, scheme = reader
+    colors = page.evaluate("[getComputedStyle(document.body)].flatMap(style => [style.color, style.backgroundColor])")
+    ink, paper = (sum(map(int, re.findall(r"\d+", color))) for color in colors)
+    assert (ink < paper) == (scheme == "light")
+    keep(page, f"site_index_{scheme}")
+    page.locator("h3 a").click()
+    boxes = page.locator(".sliders").all()
+    assert [box.locator("input, select").count() for box in boxes] == [2, 3]
+    for number, box in enumerate(boxes):
+        image, before = box.locator("img"), []
+        for turn, control in enumerate(box.locator("input, select").all()):
+            before.append(seen(page, image))
+            if control.evaluate("it => it.tagName") == "SELECT":
+                control.select_option(index=0)
+            else:
+                control.focus()
+                page.keyboard.press("ArrowLeft" if control.evaluate("it => it.value == it.max") else "ArrowRight")
+            assert seen(page, image) not in before, f"the figure doesn't follow slider {turn + 1}"
+        keep(box, f"site_{number}_{scheme}")
+    # the first of three went back as the third was moved
+    places = boxes[1].locator("output").all_inner_texts()
+    assert places == ["3", "5", "4"]
+
+
+def test_a_page_without_javascript_shows_its_figures(browser, site):
+    page = browser.new_page(java_script_enabled=False)
+    page.goto((site / "tiny.html").as_uri())
+    page.wait_for_load_state()
+    assert page.locator(".sliders img").count() == 2 and page.locator("input, select").count() == 0
+    assert page.locator("noscript").first.inner_text() == "The sliders need JavaScript."
     page.close()

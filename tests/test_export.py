@@ -1,16 +1,22 @@
 import json
+import operator
 import os
 import re
+import sys
+import zipfile
 from base64 import b64decode
 from html.parser import HTMLParser
 from pathlib import Path
 
+import ipywidgets
 import nbclient
 import nbformat
 import pytest
+import tiny
 from nbconvert import HTMLExporter
 
-from qk import export
+from qk import copy, course, export, site
+from qk.course import exercises
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "notebooks"
@@ -173,6 +179,8 @@ def test_export_refuses_places(tmp_path, capsys):
         ([notebook, tmp_path / "none" / "out.ipynb"], "there is no folder .*none"),
         ([notebook, notebook], "is the notebook itself"),
         ([notebook], "two paths"),
+        ([], "two paths"),
+        (["--pictures", tmp_path], "takes notebooks"),
         (["--pictures", tmp_path / "none", notebook], "there is no folder"),
         ([notebook, tmp_path / f"{'long' * 99}.ipynb"], "too long"),
     ):
@@ -311,3 +319,220 @@ def test_a_lost_figure_is_found():
         outputs = [nbformat.v4.new_output("display_data", each) for each in data]
         cell = nbformat.v4.new_code_cell("draw()", outputs=outputs, execution_count=1)
         assert bool(list(lost_figures(nbformat.v4.new_notebook(cells=[cell])))) == lost, data
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """A site of three notebooks, one of them with sliders; and what its making printed."""
+    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site") / "new"
+    link = nbformat.v4.new_markdown_cell("See [tiny](tiny.ipynb), [other](other.ipynb), [web](https://example.org/).")
+    said = nbformat.v4.new_output("stream", text="17 <bytes>\n")
+    cells = {
+        "tiny": [tiny.code(tiny.SETUP), tiny.sliders(tiny.FEW), tiny.sliders(tiny.MANY), tiny.code("1 / 0")],
+        "a": [link, tiny.code("print()", said, picture(tiny.PNG))],
+        "00_start_here": [],
+    }
+    for stem, own in cells.items():
+        nbformat.write(tiny.notebook(*own, title=f"# The {stem}"), source / f"{stem}.ipynb")
+    assert export.main(["--site", str(folder), *(str(source / f"{stem}.ipynb") for stem in cells)]) == 0
+    return folder
+
+
+def text_of(folder, page):
+    return (folder / f"{page}.html").read_text(encoding="utf-8")
+
+
+def recorded(folder, page):
+    """What the page's script reads of each cell with sliders."""
+    found = re.findall(r'<script type="application/json">(.*?)</script>', text_of(folder, page))
+    return list(map(json.loads, found))
+
+
+class Addresses(HTMLParser):
+    """What a page loads, and what it links to."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.loads, self.links = set(), set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        (self.links if tag == "a" else self.loads).update({attributes.get("src"), attributes.get("href")} - {None})
+
+
+def test_site_is_whole_and_asks_nobody(pages):
+    reached = set()
+    for page in pages.glob("*.html"):
+        found = Addresses(page.read_text(encoding="utf-8"))
+        assert all(address == "data:," or (pages / address).is_file() for address in found.loads), page
+        own = {link for link in found.links if not link.startswith(("#", "https://"))} - {"other.ipynb"}
+        assert all((pages / link).is_file() for link in own), page
+        reached |= found.loads | own
+        reached |= {f"pictures/{name}" for each in recorded(pages, page.stem) for name, *_ in each["pictures"].values()}
+    there = {path.relative_to(pages).as_posix() for path in pages.rglob("*") if path.is_file()}
+    assert there == (reached - {"data:,"}) | {site.MARKER}
+    assert not re.search(r"https?:|url\(|@import|fetch|XMLHttp", (pages / "site.css").read_text() + site._JS)
+    assert oct(pages.stat().st_mode)[-3:] == oct((pages / "pictures").stat().st_mode)[-3:], "others may read it"
+
+
+def test_site_shows_what_is_stored(pages):
+    page = text_of(pages, "a")
+    assert "17 &lt;bytes&gt;" in page and len(re.findall(r'src="pictures/\w+', page)) == 1
+    assert 'href="tiny.html"' in page and 'href="other.ipynb"' in page, "a link to a notebook leads to its page"
+    assert "ZeroDivisionError" not in text_of(pages, "tiny"), "a cell behind the last sliders isn't run"
+
+
+def test_site_draws_every_place_of_the_sliders(pages):
+    few, many = recorded(pages, "tiny")
+    assert [control["label"] for control in many["controls"]] == ["first", "second", "third one"]
+    assert few["free"] == 2 and many["free"] == 2
+    assert len(few["pictures"]) == 8 and len({name for name, *_ in few["pictures"].values()}) == 6, "some look alike"
+    assert len(many["pictures"]) == 1 + 3 * 5 + 3 * 25 and "0,0,0" not in many["pictures"]
+    assert len({name for name, *_ in many["pictures"].values()}) == len(many["pictures"])
+    assert all(size == [200, 50] for _, *size in few["pictures"].values())
+    assert text_of(pages, "tiny").count("at most 2 of these 3 sliders are away") == 1
+
+
+def test_site_index(pages):
+    index = text_of(pages, "index")
+    assert re.findall(r'<h3><a href="(.+?)\.html">', index) == ["00_start_here", "a", "tiny"]
+    assert "00 start here</a></h3>" in index and "The tiny</a></h3>" in index, "the README's title, else its own"
+    for stem in ("00_start_here", "a", "tiny"):
+        assert nbformat.read(pages / "notebooks" / f"{stem}.ipynb", as_version=4)
+    for room in copy.ROOMS:
+        assert (pages / "kernels" / f"{room}.py").read_text() == copy.copy(room)
+    with zipfile.ZipFile(pages / "qk.zip") as archive:
+        assert {name: archive.read(name) for name in archive.namelist()} == export.package_files()
+
+
+def test_site_takes_its_words_from_the_readme(tmp_path):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|.*\]\(notebooks/(.+)\.ipynb\) \| (.+?) \|$", readme, re.MULTILINE)
+    assert len(rows) >= 7
+    notebooks = {stem: export.read(FOLDER / f"{stem}.ipynb") for stem, _ in rows}
+    index = site._index(notebooks, readme, tmp_path)
+    cards = re.findall("<article>.*?</article>", index, re.DOTALL)
+    for (stem, about), card in zip(rows, cards, strict=True):
+        assert re.sub("`", "", about) in re.sub("<.*?>", "", card), stem
+        image = re.search(r'<img src="pictures/(.+?)" alt="(.+?)"', card)
+        assert not (FOLDER / "images" / f"{stem}.png").exists() or image and (tmp_path / image[1]).is_file(), stem
+    assert "<h1>qk: " in index and "Neural networks" in index
+
+
+def words(*parts):
+    fig, ax = course.figures.subplots(1, 0.5)
+    ax.set_axis_off()
+    ax.text(0, 0, parts)
+    return fig
+
+
+def test_site_s_sliders_are_those_of_explore(tmp_path, monkeypatch):
+    made, box = [], ipywidgets.VBox
+    monkeypatch.setattr(ipywidgets, "VBox", lambda children: made.extend(children) or box(children))
+    monkeypatch.setattr(exercises, "display", lambda *args, **kwargs: None)
+
+    def draw(group_size=None, name="b", shape=(1, 2)):
+        return words(group_size, name)
+
+    choices = {"group_size": (64, None), "name": {"a": 1, "b": 2}, "shape": [(1, 2), (3, 4)]}
+    course.explore(draw, **choices)
+    found = site.record(draw, choices, tmp_path)
+    assert [tuple(control.values()) for control in found["controls"]] == [
+        (widget.description, list(widget.options), isinstance(widget, ipywidgets.Dropdown)) for widget in made
+    ]
+    assert found["start"] == [widget.index for widget in made] == [1, 1, 0]
+
+
+@pytest.mark.parametrize(("limit", "free"), [(24, 3), (23, 2), (18, 2), (17, 1), (1, 1)])
+def test_as_many_sliders_move_freely_as_there_may_be_pictures(limit, free, tmp_path, monkeypatch):
+    monkeypatch.setattr(site, "LIMIT", limit)
+    monkeypatch.setattr(site, "_png", lambda figure: (figure, 1, 1))
+    monkeypatch.setattr(site, "_store", lambda png, folder: png)
+    choices, start = {"a": (1, 2), "b": (3, 4, 5), "c": "wxyz"}, (2, 3, "y")
+    found = site.record(lambda a=2, b=3, c="y": (a, b, c), choices, tmp_path)
+    drawn = {picture for picture, *_ in found["pictures"].values()}
+    every = {(a, b, c) for a in choices["a"] for b in choices["b"] for c in choices["c"]}
+    assert found["free"] == free, "one slider at a time is always drawn, at least"
+    assert drawn == {place for place in every if sum(map(operator.ne, place, start)) <= free}
+
+
+def test_site_without_sliders_to_move(tmp_path):
+    found = site.record(words, {}, tmp_path)
+    assert list(found["pictures"]) == [""] and found["free"] == 0 and found["controls"] == []
+
+
+def test_site_says_which_picture_it_lacks(tmp_path):
+    def draw(bits=2):
+        return 1 / (bits - 3) if bits > 2 else words(bits)
+
+    with pytest.raises(ValueError, match=r"draw\(\{'bits': 3\}\): division by zero"):
+        site.record(draw, {"bits": (2, 3)}, tmp_path)
+    with pytest.raises(ValueError, match="returns no picture, but float"):
+        site.record(draw, {"bits": (2, 4)}, tmp_path)
+
+
+def test_site_stores_png_where_pillow_is_missing(tmp_path, monkeypatch):
+    png = b64decode(tiny.PNG)
+    webp = site._store(png, tmp_path)
+    assert webp.endswith(".webp") and (tmp_path / webp).read_bytes()[8:12] == b"WEBP"
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    assert (tmp_path / site._store(png, tmp_path)).read_bytes() == png
+
+
+def listing(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_site_replaces_only_its_own(tmp_path, capsys):
+    old, new, folder = tmp_path / "old.ipynb", tmp_path / "new.ipynb", tmp_path / "site"
+    for path in (old, new):
+        path.write_text(json.dumps(GOOD))
+    folder.mkdir()
+    assert export.main(["--site", str(folder), str(old)]) == 0
+    assert export.main(["--site", str(folder), str(new)]) == 0
+    assert (folder / "new.html").is_file() and not (folder / "old.html").exists()
+
+    mine = folder / "pictures" / "mine.png"
+    mine.write_bytes(b"mine")
+    before = listing(folder)
+    assert "mine.png' isn't a file of the site" in said_when_refused(capsys, "--site", folder, old)
+    assert listing(folder) == before
+    mine.unlink()
+    (folder / site.MARKER).unlink()
+    before = listing(folder)
+    assert "isn't empty, nor a site that this command wrote" in said_when_refused(capsys, "--site", folder, old)
+    assert listing(folder) == before
+
+
+def test_site_refuses(tmp_path, capsys, monkeypatch):
+    notebook, folder = tmp_path / "good.ipynb", tmp_path / "site"
+    broken = tiny.notebook(tiny.code("raise OSError('no such thing')"), tiny.sliders(tiny.FEW))
+    nbformat.write(broken, tmp_path / "broken.ipynb")
+    broken.metadata.kernelspec.name = "nonesuch"
+    nbformat.write(broken, tmp_path / "kernel.ipynb")
+    (tmp_path / "again").mkdir()
+    for path in (notebook, tmp_path / "index.ipynb", tmp_path / "again" / "good.ipynb"):
+        path.write_text(json.dumps(GOOD))
+    for args, message in (
+        ([folder, tmp_path / "none.ipynb"], "there is no file .*none.ipynb"),
+        ([tmp_path / "none" / "site", notebook], "there is no folder .*none"),
+        ([notebook, notebook], "good.ipynb' isn't a folder"),
+        ([folder, notebook, tmp_path / "again" / "good.ipynb"], "a name of its own"),
+        ([folder, tmp_path / "index.ipynb"], "none may be index.ipynb"),
+        ([folder, "--pictures", folder, notebook], "not allowed with"),
+        ([folder, tmp_path / "broken.ipynb"], "broken.ipynb' doesn't run to its end: OSError: no such thing"),
+        ([folder, tmp_path / "kernel.ipynb"], "kernel.ipynb' can't be run: No such kernel named nonesuch"),
+    ):
+        said = said_when_refused(capsys, "--site", *args)
+        assert re.search(message, said), said
+    with monkeypatch.context() as patch:
+        patch.setattr(site, "LARGEST", 1000)
+        assert "more than" in said_when_refused(capsys, "--site", folder, notebook)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "nbconvert", None)
+        assert "needs nbconvert: pip install" in said_when_refused(capsys, "--site", folder, notebook)
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "PACKAGE", tmp_path / "elsewhere" / "qk")
+        assert "no notebooks beside the package" in said_when_refused(capsys, "--site", folder)
+    assert not folder.exists(), "nothing was written"

@@ -20,8 +20,9 @@ FLOORS = [
     {"gemm"},
     {"linear"},
     {"__init__"},
-    {"data", "export", "copy", "aot"},
-    {"bench"},
+    {"data", "copy", "aot"},
+    {"site"},
+    {"export", "bench"},
     {"course"},
 ]
 KERNEL_ROOMS = sorted(FLOORS[3] | FLOORS[4])

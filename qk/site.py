@@ -1,0 +1,481 @@
+"""Notebooks as a folder of web pages, for a reader without Python: what `python -m qk.export --site` writes.
+
+    index.html | a page for each notebook, with its stored outputs | pictures/ | to download: notebooks/ kernels/ qk.zip
+
+A page has no kernel behind its sliders. So each notebook runs once, with `recorder` in place of `course.explore`: it
+draws the figure of every place that the sliders can take. Nothing on the pages asks another server for anything.
+"""
+
+import hashlib
+import html
+import io
+import itertools
+import json
+import re
+import shutil
+import tempfile
+import zipfile
+from base64 import b64decode
+from inspect import signature
+from pathlib import Path
+from urllib.parse import quote
+
+from qk import copy
+
+LIMIT = 200  # pictures for the sliders of one cell
+LARGEST = 100_000_000  # bytes of a site
+MARKER = "made-by-qk-export.txt"
+_ABOUT = "`python -m qk.export --site` wrote this folder. It replaces the files named here when it runs again.\n"
+_WIDGET = "application/vnd.jupyter.widget-view+json"
+_RECORD = "application/vnd.qk.sliders+json"
+_RECORDING = """\
+import sys
+sys.path.insert(0, {package!r})
+import qk.course, qk.site
+qk.course.explore = qk.site.recorder({folder!r})
+"""
+
+
+def _store(png, folder):
+    """Puts a picture into the folder, once. -> its file's name"""
+    name = hashlib.sha256(png).hexdigest()[:16]
+    try:
+        from PIL import Image, features
+
+        kind = "webp" if features.check("webp") else "png"
+    except ModuleNotFoundError:
+        kind = "png"
+    path = Path(folder) / f"{name}.{kind}"
+    if not path.exists():
+        content = png
+        if kind == "webp":  # a third of the bytes, the same pixels
+            Image.open(io.BytesIO(png)).save(webp := io.BytesIO(), "WEBP", lossless=True)
+            content = webp.getvalue()
+        path.write_bytes(content)
+    return path.name
+
+
+def _png(figure):
+    """What Jupyter shows of a figure. -> PNG, width and height on the page"""
+    from IPython.core.interactiveshell import InteractiveShell
+
+    data, metadata = InteractiveShell.instance().display_formatter.format(figure, include={"image/png"})
+    if "image/png" not in data:
+        raise ValueError(f"it returns no picture, but {type(figure).__name__}")
+    png, size = data["image/png"], metadata.get("image/png", {})
+    return b64decode(png) if isinstance(png, str) else png, size.get("width"), size.get("height")
+
+
+def _places(sizes, start, free):
+    """The places of sliders of which at most `free` are away from their start."""
+    for moved in itertools.chain.from_iterable(itertools.combinations(range(len(sizes)), n) for n in range(free + 1)):
+        for values in itertools.product(*([value for value in range(sizes[i]) if value != start[i]] for i in moved)):
+            place = dict(enumerate(start)) | dict(zip(moved, values, strict=True))
+            yield tuple(place.values())
+
+
+def record(draw, choices, folder):
+    """Draws what sliders can show, all of it or so many at a time that it is little. -> what a page must know of it"""
+    choices = {name: list(values) for name, values in choices.items()}
+    start = [values.index(signature(draw).parameters[name].default) for name, values in choices.items()]
+    sizes = [len(values) for values in choices.values()]
+    free = len(sizes)
+    while free > 1 and len(list(itertools.islice(_places(sizes, start, free), LIMIT + 1))) > LIMIT:
+        free -= 1
+    pictures = {}
+    for place in _places(sizes, start, free):
+        arguments = {name: values[i] for (name, values), i in zip(choices.items(), place, strict=True)}
+        try:
+            png, *size = _png(draw(**arguments))
+        except Exception as error:
+            raise ValueError(f"{draw.__name__}({arguments}): {error}") from error
+        pictures[",".join(map(str, place))] = [_store(png, folder), *size]
+    controls = [
+        # as course.explore words them
+        {
+            "label": name.replace("_", " "),
+            "values": ["whole row" if value is None else str(value) for value in values],
+            "named": all(isinstance(value, str) for value in values),
+        }
+        for name, values in choices.items()
+    ]
+    return {"controls": controls, "start": start, "free": free, "pictures": pictures}
+
+
+def recorder(folder):
+    """What takes the place of course.explore while a notebook runs for its pictures."""
+
+    def explore(draw, **choices):
+        from IPython.display import display
+
+        display({_RECORD: record(draw, choices, folder)}, raw=True)
+
+    return explore
+
+
+def _has(output, kind):
+    return kind in output.get("data", {})
+
+
+def _records(path, notebook, pictures):
+    """Runs a notebook, down to its last sliders. -> {cell's id: what was recorded there}"""
+    import nbclient
+    import nbformat
+    from jupyter_client.kernelspec import NoSuchKernel
+
+    cells = notebook["cells"]
+    with_sliders = [
+        i for i, cell in enumerate(cells) if any(_has(output, _WIDGET) for output in cell.get("outputs", []))
+    ]
+    if not with_sliders:
+        return {}
+    node = nbformat.reads(json.dumps(notebook | {"cells": cells[: with_sliders[-1] + 1]}), as_version=4)
+    package = str(Path(__file__).parent.parent.resolve())
+    node.cells.insert(0, nbformat.v4.new_code_cell(_RECORDING.format(package=package, folder=str(pictures))))
+    try:
+        nbclient.NotebookClient(node, timeout=None, resources={"metadata": {"path": str(path.parent)}}).execute()
+    except nbclient.exceptions.CellExecutionError as error:
+        raise ValueError(f"{str(path)!r} doesn't run to its end: {error.ename}: {error.evalue}") from error
+    except (NoSuchKernel, RuntimeError) as error:  # its kernel doesn't start, or dies
+        raise ValueError(f"{str(path)!r} can't be run: {error}") from error
+    return {
+        cell.id: [output.data[_RECORD] for output in cell.outputs if _has(output, _RECORD)]
+        for cell in node.cells if cell.cell_type == "code"
+    }  # fmt: skip
+
+
+def _image(name, width, height, alt="figure"):
+    size = "".join(f' {side}="{value}"' for side, value in (("width", width), ("height", height)) if value)
+    return f'<img src="pictures/{name}"{size} alt="{html.escape(alt)}" loading="lazy">'
+
+
+def _sliders(found):
+    """The HTML of sliders and their figure; site.js brings it to life."""
+    controls, free = found["controls"], found["free"]
+    about = "<noscript><p>The sliders need JavaScript.</p></noscript>"
+    if free < len(controls):
+        one = "one of these sliders is" if free == 1 else f"{free} of these {len(controls)} sliders are"
+        about += (
+            f"<p>On this page, at most {one} away from the start at a time: the one that you moved first goes back. "
+            "In a running notebook all move freely.</p>"
+        )
+    image = _image(*found["pictures"][",".join(map(str, found["start"]))])
+    data = json.dumps(found).replace("</", r"<\/")
+    return f'<div class="sliders"><script type="application/json">{data}</script>{about}{image}</div>'
+
+
+def _shown(outputs, records, pictures):
+    """A cell's outputs, as a page shows them: pictures as files, sliders with what was recorded."""
+    records, shown, drawn = list(records), [], False
+    for output in outputs:
+        text = None
+        if _has(output, _WIDGET):
+            drawn = bool(records)  # its figure, the next output, is among the pictures
+            words = "".join(output["data"].get("text/plain", ""))
+            text = _sliders(records.pop(0)) if records else f"<p>{html.escape(words)}</p>"
+        elif _has(output, "image/png") and not _has(output, "text/html"):
+            size = output.get("metadata", {}).get("image/png", {})
+            png = b64decode("".join(output["data"]["image/png"]))
+            text = "" if drawn else _image(_store(png, pictures), size.get("width"), size.get("height"))
+            drawn = False
+        if text is None:
+            shown.append(output)
+        elif text:
+            shown.append({"output_type": "display_data", "metadata": {}, "data": {"text/html": text}})
+    return shown
+
+
+def _page(title, body, links=""):
+    return _PAGE.format(title=html.escape(title), body=body, links=links)
+
+
+def _notebook_page(notebook, title, links, stems):
+    import nbformat
+    from nbconvert import HTMLExporter
+
+    exporter = HTMLExporter(template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True)
+    body, _ = exporter.from_notebook_node(nbformat.reads(json.dumps(notebook), as_version=4))
+
+    def page(match):
+        return f'href="{match[1]}.html' if match[1] in stems else match[0]
+
+    return _page(title, re.sub(r'href="([^"/]+)\.ipynb', page, body), links)
+
+
+def _title(notebook, stem):
+    """A notebook's first heading."""
+    source = "".join(notebook["cells"][0]["source"])
+    heading = re.match(r"# +(.+)", source)
+    return heading[1].strip() if heading else stem.replace("_", " ")
+
+
+def _first_picture(notebook, pictures):
+    """The figure that the README shows of a notebook, or nothing."""
+    for cell in notebook["cells"]:
+        if "readme" in cell["metadata"].get("tags", []):
+            for output in cell.get("outputs", []):
+                if _has(output, "image/png"):
+                    return _store(b64decode("".join(output["data"]["image/png"])), pictures)
+    return None
+
+
+def _index(notebooks, readme, pictures):
+    """The course's table, with the README's words."""
+    from nbconvert.filters import markdown2html
+
+    top = re.match(r"# (.+)\n+((?:[^\n#].*\n)*)", readme)
+    title, intro = top.groups() if top else ("Notebooks", "")
+    rows = re.findall(r"^\|[^|]*\| \[(.+?)\]\(notebooks/(.+?)\.ipynb\) \| (.+) \|$", readme, re.MULTILINE)
+    known = {stem: (name, about) for name, stem, about in rows}
+    cards = ""
+    for stem, notebook in notebooks.items():
+        name, about = known.get(stem, (_title(notebook, stem), ""))
+        file = re.escape(f"notebooks/images/{stem}.png")
+        alt = re.search(rf'!\[(.*?)\]\({file}\)|<img src="{file}"[^>]* alt="(.*?)"', readme)
+        picture = _first_picture(notebook, pictures)
+        cards += _CARD.format(
+            link=quote(stem),
+            name=html.escape(name),
+            about=markdown2html(about),
+            picture=_image(picture, None, None, alt[1] or alt[2] if alt else "") if picture else "",
+        )
+    functions = copy.functions()
+    rooms = "".join(
+        f'<li><a href="kernels/{room}.py" download>{room}.py</a> '
+        f"{', '.join(f'<code>{name}</code>' for name, where in functions.items() if where == room)}</li>"
+        for room in copy.ROOMS
+    )
+    return _page(title, _INDEX.format(title=html.escape(title), intro=markdown2html(intro), cards=cards, rooms=rooms))
+
+
+def _style():
+    from pygments.formatters import HtmlFormatter
+
+    light, dark = (HtmlFormatter(style=style).get_style_defs(".highlight") for style in ("default", "monokai"))
+    return f"{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}\n{_CSS}"
+
+
+def _own_files(folder):
+    """The files in a folder that an earlier site wrote. ValueError: there is something else, too."""
+    if not folder.exists():
+        if not folder.absolute().parent.is_dir():
+            raise ValueError(f"there is no folder {str(folder.absolute().parent)!r}")
+        return []
+    if not folder.is_dir():
+        raise ValueError(f"{str(folder)!r} isn't a folder")
+    found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if not path.is_dir()}
+    if found and MARKER not in found:
+        raise ValueError(f"{str(folder)!r} isn't empty, nor a site that this command wrote: give another folder")
+    ours = found[MARKER].read_text(encoding="utf-8", errors="replace").splitlines() if found else []
+    if strangers := sorted(found.keys() - set(ours) - {MARKER}):
+        raise ValueError(f"{str(folder / strangers[0])!r} isn't a file of the site: move it, or give another folder")
+    return [path for name, path in found.items() if name != MARKER]
+
+
+def write(folder, notebooks, readme, package):
+    """Makes the site. A folder that holds anything but an earlier site is refused, before anything is written.
+
+    notebooks: {path: the dict that its JSON holds}, in their order; readme: the text that has the course's table;
+    package: {path: bytes} of the package that notebooks need beside them.
+    """
+    try:
+        import nbclient  # noqa: F401
+        import nbconvert  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ValueError(f"a site needs {error.name}: pip install -e '.[notebooks]'") from None
+    folder, by_stem = Path(folder), {path.stem: notebook for path, notebook in notebooks.items()}
+    if len(by_stem) < len(notebooks) or "index" in by_stem:
+        raise ValueError("each notebook needs a name of its own, and none may be index.ipynb")
+    _own_files(folder)
+    with tempfile.TemporaryDirectory() as scratch:
+        new = Path(scratch) / "site"  # others may read what is in it, but not the scratch folder
+        new.mkdir()
+        for name in ("pictures", "notebooks", "kernels"):
+            (new / name).mkdir()
+        _fill(new, notebooks, by_stem, readme)
+        with zipfile.ZipFile(new / "qk.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+            for path, content in package.items():
+                archive.writestr(path, content)
+        files = {path.relative_to(new).as_posix(): path.stat().st_size for path in new.rglob("*") if path.is_file()}
+        if sum(files.values()) > LARGEST:
+            size = f"{sum(files.values()) / 1e6:.0f} MB, more than {LARGEST / 1e6:.0f}"
+            raise ValueError(f"the site takes {size}: give fewer notebooks, or fewer values to their sliders")
+        for path in _own_files(folder):
+            path.unlink()
+        folder.mkdir(exist_ok=True)
+        # first: what breaks off half-way can be made again
+        (folder / MARKER).write_text(_ABOUT + "".join(f"{name}\n" for name in sorted(files)), encoding="utf-8")
+        shutil.copytree(new, folder, dirs_exist_ok=True)
+    print(f"{folder / 'index.html'}: {len(files)} files, {sum(files.values()) / 1e6:.1f} MB")
+
+
+def _fill(new, notebooks, by_stem, readme):
+    """Writes all files of the site into an empty folder."""
+    stems, pictures = list(by_stem), new / "pictures"
+    for i, (path, notebook) in enumerate(notebooks.items()):
+        records = _records(path, notebook, pictures)
+        cells = [
+            cell | {"outputs": _shown(cell["outputs"], records.get(cell.get("id"), []), pictures)}
+            if "outputs" in cell
+            else cell
+            for cell in notebook["cells"]
+        ]
+        links = ['<a href="index.html">All notebooks</a>']
+        for word, j in (("Before", i - 1), ("Next", i + 1)):
+            if 0 <= j < len(stems):
+                links.append(f'<a href="{quote(stems[j])}.html">{word}: {html.escape(stems[j].replace("_", " "))}</a>')
+        links.append(f'<a href="notebooks/{quote(path.name)}" download>Download the notebook</a>')
+        page = _notebook_page(notebook | {"cells": cells}, _title(notebook, path.stem), "\n".join(links), stems)
+        (new / f"{path.stem}.html").write_text(page, encoding="utf-8")
+        (new / "notebooks" / path.name).write_bytes(path.read_bytes())
+        drawn = sum(len(found["pictures"]) for each in records.values() for found in each)
+        print(f"{path.stem}.html: {drawn} pictures for its sliders", flush=True)
+    for room in copy.ROOMS:
+        (new / "kernels" / f"{room}.py").write_text(copy.copy(room), encoding="utf-8")
+    (new / "index.html").write_text(_index(by_stem, readme, pictures), encoding="utf-8")
+    (new / "site.css").write_text(_style(), encoding="utf-8")
+    (new / "site.js").write_text(_JS, encoding="utf-8")
+
+
+# The icon is empty, so that no browser asks for one.
+_PAGE = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<link rel="icon" href="data:,">
+<link rel="stylesheet" href="site.css">
+<script src="site.js" defer></script>
+</head>
+<body>
+<nav>
+{links}
+</nav>
+<main>
+{body}
+</main>
+<nav>
+{links}
+</nav>
+</body>
+</html>
+"""
+_INDEX = """\
+<h1>{title}</h1>
+{intro}
+<p>These pages need nothing but a browser: every output is here, and the sliders move.</p>
+<h2>The course</h2>
+<div class="cards">
+{cards}</div>
+<p>To run a notebook, put its package beside it: <a href="qk.zip" download>qk.zip</a>, unpacked.</p>
+<h2>Kernels to take along</h2>
+<p>Each file stands alone. It imports torch and Triton, nothing else, and holds a plain torch reference of each
+function.</p>
+<ul>
+{rooms}
+</ul>
+"""
+_CARD = """\
+<article>
+<a href="{link}.html">{picture}</a>
+<h3><a href="{link}.html">{name}</a></h3>
+{about}
+<p><a href="notebooks/{link}.ipynb" download>Download the notebook</a></p>
+</article>
+"""
+_CSS = """\
+:root { --page: #fff; --ink: #222; --soft: #f4f5f7; --line: #d5d8dd; --link: #0b5cad; }
+@media (prefers-color-scheme: dark) {
+  :root { --page: #16181c; --ink: #dcdfe4; --soft: #21242a; --line: #3a3f48; --link: #7db8f5; }
+  /* figures are white cards: less bright, they don't glare */
+  img { filter: brightness(0.82); }
+}
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink); font: 17px/1.55 system-ui, sans-serif; }
+main, nav { max-width: 1090px; margin: 0 auto; padding: 0 20px; }
+nav { display: flex; flex-wrap: wrap; gap: 6px 24px; padding-top: 16px; padding-bottom: 16px; font-size: 15px; }
+nav:not(:has(a)) { display: none; }
+a { color: var(--link); }
+h1, h2, h3 { line-height: 1.25; margin: 1.6em 0 0.5em; }
+h1 { margin-top: 0.8em; }
+.anchor-link { display: none; }
+img { max-width: 100%; height: auto; background: #fff; border-radius: 6px; }
+pre { margin: 0; overflow-x: auto; font: 14px/1.45 ui-monospace, "DejaVu Sans Mono", Consolas, monospace; }
+code { font-family: ui-monospace, "DejaVu Sans Mono", Consolas, monospace; font-size: 0.88em; }
+:not(pre) > code { background: var(--soft); border-radius: 4px; padding: 1px 4px; }
+table { border-collapse: collapse; display: block; overflow-x: auto; }
+th, td { border: 1px solid var(--line); padding: 4px 10px; text-align: left; }
+blockquote { margin-left: 0; padding-left: 16px; border-left: 4px solid var(--line); }
+details { margin: 10px 0; }
+summary { cursor: pointer; }
+.highlight { background: none; }
+.input_area, details .highlight, .text_cell_render .highlight {
+  background: var(--soft); border: 1px solid var(--line); border-radius: 6px; padding: 10px 14px; margin: 14px 0 8px;
+}
+.output_area { margin: 8px 0; overflow-x: auto; }
+.output_text pre { padding: 0 14px; }
+.sliders { border: 1px solid var(--line); border-radius: 6px; padding: 14px; }
+.sliders p { font-size: 15px; margin: 6px 0; }
+.sliders label { display: grid; grid-template-columns: minmax(6em, 11em) minmax(6em, 20em) minmax(3em, 1fr); }
+.sliders label { align-items: center; gap: 4px 14px; padding: 4px 0; font-size: 15px; }
+.sliders input { width: 100%; accent-color: var(--link); }
+.sliders select { font: inherit; padding: 3px; }
+.sliders img { display: block; margin-top: 10px; }
+.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(280px, 1fr)); gap: 18px; }
+article { border: 1px solid var(--line); border-radius: 8px; padding: 14px; background: var(--soft); }
+article img { width: 100%; }
+article h3 { margin: 0.5em 0; }
+article p { margin: 0.5em 0; font-size: 15px; }
+"""
+_JS = """\
+"use strict";
+// Sliders over pictures: each place that they can take has one.
+for (const box of document.querySelectorAll(".sliders")) {
+  const { controls, start, free, pictures } = JSON.parse(box.querySelector("script").textContent);
+  const image = box.querySelector("img");
+  const place = [...start];
+  const away = []; // sliders that have left their start, in the order in which they were moved
+
+  const inputs = controls.map(({ label, values, named }, i) => {
+    const row = document.createElement("label");
+    const input = document.createElement(named ? "select" : "input");
+    const output = document.createElement("output");
+    if (named) {
+      input.append(...values.map((value, k) => new Option(value, k)));
+    } else {
+      Object.assign(input, { type: "range", min: 0, max: values.length - 1, step: 1 });
+    }
+    input.addEventListener("input", () => move(i, Number(input.value)));
+    row.append(label, input, output);
+    image.before(row);
+    return { input, output };
+  });
+
+  function show() {
+    inputs.forEach(({ input, output }, i) => {
+      const value = controls[i].values[place[i]];
+      input.value = place[i];
+      input.setAttribute("aria-valuetext", value);
+      output.textContent = controls[i].named ? "" : value;
+    });
+    const [file, width, height] = pictures[place.join()];
+    if (width) [image.width, image.height] = [width, height];
+    image.src = "pictures/" + file;
+  }
+
+  function move(i, value) {
+    place[i] = value;
+    if (away.includes(i)) away.splice(away.indexOf(i), 1);
+    if (value !== start[i]) away.push(i);
+    while (away.length > free) {
+      const first = away.shift();
+      place[first] = start[first];
+    }
+    show();
+  }
+  show();
+}
+"""
