@@ -15,7 +15,7 @@ import triton.language as tl
 from cases import DEVICE
 
 from qk import course, data
-from qk.course import charts, exercises, figures
+from qk.course import charts, exercises, figures, trace
 
 PACKAGE = Path(course.__file__).parent.parent
 CODES = [7, -3, 0, 1, -7, 5, 2, -1]
@@ -96,6 +96,29 @@ def tile(**options):
     return course.gemm_tile(*SCALES, (256, 384, 1536), **options)
 
 
+COMPILED = {"registers": 20, "instructions": {"ld.global.32": 2, "shfl": 5}, "shared": 16, "spilled": 0}
+
+
+@triton.jit
+def _twice(x):
+    return x * FACTOR
+
+
+FACTOR = tl.constexpr(2)
+
+
+@triton.jit
+def _move_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + offs, _twice(tl.load(x_ptr + offs, mask=offs < n, other=1)))
+
+
+def moved(programs, n, out=None):
+    """What a kernel touches that masks its loads, and not its stores."""
+    x, out = torch.zeros(n), torch.zeros(n) if out is None else out
+    return course.touched(_move_kernel, (programs,), x, out, n, BLOCK=8)
+
+
 PLOTS = {
     "bytes": lambda: course.bit_layout(CODES),
     "word": lambda: course.bit_layout(torch.tensor(CODES), packing="int32"),
@@ -110,6 +133,10 @@ PLOTS = {
     "error profile": lambda: course.error_profile({"one": torch.rand(30, 50), "other": torch.rand(30, 50) / 9}),
     "scales": lambda: course.scale_map(torch.randn(300, 500), (128, 128), "weights"),
     "scale of zeros": lambda: course.scale_map(torch.zeros(3, 5), (3, 5)),
+    "one scale": lambda: course.scale_map(torch.randn(300, 500), None),
+    "levels": lambda: course.levels(ROW[:32], {"one": [0, 0.1, 1], "other": range(9)}, "a block", (0.001, 50)),
+    "histogram of 8 bits": lambda: course.grid_histogram(ROW, 8, log_counts=True),
+    "scale cost of a slider": lambda: course.scale_cost({"x": [("1 x 16", 25, 0.01)]}, xlim=(1, 50), ylim=(0.001, 1)),
     "rounding": lambda: course.rounding(50 * ROW, {"round": torch.round, "truncate": torch.trunc}),
     "scale cost": lambda: course.scale_cost({"rows": [("1 x 16", 25, 0.01), ("1 x 32", 12.5, 0.02)]}),
     "block grid": lambda: course.block_grid((320, 600), (128, 128), (319, 599)),
@@ -134,8 +161,16 @@ PLOTS = {
     "flat curves": lambda: course.curves({"N": [(1, 2), (100, 3)]}, "t", "x", "y"),
     "linear curves": lambda: course.curves({"one": [("2:4", 0.3), ("6:8", 0.1)]}, "t", "x", "y", level=1, log=False),
     "times": lambda: course.time_bars({"dense": {"GEMM": 3.0, "bias": 1.0}, "sparse": {"GEMM": 2.0}}, "t"),
+    "fixed times": lambda: course.time_bars({"dense": {"GEMM": 3.0}, "sparse": {"GEMM": 2.0}}, "t", longest=2.0),
+    "yardsticks": lambda: course.curves({}, "t", "x", "y", {"N": [(1, 3)]}, yardsticks={"peak": [(1, 9), (2, 9)]}),
     "speedups": lambda: course.speedups(SPEED_RECORD),
     "host times": lambda: course.host_times(WALL_RECORD),
+    "memory levels": lambda: course.memory_levels({"T4": {"memory": (16e9, 3e11), "registers": (1e7, 5e13)}}),
+    "compiler": lambda: course.compiler_table({"one": COMPILED}),
+    "programs": lambda: course.programs(moved(3, 20)),
+    "programs of a matrix": lambda: course.programs(moved(2, 16, torch.zeros(4, 8)[:, :6]), "out_ptr", by="step"),
+    "programs of columns": lambda: course.programs(moved(2, 16, torch.zeros(4, 6).t()), cells=60, width=16),
+    "two times": lambda: course.two_times(WALL_RECORD, {"a call": ("act_quant", "qk", 1, 8192)}, "t"),
     "roofline without measurements": lambda: course.roofline(None, (16, 8192, 8192)),
 }
 
@@ -158,7 +193,7 @@ def test_plot(name):
     png, size = fig._repr_png_()
     width, height = struct.unpack(">II", png[16:24])
     assert abs(width - 2 * size["width"]) <= 1 and abs(height - 2 * size["height"]) <= 1
-    assert fig.get_facecolor() == (1, 1, 1, 1)
+    assert fig.get_facecolor() == matplotlib.colors.to_rgba(figures.CARD)
     assert dict(matplotlib.rcParams) == settings, "matplotlib's settings were left changed"
 
 
@@ -209,6 +244,23 @@ def test_scale_map_counts_scales_and_zeros():
     )
 
 
+def test_levels_are_where_they_belong():
+    above, below = course.levels([-0.5, 0.25, 0.0], {"one": [0, 0.5, 1.0], "other": [2.0]}, "a block", (0.1, 10)).axes
+    assert sum(bar.get_height() for bar in above.patches) == 3
+    drawn = [[segment[0][0] for segment in lines.get_segments()] for lines in below.collections]
+    assert drawn == [[0.5, 1.0], [2.0]]
+    assert [label.get_text() for label in below.get_yticklabels()] == ["one", "other"]
+
+
+def test_axes_stay_where_sliders_move():
+    histograms = [course.grid_histogram(ROW, bits, log_counts=True) for bits in (2, 8)]
+    costs = [course.scale_cost({"x": [("y", x, x)]}, xlim=(1, 50), ylim=(0.1, 99)) for x in (2, 20)]
+    speeds = [course.benchmark(RECORD, "quantize_int4", fastest=2, group_size=group) for group in (None, 128)]
+    for one, other in (histograms, costs, speeds):
+        ends = [[(ax.get_xlim(), ax.get_ylim()) for ax in fig.axes] for fig in (one, other)]
+        assert ends[0] == ends[1]
+
+
 def test_rounding_shows_mean_squares():
     fig = course.rounding(torch.tensor([0.75, -1.75, 2.0, 0.0]), {"round": torch.round, "truncate": torch.trunc})
     assert {"round: mean square 0.031", "truncate: mean square 0.281"} <= set(texts(fig))
@@ -216,6 +268,13 @@ def test_rounding_shows_mean_squares():
     # round: two values stay, two move a quarter step away from zero; truncate: those move 3/4 of a step towards it
     assert [height for _, height in bars] == pytest.approx([50, 50, 50, 50])
     assert [left < 0 for left, _ in bars] == [False, False, True, False]
+    assert fig.axes[1].get_xticks().tolist() == [-1, -0.5, 0, 0.5, 1]
+
+
+def test_rounding_shows_moves_of_more_than_a_step():
+    right = course.rounding(torch.tensor([1.75, -1.4]), {"half up, cut off": lambda x: (x + 0.5).trunc()}).axes[1]
+    assert [bar.get_height() for bar in right.patches if bar.get_height()] == pytest.approx([50, 50])
+    assert right.get_xticks().tolist() == [-1.5, -1, -0.5, 0, 0.5, 1, 1.5]
 
 
 def test_block_grid_names_the_scale_of_an_element():
@@ -279,13 +338,36 @@ def test_tile_order_is_that_of_the_kernel():
         assert order[group * 2 + tile % 6 % rows, tile % 6 // rows] == tile
 
 
+def test_axes_that_sliders_do_not_move():
+    def ends(fig):
+        (ax,) = fig.axes
+        return [round(value, 6) for value in (*ax.get_xlim(), *ax.get_ylim())]
+
+    def line(y):
+        return course.curves({"N": [(1, y), (9, y)]}, "t", "x", "y", ylim=(1, 1000))
+
+    def bars(size):
+        return course.memory_bars({"a": {"x": size}, "b": {"x": 1}}, longest=9 << 20)
+
+    def steps(size):
+        return course.traffic({"a": [("x", size, size)], "b": [("x", 1, 1)]}, longest=40)
+
+    def times(size):
+        return course.time_bars({"a": {"x": 9.0}, "b": {"x": size}}, "t", longest=2)
+
+    for draw in (line, bars, steps, times):
+        assert ends(draw(2)) == ends(draw(16))
+    assert ends(line(2))[2:] == [1, 1000] and ends(times(2))[:2] == [0, 2]
+
+
 def test_gemm_speed_shows_tops_or_where_memory_decides_times():
     ax = course.gemm_speed(GEMM_RECORD, "int8_gemm", (8192, 8192, 8192)).axes[0]
-    assert [bar.get_width() for bar in ax.patches] == [1000, 600, 300, 0] and "TOPS" in ax.get_xlabel()
+    assert [bar.get_width() for bar in ax.patches][:4] == [1000, 600, 300, 0] and "TOPS" in ax.get_xlabel()
+    assert list(ax.lines[0].get_xdata()) == [1979] * 2 and ax.get_xlim()[1] > 1979
     assert {"1000 (1.50x bf16)", "600", "300 (0.50x bf16)", "not available"} <= {text.get_text() for text in ax.texts}
     assert ax.get_title(loc="left") == "int8_gemm 8192 x 8192 x 8192, NVIDIA H200, 2026-02-01"
     ax = course.gemm_speed(GEMM_RECORD, "int8_gemm", (1, 8192, 8192)).axes[0]
-    assert [bar.get_width() for bar in ax.patches] == [10, 15, 30, 0] and "µs" in ax.get_xlabel()
+    assert [bar.get_width() for bar in ax.patches][:4] == [10, 15, 30, 0] and "µs" in ax.get_xlabel()
     assert list(ax.lines[0].get_xdata()) == [5, 5]
 
 
@@ -304,7 +386,9 @@ def test_gemm_bytes():
 def test_roofline_is_drawn_from_the_record_or_says_that_there_is_none():
     fig = course.roofline(GEMM_RECORD, (1, 8192, 8192))
     assert fig.axes[0].get_title(loc="left").endswith("measured, NVIDIA H200, 2026-02-01")
-    assert {600, 1000} <= {y for line in fig.axes[0].lines for y in line.get_ydata()}
+    assert {600, 1000, 989, 1979} <= {y for line in fig.axes[0].lines for y in line.get_ydata()}
+    elsewhere = course.roofline(GEMM_RECORD | {"gpu": "another"}, (1, 8192, 8192))
+    assert not any("data sheet" in text for text in texts(elsewhere))
     assert "this GEMM in bf16: 1.0 operations a byte" in texts(fig)
     copies = GEMM_RECORD | {"results": [{"op": "x", "shape": [8, 8], "contender": "copy"} | COPY]}
     assert "slope: measured" in course.roofline(copies, (1, 8192, 8192)).axes[0].get_title(loc="left")
@@ -359,6 +443,26 @@ def test_host_times_are_those_of_one_token():
     dots = {line.get_label(): (*line.get_xdata(), *line.get_ydata()) for line in ax.lines}
     assert dots == {"qk": (13.0, 1), "torch.compile": (40.0, 1), "qk under torch.compile": (70.0, 0)}
     assert any("No measurement" in text for text in texts(course.host_times(None)))
+
+
+def test_two_times_says_which_decides():
+    rows = [("qk", 20.0, 30.0), ("bf16", 40.0, 10.0)]
+    record = RECORD | {
+        "results": [
+            {"op": "chain", "shape": [1, 64, 64], "contender": name, "us": us, "wall_us": wall}
+            for name, us, wall in rows
+        ]
+    }
+    calls = {"int8": ("chain", "qk", 1, 64, 64), "16 bits": ("chain", "bf16", 1, 64, 64), "no": ("chain", "qk", 9)}
+    found = texts(course.two_times(record, calls, "t"))
+    assert {"30 µs a call: the host decides", "40 µs a call: the GPU decides"} <= set(found)
+    assert any("No measurement" in text for text in texts(course.two_times(None, calls, "t")))
+
+
+def test_axes_stay_where_they_are_put():
+    errors = {"one": torch.rand(30, 50)}
+    assert course.error_profile(errors, ylim=(1e-4, 2)).axes[0].get_ylim() == (1e-4, 2)
+    assert course.error_map(errors, top=7).axes[0].images[0].get_clim() == (0, 7)
 
 
 def test_figure_follows_slider(monkeypatch, capsys):
@@ -516,6 +620,44 @@ def test_names_get_a_dropdown(monkeypatch):
     assert [type(control).__name__ for control in boxes[0].children] == ["Dropdown", "SelectionSlider"]
 
 
+def test_touched_says_who_loads_and_stores_what():
+    out = torch.zeros(20, device=DEVICE)
+    record = moved(3, 20, out)
+    assert record.tensors == {"x_ptr": ((20,), (1,)), "out_ptr": ((20,), (1,))}
+    assert [(access.program, access.kind, access.tensor) for access in record.accesses] == [
+        ((program,), kind, tensor) for program in range(3) for kind, tensor in (("load", "x_ptr"), ("store", "out_ptr"))
+    ]
+    *_, load, store = record.accesses
+    assert load.elements.tolist() == store.elements.tolist() == list(range(16, 24))
+    assert load.mask.tolist() == [True] * 4 + [False] * 4 and store.mask.all()
+    assert not out.any(), "the tensors stay as they are"
+    assert "out_ptr, stores: 4 outside of the tensor" in texts(course.programs(record))
+
+
+def test_touched_is_the_same_from_a_process_of_its_own():
+    x = torch.zeros(20)
+    elsewhere = trace._ask("interpret", _move_kernel, (3,), [x, x, 20], {"BLOCK": 8})
+    for ours, theirs in zip(moved(3, 20).accesses, elsewhere.accesses, strict=True):
+        assert ours[:3] == theirs[:3] and torch.equal(ours.elements, theirs.elements)
+        assert torch.equal(ours.mask, theirs.mask)
+    with pytest.raises(RuntimeError, match="it touches memory far from all of its tensors"):
+        trace._ask("interpret", _move_kernel, (2**15,), [x, x, 20], {"BLOCK": 8})
+
+
+def test_a_cell_shows_all_programs_that_touch_it():
+    access = course.Access((0,), "store", "out_ptr", torch.arange(2), torch.tensor([True, True]))
+    other = access._replace(program=(1,), mask=torch.tensor([True, False]))
+    found = texts(course.programs(course.Touched({"out_ptr": ((3,), (1,))}, [access, other])))
+    assert "0+1" in found and "0" in found and "nobody touches them" in found
+
+
+def test_compiled_says_what_is_in_the_code():
+    x = torch.zeros(4096)
+    narrow, wide = (course.compiled(_move_kernel, x, x, 4096, BLOCK=block, arch=90) for block in (128, 1024))
+    assert narrow["instructions"]["ld.global.32"] == 1 and wide["instructions"]["ld.global.128"] == 2
+    assert narrow["registers"] <= wide["registers"] and wide["spilled"] == 0
+
+
 def test_import_qk_does_without_plotting():
     code = "import sys, qk, qk.data, qk.bench; print({'matplotlib', 'ipywidgets'} & sys.modules.keys() or 'neither')"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "neither"
@@ -538,7 +680,7 @@ def test_only_course_plots_and_never_by_pyplot():
 
 
 def test_course_hands_on_what_its_rooms_offer():
-    for room in (exercises, figures, charts):
+    for room in (exercises, figures, charts, trace):
         own = {
             name for name, value in vars(room).items()
             if getattr(value, "__module__", None) == room.__name__ and not name.startswith("_")

@@ -1,5 +1,6 @@
 """What every notebook must be, beyond what `pytest --nbval` compares; and that these rules can fail."""
 
+import contextlib
 import copy
 import importlib.util
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
+from exercises import MASK, complaint, exercises, gaps, wrong_answers
 
 import qk
 from qk import copy as qk_copy
@@ -238,8 +240,9 @@ def test_an_unshown_helper_is_found():
     assert {"gelu", "finish_tile", "quantize_ref", "_windows"} <= HELPERS
     notebooks = {name: read(name) for name in NAMES}
     for notebook in notebooks.values():
-        for output in (output for cell in code_cells(notebook) for output in cell.outputs if "text" in output):
-            output.text = re.sub(r"def (gelu|finish_tile|_windows)\(", "def other(", output.text)
+        for shown in (output.get("data", output) for cell in code_cells(notebook) for output in cell.outputs):
+            for kind in (kind for kind in shown if kind.startswith("text")):
+                shown[kind] = re.sub(r"def (gelu|finish_tile|_windows)\(", "def other(", shown[kind])
     assert [line.split(": ")[1] for line in unshown(notebooks)] == ["finish_tile", "finish_tile", "gelu", "_windows"]
 
 
@@ -261,7 +264,7 @@ def test_prose_names_what_is_there(name):
 
 
 def test_a_wrong_name_is_found():
-    notebook = read(NAMES[1])
+    notebook = read("01_int4_packing.ipynb")
     good, bad = "`qk/int4.py` `python -m qk.bench int4 int8` `_pack`", "`qk/slide.py` `python -m qk.bench slide` `a_s`"
     notebook.cells[0].source += f"\n{good} {bad} `python -m qk.viz`"
     assert list(misnamed(notebook)) == ["qk/slide.py", "qk.bench slide", "qk.viz", "a_s"]
@@ -280,25 +283,79 @@ def test_its_last_cell_copies_what_it_says(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_solutions_pass_their_checks(name):
-    notebook, stubs, solved = read(name), [], 0
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            # figures and measurements aren't needed here
-            cell.source = re.sub(r"^course\.(?!check)", "None and course.", cell.source, flags=re.MULTILINE)
-            if IGNORE in cell.metadata.get("tags", []) and "backend" not in cell.source:
-                cell.source = ""
-            if "# your answer" in cell.source:
-                stubs.append(cell)
-        elif "<summary>Solution" in cell.source:
-            stubs[solved].source += "\n\n" + re.search(r"```python\n(.*?)```", cell.source, re.DOTALL)[1]
-            solved += 1
-    assert len(stubs) == solved > 0, "each stub says '# your answer', and each has its folded solution"
-    nbclient.NotebookClient(notebook, resources={"metadata": {"path": FOLDER}}).execute()
-    checks = [cell for cell in code_cells(notebook) if "course.check(" in cell.source]
-    for cell in checks:
-        assert "".join(map(text, cell.outputs)).startswith("Right, in all"), cell.source
-    assert len(checks) == solved
+def test_each_exercise_has_wrong_answers(name):
+    answers, names = wrong_answers(Path(name).stem), [exercise.name for exercise in exercises(read(name))]
+    assert [gap for exercise in names for gap in gaps(exercise, answers.get(exercise, []))] == []
+    assert sorted(answers) == sorted(names)
+
+
+def said(cell):
+    """What a cell printed; or why it printed nothing."""
+    if cell.execution_count is None:
+        return "never ran: an answer before this one killed the kernel"
+    errors = [f"{output.ename}: {output.evalue}" for output in cell.outputs if output.output_type == "error"]
+    return "\n".join(errors) or "".join(output.text for output in cell.outputs if output.get("name") == "stdout")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_checks_know_right_from_wrong(name):
+    """Each solution is right, before and after the exercise's wrong answers, which are refused with their hints."""
+    notebook = read(name)
+    answers, tried = wrong_answers(Path(name).stem), []
+    for cell in code_cells(notebook):
+        # figures and measurements aren't needed here
+        cell.source = re.sub(r"^course\.(?!check)", "None and course.", cell.source, flags=re.MULTILINE)
+        if IGNORE in cell.metadata.get("tags", []) and "backend" not in cell.source:
+            cell.source = ""
+    for exercise in exercises(notebook):
+        wrong = [(hint, code, exercise.attempt(code)) for hint, code in answers.get(exercise.name, [])]
+        after = exercise.attempt(exercise.solution)
+        place = notebook.cells.index(exercise.check) + 1
+        notebook.cells[place:place] = [*(cell for _, _, cell in wrong), after]
+        exercise.stub.source += f"\n\n\n{exercise.solution}"
+        tried.append((exercise, wrong, after))
+    with contextlib.suppress(nbclient.exceptions.DeadKernelError):
+        nbclient.NotebookClient(notebook, allow_errors=True, resources={"metadata": {"path": FOLDER}}).execute()
+
+    found = []
+    for exercise, wrong, after in tried:
+        for cell in (exercise.check, after):
+            if not said(cell).startswith("Right, in all"):
+                found.append(f"{exercise.name}: its solution isn't right: {said(cell)}")
+        for hint, code, cell in wrong:
+            if problem := complaint(said(cell), hint):
+                found.append(f"{exercise.name}: this {problem}:\n{code}\nbut hears:\n{said(cell)}")
+        if exercise.is_kernel and not any(said(cell).rstrip().endswith(MASK) for *_, cell in wrong):
+            found.append(f"{exercise.name}: no wrong answer forgets the mask")
+    if found:
+        pytest.fail("\n\n".join(found), pytrace=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "hint", "expected"),
+    [
+        ("Not yet: f(1) gave 2; expected 3.\nHint: round up", "round", ""),
+        ("Not yet: f(1) gave 2; expected 3.", "", ""),
+        ("Not yet: f(1): it wrote 24 elements past the end of out: does the store need a mask?", "past the end", ""),
+        ("f(1) raised ValueError: no", "", ""),
+        ("f(1) raised ValueError: no", "no", "gets no hint with 'no'"),
+        ("Not yet: f(1) gave 2; expected 3.\nHint: round up", "down", "gets no hint with 'down'"),
+        ("Not yet: f(1) gave 'round'; expected 3.", "round", "gets no hint with 'round'"),
+        ("Right, in all 3 cases.", "", "isn't refused"),
+        ("Not answered yet: f returns None.", "", "isn't refused"),
+        ("", "", "isn't refused"),
+        ("NameError: name 'x' is not defined", "", "isn't refused"),
+    ],
+)
+def test_a_bad_word_is_found(words, hint, expected):
+    assert complaint(words, hint) == expected
+
+
+def test_a_gap_is_found():
+    answers = [("hint", f"{n}") for n in range(4)] + [("", "4"), ("", "5")]
+    assert len(list(gaps("f", answers))) == 1 and len(list(gaps("f", answers[:5]))) == 1
+    assert list(gaps("f", [*answers, ("hint", "6"), ("hint", "7")])) == []
+    assert len(list(gaps("f", []))) == 1
 
 
 @pytest.fixture

@@ -81,7 +81,8 @@ def test_wheel_carries_the_data():
 
 def test_sdist_carries_the_tests_and_the_notebooks(tmp_path):
     here = ["LICENSE", "MANIFEST.in", "README.md", "environment.yml", "pyproject.toml", ".pre-commit-config.yaml"]
-    for pattern in ("qk/**/*", "tests/*.py", "notebooks/*.ipynb", "notebooks/images/*", ".ci/*", ".github/workflows/*"):
+    patterns = "qk/**/*", "tests/**/*.py", "notebooks/*.ipynb", "notebooks/images/*", ".ci/*", ".github/workflows/*"
+    for pattern in patterns:
         files = [path.relative_to(ROOT) for path in ROOT.glob(pattern) if path.is_file()]
         here += [file.as_posix() for file in files if not {"__pycache__", ".ipynb_checkpoints"} & {*file.parts}]
     for name in here:  # into another folder, for a build leaves a list of files that the next one takes up

@@ -244,17 +244,24 @@ def _describe(kernel, arch, stem):
     return row
 
 
+def compile_launch(launch, arch, stem):
+    """Rows of the table, of all kernels that launch() launches; to be called after prepare(), in its process."""
+    _pretend(arch)
+    _compiled.clear()
+    with _RunOperators():
+        launch()
+    return [_describe(kernel, arch, f"{stem}-{i}") for i, kernel in enumerate(_compiled)]
+
+
 def _compile_case(room, call, least, arch, stem, log):
     """In a process of its own: writes the rows of a case to {stem}.json; why it can't goes to the log."""
     for stream in 1, 2:
         os.dup2(log, stream)
     os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"  # its warnings
-    _pretend(arch)
-    with _RunOperators():
-        eval(call, {**vars(importlib.import_module(f"qk.{room}")), **_NAMES})
-    if not _compiled:
+    names = {**vars(importlib.import_module(f"qk.{room}")), **_NAMES}
+    rows = compile_launch(lambda: eval(call, names), arch, stem)
+    if not rows:
         raise RuntimeError("no kernel was launched")
-    rows = [_describe(kernel, arch, f"{stem}-{i}") for i, kernel in enumerate(_compiled)]
     for row in rows:
         wanted = _wanted(least, row)
         if all(row["instructions"].get(name, 0) >= count for name, count in wanted.items()):

@@ -31,13 +31,19 @@ __all__ = [
     "gemm_speed",
     "host_times",
     "memory_bars",
+    "memory_levels",
     "roofline",
     "scale_cost",
     "speedups",
     "time_bars",
     "tradeoff",
     "traffic",
+    "two_times",
 ]
+
+# Of dense products, TOPS or TFLOPS; memory in TB/s. From NVIDIA's data sheet of the H200 (it states twice as much, of
+# sparse products).
+_PEAKS = {"NVIDIA H200": {"memory": 4.8, "bf16": 989, "int8": 1979}}
 
 
 def _results(record):
@@ -79,10 +85,11 @@ def _stack(ax, y, parts, colors):
 
 
 @style()
-def benchmark(record, op, dtype="float16", **options):
+def benchmark(record, op, dtype="float16", fastest=0, **options):
     """Measured speeds of an operation, as fractions of a copy's: a bar for each shape and contender.
 
-    options: only results with these, e.g. group_size=None.
+    options: only results with these, e.g. group_size=None. fastest: the longest bar there can be, so that sliders don't
+    move the axis.
     """
     rows = [
         row for row in _results(record)
@@ -106,7 +113,8 @@ def benchmark(record, op, dtype="float16", **options):
             ax.text(row["of_copy"] + 0.01, y, text, va="center", fontsize=9, bbox=PLAIN)
     ax.axvline(1, **DASHED, label="a copy of as many bytes")
     ax.set(title=f"{op}, {dtype}, {_source(record)}", ylabel="shape")
-    ax.set(xlabel="speed (1 = a copy that moves as many bytes)", xlim=(0, max(1, *(r["of_copy"] for r in rows)) * 1.2))
+    longest = max(1, fastest, *(row["of_copy"] for row in rows))
+    ax.set(xlabel="speed (1 = a copy that moves as many bytes)", xlim=(0, 1.2 * longest))
     labels = [" x ".join(map(str, shape)) for shape in shapes]
     _name_bars(ax, labels, {known.get(name, name): colors[name] for name in names})
     fig.legend(loc="outside lower center", ncols=len(names) + 1)
@@ -114,31 +122,75 @@ def benchmark(record, op, dtype="float16", **options):
 
 
 @style()
-def gemm_speed(record, op, shape):
-    """Measured GEMMs of one shape (M, N, K), a bar for each contender: TOPS, or microseconds where memory decides."""
+def gemm_speed(record, op, shape, **options):
+    """Measured GEMMs of one shape (M, N, K), a bar for each contender: TOPS, or microseconds where memory decides.
+
+    options: only results with these, e.g. activation="gelu". The axis is that of all shapes, and ends behind the peak.
+    """
     what = f"{op} {' x '.join(map(str, shape))}"
+    results = [row for row in _results(record) if row["op"] == op]
     rows = {
-        row["contender"]: row for row in _results(record) if row["op"] == op and tuple(row["shape"]) == tuple(shape)
-    }
+        row["contender"]: row for row in results
+        if tuple(row["shape"]) == tuple(shape) and options.items() <= row.get("options", {}).items()
+    }  # fmt: skip
     if not any("us" in row for row in rows.values()):
         return _not_measured(what)
     copy = rows.pop("copy", None)
     key, label = ("us", "time (µs; shorter is better)") if copy else ("tops", "speed (TOPS; longer is better)")
+    copied = [row["shape"] for row in results if row["contender"] == "copy"]
+    longest = max(row.get(key, 0) for row in results if (row["shape"] in copied) == (copy is not None))
     known = {"bf16": "bf16, cuBLAS", "_int_mm": "torch._int_mm, no scales", "cublas fp8": "FP8 in blocks, cuBLAS"}
+    known |= {"compile": "bf16, torch.compile"}
+    yardsticks = {"_int_mm": "yardstick", "int8_gemm": "yardstick"}
+    kinds = {"qk": BLUE, "another way": ORANGE, "rival": GREY, "yardstick": INK}
     bf16 = rows.get("bf16", {}).get("us")
-    fig, ax = subplots(9, 1.3 + 0.32 * len(rows))
+    fig, ax = subplots(9, 1.7 + 0.32 * len(rows))
+    used = {}
     for y, (name, row) in enumerate(rows.items()):
-        ax.barh(y, row.get(key, 0), 0.7, color=BLUE if name.startswith("qk") else GREY if name in known else ORANGE)
+        ours = "qk" if name.startswith("qk") else "another way"
+        kind = yardsticks.get(name, "rival" if name in known else ours)
+        if "us" in row:
+            used[kind] = kinds[kind]
+        ax.barh(y, row.get(key, 0), 0.7, color=kinds[kind])
         text = f"{row[key]:.4g}" if "us" in row else "not available"
         if bf16 and "us" in row and name != "bf16":
             text += f" ({bf16 / row['us']:.2f}x bf16)"
         ax.annotate(text, (row.get(key, 0), y), (5, 0), textcoords="offset points", va="center", fontsize=9, bbox=PLAIN)
-    if copy:
-        ax.axvline(copy["us"], **DASHED, label="a copy that moves as many bytes")
-        fig.legend(loc="outside lower center")
+    lines = {"a copy of as many bytes": copy["us"]} if copy else {}
+    if (peaks := _PEAKS.get(record["gpu"])) and not copy and not op.startswith("sparse"):
+        lines = {f"int8's peak in the data sheet: {peaks['int8']} TOPS": peaks["int8"]}
+    for name, x in lines.items():
+        ax.axvline(x, **DASHED, label=name)
     ax.set(title=f"{what}, {_source(record)}", xlabel=label, ylabel="kernel")
-    ax.set_xlim(0, 1.25 * max(row.get(key, 0) for row in rows.values()))
-    _name_bars(ax, [known.get(name, name) for name in rows], {})
+    ax.set_xlim(0, max(1.25 * longest, 1.03 * max(lines.values(), default=0)))
+    _name_bars(ax, [known.get(name, name) for name in rows], {kind: used[kind] for kind in kinds if kind in used})
+    fig.legend(loc="outside lower center", ncols=5)
+    return fig
+
+
+@style()
+def two_times(record, calls, title):
+    """calls: {label: (op, contender, *shape)}: how long each keeps the GPU busy, and how long the host that calls it.
+
+    Called again and again, the longer of the two decides.
+    """
+    rows = {(row["op"], row["contender"], *row["shape"]): row for row in _results(record) if "wall_us" in row}
+    found = {label: rows[call] for label, call in calls.items() if call in rows}
+    if not found:
+        return _not_measured("the host's time")
+    colors = {"the GPU works": BLUE, "the host calls, from Python": ORANGE}
+    fig, ax = subplots(9, 1.5 + 0.6 * len(found))
+    for y, row in enumerate(found.values()):
+        times = row["us"], row["wall_us"]
+        for side, time, color in zip((-0.19, 0.19), times, colors.values(), strict=True):
+            ax.barh(y + side, time, 0.34, color=color)
+            ax.annotate(_microseconds(time), (time, y + side), (4, 0), textcoords="offset points", va="center", size=9)
+        verdict = f"{_microseconds(max(times))} a call: the {'host' if times[1] > times[0] else 'GPU'} decides"
+        ax.annotate(verdict, (max(times), y), (55, 0), textcoords="offset points", va="center", size=9)
+    ax.set(title=f"{title}, {_source(record)}", xlabel="time of a call (µs; shorter is better)", ylabel="call")
+    ax.set_xlim(0, 1.6 * max(max(row["us"], row["wall_us"]) for row in found.values()))
+    _name_bars(ax, list(found), colors)
+    fig.legend(loc="outside lower center", ncols=2)
     return fig
 
 
@@ -152,31 +204,55 @@ def gemm_bytes(M, N, K, kind="int8"):
 
 @style()
 def roofline(record, shape):
-    """A GEMM's operations for each byte, in bf16 and int8, against what memory and the fastest measured GEMMs allow.
+    """A GEMM's operations for each byte, in bf16 and int8, against the peaks of the data sheet and measured roofs.
 
     Without a record there is no roof, and the slope is that of 1 TB/s.
     """
     results = [row for row in _results(record) if "us" in row]
     copies = [row["gb_per_s"] for row in results if row["contender"] == "copy"]
-    bandwidth = max(copies, default=1000) / 1000
-    fig, ax = subplots(8, 4.2)
-    ends, tops = (0.5, 20000), []
+    measured = max(copies, default=1000) / 1000
+    peaks = _PEAKS.get(record["gpu"] if record else None, {})
+    slope = peaks.get("memory", measured)
+    fig, ax = subplots(8, 4.6)
+    ends = 0.5, 20000
+    tops = []
+    if peaks:
+        ax.plot([], [], color=INK, label="data sheet: memory, and tensor cores")
     for kind, contender, color in (("bf16", "bf16", GREY), ("int8", "qk", BLUE)):
         gemms = [row for row in results if row["op"] == "int8_gemm" and row["contender"] == contender]
-        roof = max((row["tops"] for row in gemms), default=math.inf)
-        ridge = min(roof / bandwidth, ends[1])
-        ax.plot([ends[0], ridge], [ends[0] * bandwidth, ridge * bandwidth], color=INK, zorder=0)
-        ax.plot([ridge, ends[1]], [ridge * bandwidth] * 2, color=color, zorder=0)
-        intensities = [2 * math.prod(row["shape"]) / gemm_bytes(*row["shape"], kind) for row in gemms]
-        ax.plot(intensities, [row["tops"] for row in gemms], "o", color=color, markersize=5)
-        x = 2 * math.prod(shape) / gemm_bytes(*shape, kind)
-        ax.axvline(x, color=color, linestyle="--", linewidth=1, label=f"this GEMM in {kind}: {x:.1f} operations a byte")
+        best = max((row["tops"] for row in gemms), default=math.inf)
         tops += [row["tops"] for row in gemms]
-    ax.set(xscale="log", yscale="log", xlim=ends, ylim=(0.5, 2 * max(tops, default=ends[1])))
+        for bandwidth, roof, look in (
+            (slope, peaks.get(kind, best), {"linewidth": 1.6}),
+            (measured, best, {"linewidth": 1, "linestyle": "--", "alpha": 0.7}),
+        ):
+            ridge = min(roof / bandwidth, ends[1])
+            ax.plot([ends[0], ridge], [ends[0] * bandwidth, ridge * bandwidth], color=INK, zorder=0, **look)
+            ax.plot([ridge, ends[1]], [ridge * bandwidth] * 2, color=color, zorder=0, **look)
+            if not peaks:
+                break
+        intensities = [2 * math.prod(row["shape"]) / gemm_bytes(*row["shape"], kind) for row in gemms]
+        if gemms:
+            name = f"measured in {kind}: a dot for each shape"
+            ax.plot(intensities, [row["tops"] for row in gemms], "o", color=color, markersize=5, label=name)
+        if peaks and kind in peaks:
+            place = (ends[1], peaks[kind]), (-4, 3 if kind == "int8" else -3)
+            up = "bottom" if kind == "int8" else "top"
+            ax.annotate(
+                f"{kind}: {peaks[kind]} TOPS", *place, textcoords="offset points", ha="right", va=up, size=9, bbox=PLAIN
+            )
+        x = 2 * math.prod(shape) / gemm_bytes(*shape, kind)
+        label = f"this GEMM in {kind}: {x:.1f} operations a byte"
+        ax.axvline(x, color=color, linestyle=":", linewidth=1.6, label=label)
+    if peaks and copies:
+        ax.plot(
+            [], [], color=INK, linewidth=1, linestyle="--", alpha=0.7, label="measured: a copy, and the fastest GEMM"
+        )
+    ax.set(xscale="log", yscale="log", xlim=ends, ylim=(0.5, 2 * max([*tops, *peaks.values()], default=ends[1])))
     ax.set_xlabel("operations for each byte moved")
     title = " x ".join(map(str, shape))
     if copies:
-        what = "dots and roofs" if tops else "slope"
+        what = "dots" if tops else "slope"
         ax.set(title=f"{title}; {what}: measured, {_source(record)}", ylabel="TOPS")
     else:
         ax.set(title=f"{title}; no measurement recorded: memory of 1 TB/s", ylabel="TOPS that 1 TB/s can feed")
@@ -253,27 +329,35 @@ def host_times(record):
 
 
 @style()
-def time_bars(times, title):
-    """times: {label: {step: microseconds}}; bars, their sums, and how much faster each is than the first."""
+def time_bars(times, title, longest=None):
+    """times: {label: {step: microseconds}}; bars, their sums, and how much faster each is than the first.
+
+    longest: where the axis ends, so that sliders don't move it; lengths are then in times of the first.
+    """
     steps = dict.fromkeys(step for parts in times.values() for step in parts)
     colors = dict(zip(steps, CYCLE, strict=False))
     totals = [sum(parts.values()) for parts in times.values()]
     fig, ax = subplots(9, 1.3 + 0.5 * len(times))
+    unit, label = (totals[0], f"time ({next(iter(times))} = 1)") if longest else (1, "time (µs)")
     for y, (parts, total) in enumerate(zip(times.values(), totals, strict=True)):
-        end = _stack(ax, y, parts, colors)
+        end = _stack(ax, y, {step: time / unit for step, time in parts.items()}, colors)
         ax.text(end, y, f"  {_microseconds(total)}" + (f", {totals[0] / total:.2f}x" if y else ""), va="center")
-    ax.set(title=title, xlabel="time (µs)", ylabel="way to do it", xlim=(0, 1.3 * max(totals)))
+    ax.set(title=title, xlabel=label, ylabel="way to do it", xlim=(0, longest or 1.3 * max(totals)))
     _name_bars(ax, list(times), colors)
     fig.legend(loc="outside lower center", ncols=len(steps))
     return fig
 
 
 @style()
-def memory_bars(sizes, title="Memory", what="memory", ylabel="format"):
-    """sizes: {label: {part: bytes}}; bars with exact byte counts, and how much smaller each is than the first."""
+def memory_bars(sizes, title="Memory", what="memory", ylabel="format", longest=0):
+    """sizes: {label: {part: bytes}}; bars with exact byte counts, and how much smaller each is than the first.
+
+    longest: the most bytes that a bar can have, so that sliders don't move the axis.
+    """
     totals = [sum(parts.values()) for parts in sizes.values()]
+    longest = max(*totals, longest, 1)
     unit, name = max(
-        pair for pair in ((1, "bytes"), (2**10, "KiB"), (2**20, "MiB"), (2**30, "GiB")) if pair[0] <= max(*totals, 1)
+        pair for pair in ((1, "bytes"), (2**10, "KiB"), (2**20, "MiB"), (2**30, "GiB")) if pair[0] <= longest
     )
     kinds = dict.fromkeys(kind for parts in sizes.values() for kind in parts)
     colors = dict(zip(kinds, CYCLE, strict=False))
@@ -287,16 +371,19 @@ def memory_bars(sizes, title="Memory", what="memory", ylabel="format"):
             text += f", {total / totals[0]:.2f}x larger" if total > totals[0] else f", {totals[0] / total:.2f}x smaller"
         ax.text(end, y, text, va="center")
     # the longest bar's text needs room beside it
-    ax.set(title=title, xlabel=f"{what} ({name})", ylabel=ylabel, xlim=(0, 1.45 * max(totals) / unit))
+    ax.set(title=title, xlabel=f"{what} ({name})", ylabel=ylabel, xlim=(0, 1.45 * longest / unit))
     _name_bars(ax, list(sizes), colors)
     fig.legend(loc="outside lower center", ncols=len(kinds))
     return fig
 
 
 @style()
-def traffic(ways, title="Bytes moved, step by step", unit="bytes for each element"):
-    """ways: {label: [(step, bytes read, bytes written), ...]}: the steps of each, one after the other."""
-    longest = max(sum(read + written for _, read, written in steps) for steps in ways.values())
+def traffic(ways, title="Bytes moved, step by step", unit="bytes for each element", longest=0):
+    """ways: {label: [(step, bytes read, bytes written), ...]}: the steps of each, one after the other.
+
+    longest: the most bytes that a way can move, so that sliders don't move the axis.
+    """
+    longest = max(longest, *(sum(read + written for _, read, written in steps) for steps in ways.values()))
     fig, ax = subplots(9, 1.5 + 0.75 * len(ways))
     for y, steps in enumerate(ways.values()):
         left = 0
@@ -333,8 +420,11 @@ def tradeoff(points, title="What smaller groups cost, and what they buy"):
 
 
 @style()
-def scale_cost(curves, title="What smaller blocks cost, and what they buy"):
-    """curves: {label: [(point, bytes of scales for 100 bytes of codes, relative error)]}."""
+def scale_cost(curves, title="What smaller blocks cost, and what they buy", xlim=None, ylim=None):
+    """curves: {label: [(point, bytes of scales for 100 bytes of codes, relative error)]}.
+
+    xlim, ylim: the ends of the axes, so that sliders don't move them.
+    """
     fig, ax = subplots(9, 4)
     for i, ((label, points), color) in enumerate(zip(curves.items(), CYCLE, strict=False)):
         names, cost, errors = zip(*points, strict=True)
@@ -346,6 +436,7 @@ def scale_cost(curves, title="What smaller blocks cost, and what they buy"):
             ax.annotate(name, (x, y), (4 * side, 4 * side), textcoords="offset points", fontsize=9, **place)
     ax.margins(x=0.12, y=0.15)
     ax.set(xscale="log", yscale="log", title=title, ylabel="error: |restored - x| / |x|")
+    ax.set(**{end: ends for end, ends in (("xlim", xlim), ("ylim", ylim)) if ends})
     ax.set_xlabel("bytes of scales for 100 bytes of codes")
     ax.xaxis.set_major_formatter("{x:g}")
     for kind in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
@@ -357,10 +448,12 @@ def scale_cost(curves, title="What smaller blocks cost, and what they buy"):
 
 
 @style()
-def curves(lines, title, xlabel, ylabel, dots=None, mark=None, level=None, log=True):
-    """lines, dots: {label: [(x, y), ...]}, one colour a label; mark, level: an x, a y to draw a line at.
+def curves(lines, title, xlabel, ylabel, dots=None, mark=None, level=None, log=True, yardsticks=None, ylim=None):
+    """lines, dots, yardsticks: {label: [(x, y), ...]}, one colour a label; mark, level: an x, a y to draw a line at.
 
-    Axes are logarithmic (but not that of a y that varies little), or, with log=False, linear; x may then be text.
+    Axes are logarithmic (but not that of a y that varies little), or, with log=False, linear; x may then be text. With
+    log="x" only that of x is.
+    yardsticks: what the rest is measured by, dashed. ylim: the ends of y, so that sliders don't move them.
     """
     dots = dots or {}
     labels = list(dict.fromkeys([*lines, *dots]))
@@ -371,21 +464,52 @@ def curves(lines, title, xlabel, ylabel, dots=None, mark=None, level=None, log=T
         if label in dots:
             name = None if label in lines else label
             ax.plot(*zip(*dots[label], strict=True), "o", color=color, markersize=5, label=name)
+    for (label, points), look in zip((yardsticks or {}).items(), ("--", ":", "-."), strict=False):
+        ax.plot(*zip(*points, strict=True), **DASHED | {"linestyle": look, "linewidth": 1.5}, label=label)
     if mark is not None:
         ax.axvline(mark, **DASHED)
     if level is not None:
         ax.axhline(level, **DASHED)
     ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
     if log:
-        ax.set(xscale="log", yscale="log")
+        ax.set(xscale="log", yscale="linear" if log == "x" else "log")
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_major_formatter("{x:g}")
+    if ylim:
+        ax.set(ylim=ylim)
     low, high = ax.get_ylim()
     if log and high < 3 * low:
         ax.set(yscale="linear")
-    elif log and high < 30 * low:  # too few powers of ten to read a value from
+    elif log is True and high < 30 * low:  # too few powers of ten to read a value from
         ax.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 3, 5, 7)))
         ax.yaxis.set_minor_formatter("")
     ax.grid(True)
     fig.legend(loc="outside lower center", ncols=3)
+    return fig
+
+
+@style()
+def memory_levels(gpus):
+    """gpus: {name: {level: (bytes of the whole GPU, bytes a second)}}, from the farthest level to the nearest."""
+    names = list(next(iter(gpus.values())))[::-1]
+    fig, axes = subplots(9, 1.3 + 0.6 * len(names), 1, 2, sharey=True)
+    units = {"size (bytes, log scale)": ("B", "kB", "MB", "GB")}
+    units["speed (bytes a second, log scale)"] = "B/s", "kB/s", "MB/s", "GB/s", "TB/s"
+    for part, (ax, (label, prefixes)) in enumerate(zip(axes, units.items(), strict=True)):
+        for i, ((gpu, levels), color) in enumerate(zip(gpus.items(), (SKY, BLUE), strict=False)):
+            for y, name in enumerate(names):
+                value, side = levels[name][part], (i - (len(gpus) - 1) / 2) * 0.36
+                ax.barh(y + side, value, 0.34, color=color, label=gpu if y == part == 0 else None)
+                base = 1000 if part else 1024
+                power = min(int(math.log(value, base)), len(prefixes) - 1)
+                text = f"{value / base**power:.3g} {prefixes[power]}"
+                ax.annotate(text, (value, y + side), (4, 0), textcoords="offset points", va="center", fontsize=9)
+        largest = max(levels[name][part] for levels in gpus.values() for name in names)
+        least = min(levels[name][part] for levels in gpus.values() for name in names)
+        ax.set(xscale="log", xlabel=label, xlim=(least / 10, largest * 30), ylabel="where")
+        ax.set_title(("Where data can be: how much fits", "How fast it comes from there")[part])
+        ax.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+    axes[0].set_yticks(range(len(names)), names)
+    axes[0].set_ylim(len(names) - 0.5, -0.5)
+    fig.legend(loc="outside lower center", ncols=len(gpus))
     return fig

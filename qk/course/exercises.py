@@ -48,7 +48,7 @@ def explore(draw, **choices):
 def source(*functions, unfolded=False):
     """Shows the source of functions and kernels, highlighted, each folded under its name unless told otherwise."""
     for function in functions:
-        function = getattr(function, "fn", function)  # of a kernel, its Python
+        function = inspect.unwrap(getattr(function, "fn", function))  # of a kernel, its Python
         text = inspect.getsource(function).rstrip()
         name, file = function.__name__, Path(inspect.getfile(function)).name
         title = f"<code>{name}</code>, {len(text.splitlines())} lines of <code>qk/{file}</code>"

@@ -1,7 +1,8 @@
 """Pictures of matrices, of their codes and of how they lie in memory; and the look that all figures share.
 
-Every plot is a `Figure` on a white card, so that it reads the same on a light and on a dark page. Colours are those of
-Okabe and Ito (2008), which colour-blind readers can tell apart. Nothing here touches pyplot or matplotlib's settings.
+Every plot is a `Figure` on a pale card, so that it reads the same on a light page and doesn't glare on a dark one.
+Colours are those of Okabe and Ito (2008), which colour-blind readers can tell apart. Nothing here touches pyplot or
+matplotlib's settings.
 """
 
 import io
@@ -31,6 +32,7 @@ __all__ = [
     "error_profile",
     "gemm_tile",
     "grid_histogram",
+    "levels",
     "path",
     "rescale_scatter",
     "round_trip",
@@ -46,14 +48,15 @@ GREY = "#999999"
 INK = "#222222"
 CYCLE = BLUE, ORANGE, GREEN, PURPLE
 DASHED = {"color": INK, "linewidth": 1, "linestyle": "--"}
-PLAIN = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # behind text on a line
+CARD = "#f4f3ee"
+PLAIN = {"facecolor": CARD, "edgecolor": "none", "pad": 1}  # behind text on a line
 _EDGE = {"edgecolor": "#888888", "linewidth": 0.6}
 _STYLE = {
     "figure.dpi": 100,
-    "figure.facecolor": "white",
+    "figure.facecolor": CARD,
     "savefig.facecolor": "auto",
     "savefig.bbox": None,
-    "axes.facecolor": "white",
+    "axes.facecolor": CARD,
     "axes.edgecolor": "#666666",
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -63,7 +66,7 @@ _STYLE = {
     "axes.axisbelow": True,
     "axes.grid": False,
     "font.size": 10,
-    "grid.color": "#dddddd",
+    "grid.color": "#d6d4cc",
     "image.aspect": "auto",
     "image.interpolation": "nearest",
     "legend.frameon": False,
@@ -165,8 +168,11 @@ def access(loads, element_bytes=2, title="Which thread reads which bytes"):
 
 
 @style()
-def grid_histogram(x, bits=4, name="a row"):
-    """Values that share one absmax: their histogram over the quantization grid, and how often each code is used."""
+def grid_histogram(x, bits=4, name="a row", log_counts=False):
+    """Values that share one absmax: their histogram over the quantization grid, and how often each code is used.
+
+    Each code stands below its level: the axes are the same for any number of bits, if log_counts.
+    """
     x = _tensor(x).flatten()
     top = 2 ** (bits - 1) - 1
     absmax = x.abs().max().item()
@@ -176,16 +182,44 @@ def grid_histogram(x, bits=4, name="a row"):
     log = absmax > 10 * x.std().item()
 
     fig, (left, right) = subplots(9, 3.4, 1, 2)
-    for code in range(-top, top + 1):
-        left.axvline(code * step, color=ORANGE, linewidth=1 if bits < 6 else 0.3, zorder=0)
+    levels = [code * step for code in range(-top, top + 1)]
+    for level in levels:
+        left.axvline(level, color=ORANGE, linewidth=1 if bits < 6 else 0.3, zorder=0)
     left.hist(x.numpy(), bins=101, color=BLUE, log=log)
     left.set(title=f"{len(x)} weights of {name} and the {2 * top + 1} levels", xlabel="weight (orange: a level)")
     left.set_ylabel("weights in a bin" + (" (log scale)" if log else ""))
-    right.bar(range(-top, top + 1), counts.numpy(), color=BLUE, width=0.85 if bits < 7 else 1)
+    right.bar(levels, counts.numpy(), color=BLUE, width=min(step * (0.85 if bits < 7 else 1), 0.13 * top * step))
     zeros = int((codes == 0).sum())
-    right.set(title=f"{zeros} of {len(x)} weights get code 0", xlabel=f"{bits}-bit code", ylabel="weights with it (%)")
-    if bits <= 4:
-        right.set_xticks(range(-top, top + 1), range(-top, top + 1), fontsize=9)
+    right.set(title=f"{zeros} of {len(x)} weights get code 0", xlabel=f"{bits}-bit code, below its level")
+    right.set_ylabel("weights with it (%" + (", log scale)" if log_counts else ")"))
+    if log_counts:
+        right.set(yscale="log", ylim=(0.1, 100))
+        right.yaxis.set_major_formatter("{x:g}")
+    ticks = range(-top, top + 1) if bits <= 4 else sorted({round(top * i / 4) for i in range(-4, 5)})
+    right.set_xticks([code * step for code in ticks], ticks, fontsize=9)
+    for ax in (left, right):
+        ax.set_xlim(-1.08 * top * step, 1.08 * top * step)
+    return fig
+
+
+@style()
+def levels(x, formats, title, xlim):
+    """Magnitudes of a block, as a histogram, and below it what the codes of each format stand for in this block.
+
+    formats: {label: magnitudes of its levels}. xlim: the ends of the axis, which is logarithmic.
+    """
+    x = _tensor(x).abs().flatten()
+    fig, (above, below) = subplots(9, 2.8 + 0.34 * len(formats), 2, 1, sharex=True, height_ratios=(3, len(formats)))
+    edges = torch.logspace(math.log10(xlim[0]), math.log10(xlim[1]), 61)
+    above.hist(x.clamp(xlim[0] * 1.01, xlim[1]).numpy(), bins=edges.numpy(), color=BLUE)
+    above.set(title=title, ylabel="values in a bin", ylim=(0, 12))
+    for y, marks in enumerate(map(_tensor, formats.values())):
+        below.vlines(marks[marks > 0].numpy(), y - 0.36, y + 0.36, color=ORANGE, linewidth=1)
+    below.set(xscale="log", xlim=xlim, ylim=(len(formats) - 0.5, -0.5), xlabel="magnitude (log scale)", ylabel="format")
+    below.set_title("Levels above 0: a mark each", fontsize=10)
+    below.set_yticks(range(len(formats)), list(formats), fontsize=9)
+    below.xaxis.set_major_formatter("{x:g}")
+    below.tick_params(axis="y", length=0)
     return fig
 
 
@@ -197,33 +231,38 @@ def rounding(steps, functions):
     """
     steps = _tensor(steps).flatten()
     line = torch.linspace(-3.2, 3.2, 1281)
+    moves = {label: (function(steps) - steps) * steps.sign() for label, function in functions.items()}
+    # a whole step, or as many halves as the farthest takes
+    reach = max(1, *(math.ceil(2 * moved.abs().max().item()) / 2 for moved in moves.values()))
     fig, (left, right) = subplots(9, 3.4, 1, 2)
     left.plot(line, line, color=GREY, linewidth=0.8, label="no rounding")
-    for (label, function), color in zip(functions.items(), (BLUE, VERMILION, GREEN), strict=False):
-        left.plot(line, function(line), color=color, label=label)
-        moved = (function(steps) - steps) * steps.sign()
+    for (label, moved), color in zip(moves.items(), (BLUE, VERMILION, GREEN), strict=False):
+        left.plot(line, functions[label](line), color=color, label=label)
         weights = torch.full_like(moved, 100 / len(moved))
         right.hist(
-            moved.numpy(), bins=60, range=(-1, 1), weights=weights.numpy(), color=color, alpha=0.7,
-            label=f"{label}: mean square {moved.square().mean().item():.3f}",
+            moved.numpy(), bins=round(60 * reach), range=(-reach, reach), weights=weights.numpy(), color=color,
+            alpha=0.7, label=f"{label}: mean square {moved.square().mean().item():.3f}",
         )  # fmt: skip
     left.set(title="The code", xlabel="x / scale", ylabel="code")
     right.set(title="How far values move, in steps", xlabel="towards zero   <   0   <   away from zero")
     right.set_ylabel("values in a bin (%)")
     left.legend()
     right.legend(fontsize=9)
-    right.set_xticks((-1, -0.5, 0, 0.5, 1))
+    right.set_xticks([half / 2 for half in range(-round(2 * reach), round(2 * reach) + 1)])
     right.margins(y=0.3)
     return fig
 
 
 @style()
-def round_trip(x, restored, group_size=None, title=None, name="weight"):
-    """A row before and after quantization, column by column. Values far outside are marked at the edge."""
+def round_trip(x, restored, group_size=None, title=None, name="weight", limit=None):
+    """A row before and after quantization, column by column. Values far outside are marked at the edge.
+
+    limit: where the axis ends, so that sliders don't move it.
+    """
     x, restored = _tensor(x), _tensor(restored)
     columns = len(x)
     # an outlier must not squash the rest
-    limit = 1.6 * x.abs().quantile(0.98).item() or 1
+    limit = limit or 1.6 * x.abs().quantile(0.98).item() or 1
     fig, ax = subplots(9, 3.4)
     for edge in range(0, columns + 1, group_size or columns):
         ax.axvline(edge - 0.5, color="#bbbbbb", linewidth=0.8)
@@ -262,15 +301,16 @@ def before_after(x, restored, title="After the round trip"):
 
 
 @style()
-def error_map(errors, title="Where the error is", name="weight"):
+def error_map(errors, title="Where the error is", name="weight", top=None):
     """errors: {label: matrix of absolute errors}, one above the other, on one colour scale. name: of the exact values.
 
-    A large matrix is drawn in tiles, each the mean of its errors.
+    A large matrix is drawn in tiles, each the mean of its errors. top: where the scale ends, so that sliders don't
+    move it.
     """
     rows, columns = next(iter(errors.values())).shape
     drawn = {label: _in_tiles(_tensor(error), F.avg_pool2d, "mean") for label, error in errors.items()}
     # the few largest errors must not leave the rest dark
-    top = max(means.flatten().quantile(0.995).item() for means, _ in drawn.values())
+    top = top or max(means.flatten().quantile(0.995).item() for means, _ in drawn.values())
     fig, axes = subplots(9, 1 + 2 * len(drawn), len(drawn), sharex=True, squeeze=False)
     for ax, (label, (means, of)) in zip(axes[:, 0], drawn.items(), strict=True):
         extent = (-0.5, columns - 0.5, rows - 0.5, -0.5)
@@ -283,8 +323,11 @@ def error_map(errors, title="Where the error is", name="weight"):
 
 
 @style()
-def error_profile(errors, title="the output"):
-    """errors: {label: matrix [tokens, channels] of errors}: their root mean square for each token and each channel."""
+def error_profile(errors, title="the output", ylim=None):
+    """errors: {label: matrix [tokens, channels] of errors}: their root mean square for each token and each channel.
+
+    ylim: the ends of the axis, so that sliders don't move it.
+    """
     fig, axes = subplots(9, 3.8, 1, 2, sharey=True)
     for ax, axis, unit in zip(axes, (1, 0), ("token", "channel"), strict=True):
         for (label, error), color in zip(errors.items(), CYCLE, strict=False):
@@ -293,6 +336,8 @@ def error_profile(errors, title="the output"):
         ax.set(yscale="log", title=f"{title}, {unit} by {unit}", xlabel=unit)
         ax.set_ylabel("error (root mean square)")
         ax.grid(True, axis="y")
+        if ylim:
+            ax.set(ylim=ylim)
     fig.legend(loc="outside lower center", ncols=len(errors), markerscale=2)
     return fig
 
@@ -302,25 +347,27 @@ def scale_map(x, block, name="values"):
     """The magnitudes of a matrix beside the absmax of each block (rows, columns), on one colour scale.
 
     Also counts the values that int8 would make 0. A large matrix is drawn in tiles, each the largest of its values.
+    block: of None there is only one, the matrix, and no picture of its absmax.
     """
     x = _tensor(x).abs()
-    (rows, columns), (high, wide) = x.shape, block
+    (rows, columns), (high, wide) = x.shape, block or x.shape
     padded = F.pad(x, (0, -columns % wide, 0, -rows % high))
     absmax = padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high)).amax((1, 3))
     spread = absmax.repeat_interleave(high, 0).repeat_interleave(wide, 1)[:rows, :columns]
-    zeros = int((x <= spread / 254).sum())
+    lost = f"{int((x <= spread / 254).sum()) / x.numel():.1%} get code 0"
     shown, of = _in_tiles(x, F.max_pool2d, "largest")
     top = x.max().item() or 1
     low = max(shown.quantile(0.01).item(), top / 1e4)
-    fig, axes = subplots(9, 3.8, 1, 2, sharey=True)
+    fig, axes = subplots(9, 3.8, 1, 2 if block else 1, sharey=True, squeeze=False)
     # short blocks at the edges: their pixels reach over it
-    for ax, values, (bottom, side) in zip(axes, (shown, absmax), (x.shape, padded.shape), strict=True):
+    for ax, values, (bottom, side) in zip(axes[0], (shown, absmax), (x.shape, padded.shape), strict=False):
         norm, extent = matplotlib.colors.LogNorm(low, top), (-0.5, side - 0.5, bottom - 0.5, -0.5)
         image = ax.imshow(values.clamp(min=low).numpy(), "cividis", norm=norm, extent=extent)
         ax.set(xlim=(-0.5, columns - 0.5), ylim=(rows - 0.5, -0.5), xlabel="column", ylabel="row")
-    axes[0].set_title(f"{name}: magnitudes{of}")
-    scales = f"{absmax.numel():,} scales" if absmax.numel() > 1 else "1 scale"
-    axes[1].set_title(f"absmax of {high} x {wide}: {scales}; {zeros / x.numel():.1%} get code 0")
+    axes[0, 0].set_title(f"{name}: magnitudes{of}" + ("" if block else f"; with one scale for all, {lost}"))
+    if block:
+        scales = f"{absmax.numel():,} scales" if absmax.numel() > 1 else "1 scale"
+        axes[0, 1].set_title(f"absmax of {high} x {wide}: {scales}; {lost}")
     fig.colorbar(image, ax=axes, label="magnitude", extend="min")
     return fig
 

@@ -1,0 +1,314 @@
+"""What each program of a kernel touches, recorded by running it, and drawn; and what the compiler makes of a kernel.
+
+Only Triton's interpreter can tell who touches what, and a process that interprets can't compile. So where one of the
+two isn't what this process does, a process of its own does it: it is started once, and gets the kernel's source.
+"""
+
+import functools
+import inspect
+import os
+import pickle
+import runpy
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+import triton
+from matplotlib.patches import Patch
+
+from qk.course.exercises import _GUARD, OutOfBounds, _Window
+from qk.course.figures import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, _box, style, subplots
+
+__all__ = ["Access", "Touched", "compiled", "compiler_table", "programs", "touched"]
+
+_PACKAGES = str(Path(__file__).parents[2])  # where qk lies
+_COLORS = SKY, ORANGE, GREEN, PURPLE, "#F0E442", BLUE, "#BBBBBB"
+
+
+class Access(NamedTuple):
+    """A load or a store of one program."""
+
+    program: tuple  # its numbers, one for each axis of the grid
+    kind: str  # "load" or "store"
+    tensor: str  # name of the argument
+    elements: torch.Tensor  # of the whole tile: how far from the tensor's first element, in elements
+    mask: torch.Tensor  # of the whole tile: False where the mask says no
+
+
+class Touched(NamedTuple):
+    """What all programs of a launch touch, in order; the interpreter runs them one after the other."""
+
+    tensors: dict  # name: (shape, strides)
+    accesses: list
+
+
+def touched(kernel, grid, *args, **options):
+    """What kernel[grid](*args, **options) loads and stores. It runs on copies: the tensors stay as they are."""
+    args = [arg.detach().cpu() if isinstance(arg, torch.Tensor) else arg for arg in args]
+    if os.environ["TRITON_INTERPRET"] == "1":
+        return _record(kernel, grid, args, options)
+    return _ask("interpret", kernel, grid, args, options)
+
+
+def compiled(kernel, *args, arch=90, **options):
+    """A row of `python -m qk.aot` for kernel[(1,)](*args, **options), compiled for GPUs of that capability."""
+    args = [arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in args]
+    return _ask("compile", kernel, arch, args, options)
+
+
+def _record(kernel, grid, args, options):
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    windows = [_Window(arg, 0) if isinstance(arg, torch.Tensor) else None for arg in args]
+    named = {name: window for name, window in zip(kernel.arg_names, windows, strict=False) if window}
+    load, store, atomic = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
+    accesses = []
+
+    def note(kind, pointers, mask):
+        addresses = torch.from_numpy(np.atleast_1d(pointers.data).astype(np.int64))
+        mask = torch.from_numpy(np.broadcast_to(mask.data, addresses.shape).astype(bool))
+        for name, window in named.items():
+            elements = (addresses - window.inside.data_ptr()) // window.buffer.element_size()
+            if (elements >= -_GUARD).all() and (elements < window.size + _GUARD).all():
+                accesses.append(Access(builder.grid_idx[: len(grid)], kind, name, elements, mask))
+                return
+        raise OutOfBounds("it touches memory far from all of its tensors")
+
+    def noted_load(pointers, mask, *others):
+        note("load", pointers, mask)
+        return load(pointers, mask, *others)
+
+    def noted_store(pointers, value, mask, *others):
+        note("store", pointers, mask)
+        return store(pointers, value, mask, *others)
+
+    def noted_atomic(operation, pointers, value, mask, *others):
+        note("store", pointers, mask)
+        return atomic(operation, pointers, value, mask, *others)
+
+    hooks = {"create_masked_load": noted_load, "create_masked_store": noted_store, "create_atomic_rmw": noted_atomic}
+    with mock.patch.multiple(builder, **hooks):
+        inside = [window.inside if window else arg for window, arg in zip(windows, args, strict=True)]
+        kernel[grid](*inside, **options)
+    shapes = {name: (tuple(window.tensor.shape), window.tensor.stride()) for name, window in named.items()}
+    return Touched(shapes, accesses)
+
+
+def _source_of(kernel):
+    """Python that defines a kernel with what it uses: other kernels, numbers, and what lies in qk."""
+    parts = {}
+
+    def add(name, value):
+        function = getattr(value, "fn", None)
+        if function is None:
+            if isinstance(value, triton.language.constexpr):
+                parts[name] = f"{name} = tl.constexpr({value.value!r})"
+            elif isinstance(value, int | float | str):
+                parts[name] = f"{name} = {value!r}"
+        elif function.__module__.partition(".")[0] in ("qk", "triton"):
+            parts[name] = f"from {function.__module__} import {function.__name__} as {name}"
+        elif name not in parts:
+            parts[name] = ""  # it may call itself
+            for used in function.__code__.co_names:
+                if used in function.__globals__:
+                    add(used, function.__globals__[used])
+            parts[name] = inspect.getsource(function)
+
+    add(kernel.fn.__name__, kernel)
+    return "\n".join(["import triton", "import triton.language as tl", "", *parts.values()])
+
+
+@functools.cache
+def _helper(backend):
+    """A process whose kernels are interpreted or compiled, and which serves."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"QK_BACKEND": backend, "CUDA_VISIBLE_DEVICES": "", "TRITON_DEFAULT_FP_FUSION": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_PACKAGES, os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-c", f"from qk.course import trace; trace._serve({backend!r})"]
+    log = tempfile.TemporaryFile()  # what it says is no output of a notebook's cell
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+    return subprocess.Popen(command, env=environment, **pipes), log
+
+
+def _ask(backend, kernel, *request):
+    process, log = _helper(backend)
+    pickle.dump((kernel.fn.__name__, _source_of(kernel), *request), process.stdin)
+    process.stdin.flush()
+    try:
+        done, answer = pickle.load(process.stdout)
+    except EOFError:
+        _helper.cache_clear()
+        log.seek(0)
+        words = log.read().decode(errors="replace")[-500:]
+        raise RuntimeError(f"the process that was to {backend} {kernel.fn.__name__} has ended: {words}") from None
+    if not done:
+        raise RuntimeError(answer)
+    return answer
+
+
+def _serve(backend):
+    """What the process does: it answers requests until there are no more."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a kernel prints is no answer
+    if backend == "compile":
+        from qk import aot
+
+        aot.prepare()
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(sys.maxsize):
+            try:
+                name, source, setting, args, options = pickle.load(sys.stdin.buffer)
+            except EOFError:
+                return
+            file = Path(folder, f"kernel_{number}.py")  # Triton reads a kernel's source from its file
+            file.write_text(source, encoding="utf-8")
+            try:
+                kernel = runpy.run_path(str(file))[name]
+                if backend == "compile":
+                    (answer,) = aot.compile_launch(functools.partial(kernel[(1,)], *args, **options), setting, file)
+                else:
+                    answer = _record(kernel, setting, args, options)
+                pickle.dump((True, answer), answers)
+            except Exception as error:
+                pickle.dump((False, f"{type(error).__name__}: {error}"), answers)
+            answers.flush()
+
+
+def _cells(record, name, kind):
+    """Who touches what of one tensor: {element: [(program, step, mask)]}, step: which of that program's accesses."""
+    cells, steps = {}, {}
+    for access in record.accesses:
+        if (access.tensor, access.kind) == (name, kind):
+            step = steps[access.program] = steps.get(access.program, -1) + 1
+            for element, mask in zip(access.elements.flatten().tolist(), access.mask.flatten().tolist(), strict=True):
+                cells.setdefault(element, []).append((access.program, step, mask))
+    return cells
+
+
+def _own(record, name):
+    """The elements of a tensor, as they lie in memory; between its rows there may be others."""
+    shape, strides = record.tensors[name]
+    own = torch.zeros(1, dtype=torch.int64)
+    for size, stride in zip(shape, strides, strict=True):
+        own = (own[:, None] + stride * torch.arange(size)).flatten()
+    return set(own.tolist())
+
+
+def _panel(ax, cells, own, first, last, width, label):
+    """One tensor as it lies in memory, a cell for each element. cells: those that are touched, or masked off.
+
+    label: (program, step) -> what stands in a cell and, as an integer, its colour.
+    """
+    kinds = set()
+    for element in range(first, last + 1):
+        y, x = divmod(element - first, width)
+        here = dict.fromkeys(label(program, step) for program, step, mask in cells.get(element, ()) if mask)
+        for i, (_, color) in enumerate(here):
+            look = {"facecolor": _COLORS[color % len(_COLORS)], "alpha": 0.75, "linewidth": 0}
+            _box(ax, x + i / len(here), y, 1 / len(here), 1, **look)
+        if here:
+            kind = "touched, but not of the tensor" if element not in own else None
+        elif element in cells:
+            kind = "masked off"
+        elif element in own:
+            kind = "nobody touches them"
+        else:
+            kind = "not of the tensor"
+        kinds.add(kind)
+        text = "+".join(dict.fromkeys(text for text, _ in here))
+        small = {"fontsize": 8 if width <= 36 and len(text) < 4 else 6, "zorder": 4}
+        _box(ax, x, y, 1, 1, text if len(text) < 8 else "", small, **_LOOKS[kind])
+    return kinds
+
+
+_LINE = {"edgecolor": "#888888", "linewidth": 0.6, "facecolor": "none"}
+_LOOKS = {
+    None: _LINE,
+    "nobody touches them": _LINE | {"facecolor": "#e4e4e4"},
+    "masked off": _LINE | {"hatch": "//////"},
+    "not of the tensor": _LINE | {"linestyle": ":"},
+    "touched, but not of the tensor": _LINE | {"edgecolor": VERMILION, "linewidth": 2, "zorder": 3},
+}
+
+
+@style()
+def programs(record, *shown, by="program", cells=0, width=32, title="Who touches what"):
+    """Draws what course.touched has recorded: each tensor as it lies in memory, a cell for each element.
+
+    shown: names of tensors, all of them if none is given. by: "program", or "step" for the first, second, ... access of
+    a program. cells: draw at least so many of each tensor. width: cells in a line; of a matrix it is its row stride.
+    """
+    numbers = {program: i for i, program in enumerate(dict.fromkeys(access.program for access in record.accesses))}
+
+    def label(program, step):
+        return (str(step), step) if by == "step" else (",".join(map(str, program)), numbers[program])
+
+    panels = []
+    for name, kind in dict.fromkeys((access.tensor, access.kind) for access in record.accesses):
+        if not shown or name in shown:
+            touched_cells, own = _cells(record, name, kind), _own(record, name)
+            shape, strides = record.tensors[name]
+            line = max(strides, default=1) if len(shape) > 1 and max(strides) > 1 else width
+            first = min([0, *touched_cells]) // line * line
+            last = max([cells - 1, *own, *touched_cells])
+            if len(shape) > 1:
+                last += -(last + 1) % line
+            panels.append((name, kind, touched_cells, own, first, last, line))
+    widest = max(min(line, last - first + 1) for *_, first, last, line in panels)
+    widest = max(widest, 16)
+    lines = [(last - first) // line + 1 for *_, first, last, line in panels]
+    cell = min(8.3 / widest, 0.36)
+    heights = [count * cell + 0.5 for count in lines]
+    fig, axes = subplots(9, 0.6 + sum(heights), len(panels), squeeze=False, gridspec_kw={"height_ratios": heights})
+    kinds = set()
+    for ax, (name, kind, touched_cells, own, first, last, line), count in zip(axes[:, 0], panels, lines, strict=True):
+        kinds |= _panel(ax, touched_cells, own, first, last, line, label)
+        wrong = sum(any(mask for *_, mask in touched_cells[element]) for element in touched_cells if element not in own)
+        ax.set_title(f"{name}, {kind}s" + (f": {wrong} outside of the tensor" if wrong else ""), fontsize=10)
+        ax.set(xlim=(-0.05, widest + 0.05), ylim=(count + 0.05, -0.05))
+        ticks = range(0, min(line, last - first + 1), 1 if min(line, widest) <= 16 else 4)
+        ax.set_xticks([x + 0.5 for x in ticks], ticks)
+        ax.set_yticks([y + 0.5 for y in range(count)], [f"{first + y * line} +" for y in range(count)])
+        ax.set_ylabel("line", fontsize=8)
+        if count == 1 and first == 0:
+            ax.set_yticks([])
+        ax.tick_params(length=0, labelsize=8)
+        ax.spines[:].set_visible(False)
+    what = "when its program touches it: first is 0" if by == "step" else "the program that touches it"
+    axes[-1, 0].set_xlabel(f"element, as it lies in memory (in a cell: {what})")
+    fig.suptitle(title, x=0.01, ha="left", fontsize=11)
+    handles = [Patch(label=kind, **look) for kind, look in _LOOKS.items() if kind and kind in kinds]
+    if handles:
+        fig.set_figheight(fig.get_figheight() + 0.3)
+        fig.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=9)
+    return fig
+
+
+@style()
+def compiler_table(rows, title="What the compiler made of it"):
+    """rows: {label: row of course.compiled}; what the machine code has, in numbers."""
+    columns = ["registers\nof a thread", "widest load\n(bytes)", "loads from\nmemory", "stores to\nmemory"]
+    columns += ["shuffles\nin a warp", "barriers\nbetween warps", "shared memory\n(bytes)", "spilled\n(bytes)"]
+    fig, ax = subplots(9, 1.2 + 0.36 * len(rows))
+    for y, row in enumerate(rows.values()):
+        counts = row["instructions"]
+        widths = {
+            kind: [int(n.split(".")[2]) for n in counts if n.startswith(f"{kind}.global")] for kind in ("ld", "st")
+        }
+        loads, stores = (sum(counts[f"{k}.global.{w}"] for w in widths[k]) for k in ("ld", "st"))
+        values = [row["registers"], max(widths["ld"], default=0) // 8, loads, stores]
+        values += [counts.get("shfl", 0), counts.get("bar", 0), row["shared"], row["spilled"]]
+        for x, value in enumerate(values):
+            _box(ax, x, y, 1, 1, value, facecolor=SKY if value else "white", alpha=0.3, edgecolor="white")
+    ax.set(xlim=(0, len(columns)), ylim=(len(rows), 0), title=title, ylabel="kernel, GPU")
+    ax.set_xticks([x + 0.5 for x in range(len(columns))], columns, fontsize=8)
+    ax.set_yticks([y + 0.5 for y in range(len(rows))], list(rows))
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    ax.set_xlabel("counted in the program of one thread")
+    return fig

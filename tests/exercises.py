@@ -1,0 +1,79 @@
+"""The exercises of a notebook, and how good the words are that their checks have for wrong answers."""
+
+import re
+import runpy
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+
+FOLDER = Path(__file__).parent / "wrong_answers"
+FEWEST = 6  # wrong answers of an exercise
+MASK = "need a mask?"  # the end of what course.launch says
+STUB = re.compile(r"# your answer")
+CHECK = re.compile(r"course\.check\(\s*(\w+)")
+SOLUTION = re.compile(r"<summary>Solution.*?```python\n(.*?)```", re.DOTALL)
+
+
+@dataclass
+class Exercise:
+    """A code cell that says '# your answer', the cell that checks it, and the code of the folded solution."""
+
+    stub: nbformat.NotebookNode
+    check: nbformat.NotebookNode | None = None
+    solution: str = ""
+
+    @property
+    def name(self):
+        """Of the function that is checked."""
+        return CHECK.search(self.check.source)[1]
+
+    @property
+    def is_kernel(self):
+        return "@triton.jit" in self.stub.source
+
+    def attempt(self, code):
+        """A cell that answers in place of the stub, and checks."""
+        return nbformat.v4.new_code_cell("\n\n\n".join((self.stub.source, code, self.check.source)))
+
+
+def exercises(notebook):
+    """Its exercises, from top to bottom: stubs, checks and solutions take turns."""
+    found = []
+    for cell in notebook.cells:
+        code = cell.source if cell.cell_type == "code" else ""
+        if STUB.search(code):
+            assert not found or found[-1].solution, f"{cell.source}\nbefore this, there is an exercise without solution"
+            found.append(Exercise(cell))
+        elif CHECK.search(code):
+            assert found and not found[-1].check, f"{cell.source}\nchecks no stub that says '# your answer'"
+            found[-1].check = cell
+        elif solution := SOLUTION.search(cell.source):
+            assert found and found[-1].check and not found[-1].solution, f"{cell.source}\nhas no stub or no check"
+            found[-1].solution = solution[1]
+    assert found and found[-1].solution, "no exercise, or one without solution"
+    return found
+
+
+def wrong_answers(stem):
+    """{name of an exercise: [(part of the hint that it must get, or "", code), ...]} of the notebook of that name."""
+    file = FOLDER / f"{stem}.py"
+    return runpy.run_path(str(file))["ANSWERS"] if file.exists() else {}
+
+
+def gaps(name, answers):
+    """What is missing in an exercise's wrong answers, in words."""
+    if len({code for _, code in answers}) < FEWEST:
+        yield f"{name}: {len(answers)} wrong answers, but must have {FEWEST} that differ"
+    if 4 * sum(hint != "" for hint, _ in answers) < 3 * len(answers):
+        yield f"{name}: fewer than three quarters of its wrong answers name a hint"
+
+
+def complaint(said, hint):
+    """Why what a check said to a wrong answer isn't good enough, or "". hint: a part of the hint that must be there."""
+    lines = said.splitlines() or [""]
+    if said.startswith(("Right", "Not answered yet")) or not (said.startswith("Not yet: ") or " raised " in said):
+        return "isn't refused"
+    if hint and not (hint in lines[-1] and (lines[-1].startswith("Hint: ") or lines[-1].endswith(MASK))):
+        return f"gets no hint with {hint!r}"
+    return ""

@@ -1,0 +1,154 @@
+"""Answers that learners give to the exercises of 00_triton_primer: part of the hint that each must get, and code."""
+
+
+def kernel(name, arguments, *lines):
+    return "\n".join(["@triton.jit", f"def {name}({arguments}):", *(f"    {line}" for line in lines)])
+
+
+def one(*lines):
+    return kernel("add_one_kernel", "x_ptr, out_ptr, n, BLOCK: tl.constexpr", *lines)
+
+
+def turned(*lines):
+    return kernel("reverse_kernel", "x_ptr, out_ptr, n, BLOCK: tl.constexpr", *lines)
+
+
+def bias(*lines):
+    arguments = "x_ptr, bias_ptr, out_ptr, rows, columns, stride_r, stride_c, ROWS: tl.constexpr, COLUMNS: tl.constexpr"
+    return kernel("bias_kernel", arguments, *lines)
+
+
+def row(name, *lines):
+    return kernel(name, "x_ptr, out_ptr, columns, stride, BLOCK: tl.constexpr", "row = tl.program_id(0)", *lines)
+
+
+def longest(store, load=None):
+    return row("row_max_kernel", ROW_OFFS, load or ROW_LOAD, store)
+
+
+def walk(first=None, load=None, keep=None, end=None, loop=None, step=None):
+    lines = first or ZERO, loop or WALK, step or STEP, load or LOAD, keep or KEEP, end or END
+    return row("absmax_kernel", *lines)
+
+
+OFFS = "offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)"
+COPY = "tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=offs < n), mask=offs < n)"
+ADD = "tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=offs < n) + 1, mask=offs < n)"
+TURN = "tl.store(out_ptr + offs, tl.load(x_ptr + n - 1 - offs, mask=offs < n), mask=offs < n)"
+TILE_R = "offs_r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]"
+TILE_C = "offs_c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]"
+TILE_MASK = "mask = (offs_r < rows) & (offs_c < columns)"
+TILE = TILE_R, TILE_C, TILE_MASK
+TILE_LOAD = "x = tl.load(x_ptr + offs_r * stride_r + offs_c * stride_c, mask=mask)"
+TILE_BIAS = "b = tl.load(bias_ptr + offs_c, mask=offs_c < columns)"
+TILE_STORE = "tl.store(out_ptr + offs_r * columns + offs_c, x + b, mask=mask)"
+ROW_OFFS = "offs = tl.arange(0, BLOCK)"
+ROW_LOAD = 'x = tl.load(x_ptr + row * stride + offs, mask=offs < columns, other=float("-inf"))'
+ZERO = "largest = tl.zeros((BLOCK,), tl.float32)"
+WALK = "for start in range(0, columns, BLOCK):"
+STEP = "    offs = start + tl.arange(0, BLOCK)"
+LOAD = "    x = tl.load(x_ptr + row * stride + offs, mask=offs < columns, other=0)"
+KEEP = "    largest = tl.maximum(largest, tl.abs(x))"
+LOWEST = 'float("-inf")'
+FULL = f"largest = tl.full((BLOCK,), {LOWEST}, tl.float32)"
+LOAD_LOWEST = LOAD.replace("other=0", f"other={LOWEST}")
+MAX = "tl.store(out_ptr + row, tl.max(x))"
+END = "tl.store(out_ptr + row, tl.max(largest))"
+
+ANSWERS = {
+    "add_one": [
+        ("mask", one(OFFS, "tl.store(out_ptr + offs, tl.load(x_ptr + offs) + 1)")),
+        ("mask", one(OFFS, "tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=offs < n) + 1)")),
+        ("mask", one(OFFS, ADD.replace("< n", "<= n"))),
+        ("below n", one(OFFS, ADD.replace("< n", "< n - 1"))),
+        ("nothing was added", one(OFFS, COPY)),
+        ("where is program_id", one("offs = tl.arange(0, BLOCK)", ADD)),
+        ("p * BLOCK", one("offs = tl.program_id(0) + tl.arange(0, BLOCK)", ADD)),
+        ("program's number", one(OFFS, ADD.replace("+ 1", "+ tl.program_id(0)"))),
+        ("", one(OFFS, ADD.replace("+ 1", "+ offs"))),
+        ("", one("offs = tl.program_id(0) * BLOCK", ADD)),
+    ],
+    "reverse": [
+        ("nothing was turned", turned(OFFS, COPY)),
+        (
+            "stays in its place",
+            turned(
+                OFFS,
+                "back = tl.minimum((tl.program_id(0) + 1) * BLOCK, n) - 1 - tl.arange(0, BLOCK)",
+                "tl.store(out_ptr + offs, tl.load(x_ptr + back, mask=offs < n), mask=offs < n)",
+            ),
+        ),
+        (
+            "change places",
+            turned(
+                OFFS,
+                "first = tl.maximum(n - (tl.program_id(0) + 1) * BLOCK, 0)",
+                "x = tl.load(x_ptr + first + tl.arange(0, BLOCK), mask=offs < n)",
+                "tl.store(out_ptr + offs, x, mask=offs < n)",
+            ),
+        ),
+        ("mask", turned(OFFS, TURN.replace("n - 1 - offs", "n - offs"))),
+        ("mask", turned(OFFS, "tl.store(out_ptr + offs, tl.load(x_ptr + n - 1 - offs))")),
+        ("mask", turned(OFFS, "tl.store(out_ptr + offs, tl.load(x_ptr + n - 1 - offs, mask=offs < n))")),
+        ("where is program_id", turned("offs = tl.arange(0, BLOCK)", TURN)),
+        ("", turned(OFFS, TURN.replace("n - 1 - offs", "n - 2 - offs"))),
+    ],
+    "add_bias": [
+        ("bias is missing", bias(*TILE, TILE_LOAD, TILE_STORE.replace("x + b", "x"))),
+        (
+            "not for each row",
+            bias(*TILE, TILE_LOAD, "b = tl.load(bias_ptr + offs_r, mask=offs_r < rows)", TILE_STORE),
+        ),
+        (
+            "use its strides",
+            bias(*TILE, TILE_LOAD.replace("* stride_r", "* columns").replace(" * stride_c", ""), TILE_BIAS, TILE_STORE),
+        ),
+        (
+            "first COLUMNS",
+            bias(*TILE, TILE_LOAD, "b = tl.load(bias_ptr + tl.arange(0, COLUMNS))[None, :]", TILE_STORE),
+        ),
+        ("mask", bias(TILE_R, TILE_C, *(s.replace(", mask=mask", "") for s in (TILE_LOAD, TILE_BIAS, TILE_STORE)))),
+        ("mask", bias(TILE_R, TILE_C, "mask = offs_c < columns", TILE_LOAD, TILE_BIAS, TILE_STORE)),
+        ("mask", bias(TILE_R, TILE_C, "mask = offs_r < rows", TILE_LOAD, TILE_BIAS, TILE_STORE)),
+        ("mask", bias(*TILE, TILE_LOAD, TILE_BIAS, TILE_STORE.replace("* columns", "* stride_r"))),
+        ("", bias(*TILE, TILE_LOAD.replace("offs_r * stride_r", "offs_r * stride_c"), TILE_BIAS, TILE_STORE)),
+    ],
+    "row_max": [
+        ("0 is the largest", longest(MAX, load=ROW_LOAD.replace(LOWEST, "0"))),
+        ("0 is the largest", longest(MAX, load=ROW_LOAD.replace(f", other={LOWEST}", ""))),
+        ("magnitude", longest(MAX.replace("max(x)", "max(tl.abs(x))"), load=ROW_LOAD.replace(LOWEST, "0"))),
+        ("sum of the row", longest(MAX.replace("max", "sum"), load=ROW_LOAD.replace(LOWEST, "0"))),
+        ("smallest", longest(MAX.replace("max", "min"), load=ROW_LOAD.replace(LOWEST, 'float("inf")'))),
+        ("where the largest is", longest(MAX.replace("max(x)", "argmax(x, 0)"))),
+        ("took row 0", longest(MAX, load=ROW_LOAD.replace("row * stride + ", ""))),
+        ("not `columns`", longest(MAX, load=ROW_LOAD.replace("* stride", "* columns"))),
+        ("out_ptr + row", longest(MAX.replace("out_ptr + row", "out_ptr"))),
+        ("mask", longest(MAX, load="x = tl.load(x_ptr + row * stride + offs)")),
+        ("", longest(MAX, load=ROW_LOAD.replace("< columns", "< columns - 1"))),
+    ],
+    "row_absmax": [
+        ("or 0: magnitudes", walk(keep=KEEP.replace("tl.abs(x)", "x"))),
+        ("negative one can have", walk(FULL, LOAD_LOWEST, KEEP.replace("tl.abs(x)", "x"))),
+        (
+            "magnitudes first",
+            walk(
+                FULL,
+                LOAD_LOWEST,
+                KEEP.replace("tl.abs(x)", "x"),
+                END.replace("tl.max(largest)", "tl.abs(tl.max(largest))"),
+            ),
+        ),
+        ("first BLOCK columns", walk(loop="for start in range(0, BLOCK, BLOCK):")),
+        ("first BLOCK columns", walk(step="    offs = tl.arange(0, BLOCK)")),
+        ("keep the larger", walk(keep="    largest = tl.abs(x)")),
+        ("short tile is missing", walk(loop="for start in range(0, columns // BLOCK * BLOCK, BLOCK):")),
+        (
+            "sum of the tiles",
+            walk("total = 0.0", keep="    total += tl.max(tl.abs(x))", end="tl.store(out_ptr + row, total)"),
+        ),
+        ("not `columns`", walk(load=LOAD.replace("* stride", "* columns"))),
+        ("took row 0", walk(load=LOAD.replace("row * stride + ", ""))),
+        ("mask", walk(load="    x = tl.load(x_ptr + row * stride + offs)")),
+        ("", walk(keep="    largest += tl.abs(x)")),
+    ],
+}

@@ -1,0 +1,87 @@
+KERNEL = """@triton.jit
+def round_kernel(x_ptr, q_ptr, n, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, mask=offs < n, other=0.0).to(tl.float32)
+    inverse = tl.div_rn(127.0, tl.max(tl.abs(x), 0))
+    code = (x * inverse + 12582912.0) - 12582912.0
+    tl.store(q_ptr + offs, code.to(tl.int8), mask=offs < n)
+"""
+MAGIC = "(x * inverse + 12582912.0) - 12582912.0"
+
+
+def code(text):
+    return KERNEL.replace(MAGIC, text)
+
+
+STEPS = """def steps_of(x):
+    absmax = x.abs().amax(-1, keepdim=True)
+"""
+OFFSET = "def scale_offset(i, j, rows, columns, block_size):\n    return "
+ANSWERS = {
+    "round_codes": [
+        ("past the end of q_ptr", KERNEL.replace(", mask=offs < n, other=0.0", "").replace(", mask=offs < n", "")),
+        ("past the end of q_ptr", KERNEL.replace("code.to(tl.int8), mask=offs < n", "code.to(tl.int8)")),
+        ("need a mask?", KERNEL.replace(", mask=offs < n, other=0.0", "")),
+        ("this truncates", code("x * inverse")),
+        ("this rounds down", code("tl.floor(x * inverse)")),
+        ("ties go up here", code("tl.floor(x * inverse + 0.5)")),
+        ("for positive values only", code("x * inverse + 0.5")),
+        ("ties go away from zero", code("tl.where(x < 0, -1.0, 1.0) * tl.floor(tl.abs(x * inverse) + 0.5)")),
+        ("may belong to a negative value", KERNEL.replace("tl.abs(x)", "x")),
+        ("there is no scale here: 127", code(MAGIC.replace("x * inverse", "x"))),
+        ("there is no scale here, and", code("x")),
+        ("upside down", KERNEL.replace("tl.div_rn(127.0, tl.max(tl.abs(x), 0))", "tl.max(tl.abs(x), 0) / 127.0")),
+        ("where does yours begin?", KERNEL.replace("tl.program_id(0) * BLOCK + ", "")),
+        ("", KERNEL.replace("tl.program_id(0) * BLOCK", "tl.program_id(0)")),
+        ("", KERNEL.replace("127.0", "120.0")),
+        ("", code("tl.floor(x * inverse + 0.499)")),
+    ],
+    "steps_of": [
+        ("0 times infinity is NaN", STEPS + "    return x * (127 / absmax)"),
+        ("0 / 0 is NaN", STEPS + "    return x / absmax * 127"),
+        (
+            "but too small",
+            STEPS + "    good = (absmax > 0) & absmax.isfinite()\n    return torch.where(good, x * 127 / absmax, 0)",
+        ),
+        ("what about tiny values", STEPS + "    return torch.where(absmax == 0, 0, x * (127 / absmax))"),
+        ("what about tiny values", STEPS + "    return torch.where(absmax != 0, x * (127 / absmax), 0)"),
+        (
+            "infinity times 0 is NaN",
+            STEPS + "    inverse = 127 / absmax\n    return torch.where(inverse.isfinite(), x * inverse, 0)",
+        ),
+        ("steps are infinite", STEPS + "    return (x * (127 / absmax)).nan_to_num()"),
+        (
+            "but 127 / absmax is infinite",
+            STEPS + "    good = (absmax > 0) & absmax.isfinite()\n    return torch.where(good, x * (127 / absmax), 0)",
+        ),
+        ("along the last axis", "def steps_of(x):\n    return x * (127 / x.abs().amax())"),
+        (
+            "a tiny absmax made larger",
+            STEPS + "    absmax = absmax.clamp(min=1e-12)\n"
+            "    return torch.where(absmax.isfinite(), x * (127 / absmax), 0)",
+        ),
+        ("keeps its values", "def steps_of(x):\n    return torch.zeros_like(x)"),
+        (
+            "",
+            STEPS + "    inverse = 127 / absmax\n"
+            "    return torch.where(inverse.isfinite() & absmax.isfinite(), (x * inverse).round(), 0)",
+        ),
+        ("", STEPS + "    return torch.where((absmax > 0) & absmax.isfinite(), x * (absmax / 127), 0)"),
+    ],
+    "scale_offset": [
+        ("a short last block has a scale too", OFFSET + "i // block_size * (columns // block_size) + j // block_size"),
+        ("there is no other", OFFSET + "i // block_size * (columns // block_size + 1) + j // block_size"),
+        (
+            "as long as there are blocks in a row",
+            OFFSET + "i // block_size * triton.cdiv(rows, block_size) + j // block_size",
+        ),
+        ("rows of elements", OFFSET + "i * triton.cdiv(columns, block_size) + j // block_size"),
+        ("columns of elements", OFFSET + "i // block_size * triton.cdiv(columns, block_size) + j"),
+        ("counts elements", OFFSET + "i * columns + j"),
+        ("not as long as one of elements", OFFSET + "i // block_size * columns + j // block_size"),
+        ("you swapped them", OFFSET + "j // block_size * triton.cdiv(columns, block_size) + i // block_size"),
+        ("passes a whole row", OFFSET + "i // block_size + j // block_size"),
+        ("", OFFSET + "i // block_size, j // block_size"),
+        ("", OFFSET + "(i * columns + j) // block_size"),
+    ],
+}

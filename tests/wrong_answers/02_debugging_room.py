@@ -1,0 +1,137 @@
+def kernel(head, *lines):
+    return "\n    ".join([f"@triton.jit\ndef {head}:", *lines])
+
+
+def changed(code, *changes):
+    """The solution with these changes: pairs of old and new text."""
+    for old, new in zip(changes[::2], changes[1::2], strict=True):
+        assert code.count(old) == 1, old
+        code = code.replace(old, new)
+    return code
+
+
+TOKEN = kernel(
+    "token_kernel(x_ptr, q_ptr, K, BLOCK: tl.constexpr)",
+    "row, offs = tl.program_id(0), tl.arange(0, BLOCK)",
+    "x = tl.load(x_ptr + row * K + offs, offs < K, other=0.0).to(tl.float32)",
+    "inverse = tl.div_rn(127.0, tl.max(tl.abs(x), 0))",
+    "code = nearest(x * inverse)",
+    "tl.store(q_ptr + row * K + offs, code.to(tl.int8), offs < K)",
+)
+RESTORE = kernel(
+    "restore_kernel(q_ptr, s_ptr, out_ptr, K, QUANT_BLOCK: tl.constexpr, TILE: tl.constexpr)",
+    "row, tile = tl.program_id(0), tl.program_id(1)",
+    "offs = tile * TILE + tl.arange(0, TILE)",
+    "blocks = tl.cdiv(K, QUANT_BLOCK)",
+    "scale = tl.load(s_ptr + row * blocks + offs // QUANT_BLOCK, offs < K, other=0.0)",
+    "code = tl.load(q_ptr + row * K + offs, offs < K, other=0)",
+    "tl.store(out_ptr + row * K + offs, code.to(tl.float32) * scale, offs < K)",
+)
+TRIP = kernel(
+    "trip_kernel(x_ptr, out_ptr, K, BLOCK: tl.constexpr)",
+    "row, block = tl.program_id(0), tl.program_id(1)",
+    "offs = block * BLOCK + tl.arange(0, BLOCK)",
+    "x = tl.load(x_ptr + row * K + offs, offs < K, other=0.0).to(tl.float32)",
+    "absmax = tl.max(tl.abs(x), 0)",
+    "code = nearest(x * tl.div_rn(127.0, absmax))",
+    "tl.store(out_ptr + row * K + offs, code * tl.div_rn(absmax, 127.0), offs < K)",
+)
+GATHER = kernel(
+    "gather_kernel(x_ptr, rows_ptr, q_ptr, inverse, K: tl.constexpr, BLOCK: tl.constexpr)",
+    "slot, offs = tl.program_id(0), tl.arange(0, BLOCK)",
+    "place = tl.load(rows_ptr + slot).to(tl.int64) * K + offs",
+    "x = tl.load(x_ptr + place, (offs < K) & (place >= 0), other=0.0).to(tl.float32)",
+    "tl.store(q_ptr + slot * K + offs, nearest(x * inverse).to(tl.int8), offs < K)",
+)
+ABSMAX = kernel(
+    "absmax_kernel(x_ptr, absmax_ptr, tile, K, TILE: tl.constexpr)",
+    "row = tl.program_id(0)",
+    "offs = tile * TILE + tl.arange(0, TILE)",
+    "x = tl.load(x_ptr + row * K + offs, offs < K, other=0.0)",
+    "largest = tl.max(tl.abs(x.to(tl.float32)), 0)",
+    "tl.atomic_max(absmax_ptr + row, largest)",
+)
+UNPACK = kernel(
+    "unpack_kernel(packed_ptr, q_ptr, K, BLOCK: tl.constexpr)",
+    "row, offs = tl.program_id(0), tl.arange(0, BLOCK)",
+    "byte = tl.load(packed_ptr + row * tl.cdiv(K, 2) + offs // 2, offs < K, other=0).to(tl.int32)",
+    "nibble = (byte >> 4 * (offs % 2)) & 15",
+    "code = tl.where(nibble > 7, nibble - 16, nibble)",
+    "tl.store(q_ptr + row * K + offs, code.to(tl.int8), offs < K)",
+)
+MASK = ", offs < K, other=0.0)", ")"
+MASKS = (*MASK, ", offs < K)", ")")
+NEAREST, ATOMIC = "nearest(x * inverse)", "tl.atomic_max("
+
+ANSWERS = {
+    "token_codes": [
+        ("stairs below zero", changed(TOKEN, NEAREST, "x * inverse + 0.5")),
+        ("stairs above zero", changed(TOKEN, NEAREST, "x * inverse - 0.5")),
+        ("nothing rounds before", changed(TOKEN, NEAREST, "x * inverse")),
+        ("rounds down", changed(TOKEN, NEAREST, "tl.floor(x * inverse)")),
+        ("ties go up", changed(TOKEN, NEAREST, "tl.floor(x * inverse + 0.5)")),
+        ("ties go away", changed(TOKEN, NEAREST, "x * inverse + tl.where(x < 0, -0.5, 0.5)")),
+        ("past the end of q_ptr", changed(TOKEN, *MASKS)),
+        ("", changed(TOKEN, NEAREST, "nearest(x)")),
+        ("", changed(TOKEN, "tl.program_id(0)", "0")),
+    ],
+    "restore": [
+        ("which are right", changed(RESTORE, "offs // QUANT_BLOCK, offs < K, other=0.0", "tile")),
+        ("several blocks", changed(RESTORE, "offs // QUANT_BLOCK, offs < K, other=0.0", "tile * TILE // QUANT_BLOCK")),
+        ("where does the tile start", changed(RESTORE, "offs // QUANT", "tl.arange(0, TILE) // QUANT")),
+        ("without their scale", changed(RESTORE, " * scale", "")),
+        ("each row", changed(RESTORE, "row * blocks + ", "")),
+        ("past the end of out_ptr", changed(RESTORE, *MASKS, ", offs < K, other=0)", ")")),
+        ("past the end of out_ptr", changed(RESTORE, " * scale, offs < K", " * scale")),
+        ("", changed(RESTORE, "tl.cdiv(K, QUANT_BLOCK)", "K // QUANT_BLOCK")),
+        ("", changed(RESTORE, "offs // QUANT_BLOCK", "offs % QUANT_BLOCK")),
+    ],
+    "round_trips": [
+        ("behind the last column", changed(TRIP, *MASK)),
+        ("behind the last column", changed(TRIP, "offs < K, other", "offs < (block + 1) * BLOCK, other")),
+        ("one column too many", changed(TRIP, "offs < K, other", "offs <= K, other")),
+        ("must not be the largest", changed(TRIP, "other=0.0", "other=1.0")),
+        ("past the end of out_ptr", changed(TRIP, *MASKS)),
+        ("past the end of out_ptr", changed(TRIP, ", offs < K)", ")")),
+        ("", changed(TRIP, "offs < K, other", "row * K + offs < tl.num_programs(0) * K, other")),
+        ("", changed(TRIP, "offs < K, other", "offs < K - 1, other")),
+    ],
+    "gather_codes": [
+        ("multiply its number by K", changed(GATHER, ".to(tl.int64)", "")),
+        ("multiply its number by K", changed(GATHER, ".to(tl.int64) * K", " * K").replace("+ place", "+ place.to(tl.int64)")),
+        ("slot's number", changed(GATHER, "tl.load(rows_ptr + slot).to(tl.int64)", "slot")),
+        ("which element does a row start", changed(GATHER, "tl.int64) * K", "tl.int64)")),
+        ("need a mask", changed(GATHER, ".to(tl.int64)", "", "(offs < K) & (place >= 0), other=0.0", "None")),
+        ("need a mask", changed(GATHER, ", (offs < K) & (place >= 0), other=0.0", "", ", offs < K)", ")")),
+        ("need a mask", changed(GATHER, " & (place >= 0)", "")),
+        ("", changed(GATHER, "tl.int64", "tl.uint16")),
+        ("", changed(GATHER, "tl.int64", "tl.int8")),
+    ],
+    "row_absmax": [
+        ("another order", changed(ABSMAX, ATOMIC, "tl.store(")),
+        (
+            "another program may store",
+            changed(ABSMAX, f"{ATOMIC}absmax_ptr + row, largest)", "old = tl.load(absmax_ptr + row)")
+            + "\n    tl.store(absmax_ptr + row, tl.maximum(old, largest))",
+        ),
+        ("the sum", changed(ABSMAX, ATOMIC, "tl.atomic_add(")),
+        ("starts at 0", changed(ABSMAX, ATOMIC, "tl.atomic_min(")),
+        ("one tile of a row", changed(ABSMAX, "largest)", "largest, tile == 0)")),
+        ("one tile of a row", changed(ABSMAX, ATOMIC, "if tile == 0:\n        tl.store(")),
+        ("largest magnitude", changed(ABSMAX, "tl.abs(x.to(tl.float32))", "x.to(tl.float32)")),
+        ("need a mask", changed(ABSMAX, *MASK)),
+        ("", changed(ABSMAX, "absmax_ptr + row", "absmax_ptr + tile")),
+        ("", changed(ABSMAX, "x_ptr + row * K", "x_ptr")),
+    ],
+    "unpack": [
+        ("neighbour's place", changed(UNPACK, "(offs % 2)", "(1 - offs % 2)")),
+        ("above 7", changed(UNPACK, "tl.where(nibble > 7, nibble - 16, nibble)", "nibble")),
+        ("its low nibble", changed(UNPACK, " >> 4 * (offs % 2)", "")),
+        ("its high nibble", changed(UNPACK, "4 * (offs % 2)", "4")),
+        ("half a byte", changed(UNPACK, "tl.cdiv(K, 2)", "(K // 2)")),
+        ("past the end of q_ptr", changed(UNPACK, ", offs < K, other=0)", ")", ", offs < K)", ")")),
+        ("past the end of q_ptr", changed(UNPACK, ", offs < K)", ")")),
+        ("", changed(UNPACK, "nibble > 7", "nibble > 8")),
+        ("", changed(UNPACK, "nibble - 16, nibble", "nibble - 8, nibble")),
+    ],
+}

@@ -1,0 +1,118 @@
+def changed(right, *pairs):
+    """right, with each (old, new) of pairs replaced."""
+    for old, new in pairs:
+        assert right.count(old) == 1, old
+        right = right.replace(old, new)
+    return right
+
+
+def rows(expression):
+    return f"def scale_rows(column, BLOCK_N, QUANT_BLOCK):\n    n = torch.arange(BLOCK_N)\n    return {expression}"
+
+
+TOKEN = """
+@triton.jit
+def token_kernel(x_ptr, w_ptr, out_ptr, K, BLOCK_K: tl.constexpr):
+    n = tl.program_id(0) * 16 + tl.arange(0, 16)
+    acc = tl.zeros((16,), tl.int32)
+    for k0 in range(0, K, BLOCK_K):
+        offs_k = tl.arange(0, BLOCK_K)
+        mask = offs_k < K - k0
+        x = tl.load(x_ptr + k0 + offs_k, mask=mask, other=0).to(tl.int32)
+        w_ptrs = w_ptr + n[:, None] * K + k0 + offs_k[None, :]
+        w = tl.load(w_ptrs, mask=mask[None, :], other=0).to(tl.int32)
+        acc += tl.sum(x[None, :] * w, 1)
+    tl.store(out_ptr + n, acc)
+"""
+
+LOOP = """
+@triton.jit
+def loop_kernel(a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, out_ptr, N, K, QUANT_BLOCK: tl.constexpr):
+    m = tl.program_id(0) * 16 + tl.arange(0, 16)
+    n = tl.program_id(1) * 16 + tl.arange(0, 16)
+    k = tl.arange(0, QUANT_BLOCK)
+    blocks = tl.cdiv(K, QUANT_BLOCK)
+    acc = tl.zeros((16, 16), tl.float32)
+    for i in range(blocks):
+        inside = (i * QUANT_BLOCK + k < K)[None, :]
+        place = i * QUANT_BLOCK + k[None, :]
+        a = tl.load(a_ptr + m[:, None] * K + place, mask=inside, other=0)
+        b = tl.load(b_ptr + n[:, None] * K + place, mask=inside, other=0)
+        a_scale = tl.load(a_scale_ptr + m * blocks + i)
+        b_scale = tl.load(b_scale_ptr + n // QUANT_BLOCK * blocks + i)
+        acc += int_dot(a, b) * a_scale[:, None] * b_scale[None, :]
+    tl.store(out_ptr + m[:, None] * N + n[None, :], acc)
+"""
+SCALED = "int_dot(a, b) * a_scale[:, None] * b_scale[None, :]"
+BEYOND = "what lies beyond"
+
+ANSWERS = {
+    "scale_rows": [
+        ("add first, then divide", rows("column // QUANT_BLOCK + n // QUANT_BLOCK")),
+        ("can cover several blocks", rows("torch.full((BLOCK_N,), column // QUANT_BLOCK)")),
+        ("number of the tile", rows("torch.full((BLOCK_N,), column // BLOCK_N)")),
+        ("the tile starts at `column`", rows("n // QUANT_BLOCK")),
+        ("place inside the block", rows("(column + n) % QUANT_BLOCK")),
+        ("round down", rows("(column + n + QUANT_BLOCK - 1) // QUANT_BLOCK")),
+        ("QUANT_BLOCK columns long", rows("(column + n) // BLOCK_N")),
+        ("", rows("(column + n) / QUANT_BLOCK")),
+        ("", rows("torch.arange(column, BLOCK_N) // QUANT_BLOCK")),
+    ],
+    "one_token": [
+        (BEYOND, changed(TOKEN, ("offs_k < K - k0", "offs_k < K"))),
+        (
+            BEYOND,
+            changed(
+                TOKEN,
+                ("mask=mask, ", ""),
+                ("mask=mask[None, :], ", ""),
+                (", other=0).to(tl.int32)\n        w_", ").to(tl.int32)\n        w_"),
+                ("w_ptrs, other=0", "w_ptrs"),
+            ),
+        ),
+        (BEYOND, changed(TOKEN, ("offs_k < K - k0", "offs_k <= K - k0"))),
+        (BEYOND, changed(TOKEN, ("offs_k < K - k0", "offs_k < k0"))),
+        (BEYOND, changed(TOKEN, ("offs_k < K - k0", "offs_k < BLOCK_K"))),
+        ("the last, short step", changed(TOKEN, ("range(0, K, BLOCK_K)", "range(0, K // BLOCK_K * BLOCK_K, BLOCK_K)"))),
+        ("the last column", changed(TOKEN, ("offs_k < K - k0", "offs_k < K - k0 - 1"))),
+        ("K % BLOCK_K is 0", changed(TOKEN, ("offs_k < K - k0", "offs_k < K % BLOCK_K"))),
+        ("only the last step", changed(TOKEN, ("acc += ", "acc = "))),
+        ("16 channels of its own", changed(TOKEN, ("tl.program_id(0) * 16 + ", ""))),
+    ],
+    "small_gemm": [
+        ("no scale is used", changed(LOOP, (SCALED, "int_dot(a, b)"))),
+        ("b has scales, too", changed(LOOP, (SCALED, "int_dot(a, b) * a_scale[:, None]"))),
+        ("a has scales, too", changed(LOOP, (SCALED, "int_dot(a, b) * b_scale[None, :]"))),
+        ("[:, None]", changed(LOOP, (SCALED, "int_dot(a, b) * a_scale[None, :] * b_scale[None, :]"))),
+        ("only the last block", changed(LOOP, ("acc += ", "acc = "))),
+        (
+            "the column of a scale is the block",
+            changed(LOOP, ("m * blocks + i", "m * blocks"), ("* blocks + i)\n        acc", "* blocks)\n        acc")),
+        ),
+        (
+            "belong inside the loop",
+            changed(
+                LOOP,
+                (SCALED, "int_dot(a, b)"),
+                ("    tl.store", "    acc *= a_scale[:, None] * b_scale[None, :]\n    tl.store"),
+            ),
+        ),
+        (
+            "need a mask?",
+            changed(
+                LOOP,
+                ("m[:, None] * K + place, mask=inside, other=0", "m[:, None] * K + place"),
+                ("n[:, None] * K + place, mask=inside, other=0", "n[:, None] * K + place"),
+            ),
+        ),
+        (BEYOND, changed(LOOP, ("(i * QUANT_BLOCK + k < K)", "(k < K)"))),
+        (
+            BEYOND,
+            changed(
+                LOOP, ("n // QUANT_BLOCK * blocks", "tl.program_id(1) * blocks"), (" * b_scale[None, :]", " * b_scale")
+            ),
+        ),
+        ("the last, short block", changed(LOOP, ("for i in range(blocks)", "for i in range(K // QUANT_BLOCK)"))),
+        ("", changed(LOOP, ("place = i * QUANT_BLOCK + k[None, :]", "place = k[None, :]"))),
+    ],
+}

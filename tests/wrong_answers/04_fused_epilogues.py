@@ -1,0 +1,85 @@
+def changed(right, *pairs):
+    """right, with each (old, new) of pairs replaced."""
+    for old, new in pairs:
+        assert right.count(old) == 1, old
+        right = right.replace(old, new)
+    return right
+
+
+def moved(expression):
+    return f"def moved(M, N, block_size):\n    blocks = -(-N // block_size)\n    return {expression}"
+
+
+SOFTPLUS = """
+@triton.jit
+def softplus_kernel(x_ptr, codes_ptr, N, GROUP: tl.constexpr):
+    n = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    mask = n < N
+    x = tl.load(x_ptr + n, mask=mask, other=0.0)
+    x = tl.log(1.0 + tl.exp(x))
+    inverse = 127.0 / tl.max(tl.abs(x), 0)
+    codes = (x * inverse + 12582912.0) - 12582912.0
+    tl.store(codes_ptr + n, codes.to(tl.int8), mask=mask)
+"""
+LOG = "x = tl.log(1.0 + tl.exp(x))\n"
+WHERE = "    x = tl.where(mask, x, 0.0)\n"
+
+GATED = """
+@triton.jit
+def gated_kernel(gate_ptr, up_ptr, codes_ptr, scale_ptr, N, GROUP: tl.constexpr):
+    n = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    mask = n < N
+    gate = tl.load(gate_ptr + n, mask=mask, other=0.0)
+    up = tl.load(up_ptr + n, mask=mask, other=0.0)
+    x = gate / (1.0 + tl.exp(-gate)) * up
+    absmax = tl.max(tl.abs(x), 0)
+    codes = (x * (127.0 / absmax) + 12582912.0) - 12582912.0
+    tl.store(codes_ptr + n, codes.to(tl.int8), mask=mask)
+    tl.store(scale_ptr + tl.program_id(0), absmax / 127.0)
+"""
+SILU = "gate / (1.0 + tl.exp(-gate)) * up"
+
+ANSWERS = {
+    "moved": [
+        ("the next kernel reads again", moved("2 * M * N + M * N + 4 * M * blocks")),
+        ("round up", moved("5 * M * N + 4 * M * (N // block_size)")),
+        ("there are scales", moved("5 * M * N")),
+        ("four bytes", moved("5 * M * N + M * blocks")),
+        ("they move nothing", moved("9 * M * N + 4 * M * blocks")),
+        ("a code has one byte", moved("6 * M * N + 4 * M * blocks")),
+        ("each row has blocks", moved("5 * M * N + 4 * blocks")),
+        ("", moved("M * N + 4 * M * blocks")),
+        ("", moved("5 * M * N + 2 * M * blocks")),
+    ],
+    "softplus_codes": [
+        ("softplus(-5)", changed(SOFTPLUS, ("other=0.0", "other=-5.0"))),
+        ("softplus(-1)", changed(SOFTPLUS, ("other=0.0", "other=-1.0"))),
+        ("softplus(-10)", changed(SOFTPLUS, ("other=0.0", "other=-10.0"))),
+        ("softplus(0)", changed(SOFTPLUS, (LOG, WHERE.strip() + "\n    " + LOG))),
+        ("softplus(0)", changed(SOFTPLUS, ("    codes = ", WHERE + "    codes = "))),
+        ("tl.abs makes 1 of -1", changed(SOFTPLUS, (LOG, LOG + WHERE.replace("0.0", "-1.0")))),
+        ("past the end of codes_ptr", changed(SOFTPLUS, (LOG, LOG + WHERE), ("tl.int8), mask=mask", "tl.int8)"))),
+        ("what lies beyond", changed(SOFTPLUS, ("x_ptr + n, mask=mask, other=0.0", "x_ptr + n"))),
+        ("", changed(SOFTPLUS, (LOG, LOG + WHERE.replace("mask", "n < GROUP")))),
+        ("past the end of codes_ptr", changed(SOFTPLUS, (LOG, LOG + WHERE), ("n < N", "n <= N"))),
+    ],
+    "gated": [
+        ("not up", changed(GATED, (SILU, "up / (1.0 + tl.exp(-up)) * gate"))),
+        ("of the gate alone", changed(GATED, (SILU, "gate * up * tl.sigmoid(gate * up)"))),
+        ("v * sigmoid(v)", changed(GATED, (SILU, "tl.sigmoid(gate) * up"))),
+        ("up is missing", changed(GATED, (SILU, "gate * tl.sigmoid(gate)"))),
+        ("SiLU is missing", changed(GATED, (SILU, "gate * up"))),
+        ("round first", changed(GATED, ("(x * (127.0 / absmax) + 12582912.0) - 12582912.0", "x * (127.0 / absmax)"))),
+        ("absmax / 127", changed(GATED, ("absmax / 127.0)", "absmax)"))),
+        ("not its inverse", changed(GATED, ("absmax / 127.0)", "127.0 / absmax)"))),
+        ("a scale of its own", changed(GATED, ("scale_ptr + tl.program_id(0)", "scale_ptr"))),
+        ("a group of its own", changed(GATED, ("n = tl.program_id(0) * GROUP + ", "n = "))),
+        ("past the end of codes_ptr", changed(GATED, ("tl.int8), mask=mask", "tl.int8)"))),
+        (
+            "what lies beyond",
+            GATED.replace("_ptr + n, mask=mask, other=0.0", "_ptr + n"),
+        ),
+        ("past the end of scale_ptr", changed(GATED, ("scale_ptr + tl.program_id(0)", "scale_ptr + n"))),
+        ("", changed(GATED, ("tl.max(tl.abs(x), 0)", "tl.max(x, 0)"))),
+    ],
+}
