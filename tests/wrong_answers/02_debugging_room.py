@@ -98,7 +98,10 @@ ANSWERS = {
     ],
     "gather_codes": [
         ("multiply its number by K", changed(GATHER, ".to(tl.int64)", "")),
-        ("multiply its number by K", changed(GATHER, ".to(tl.int64) * K", " * K").replace("+ place", "+ place.to(tl.int64)")),
+        (
+            "multiply its number by K",
+            changed(GATHER, ".to(tl.int64) * K", " * K").replace("+ place", "+ place.to(tl.int64)"),
+        ),
         ("slot's number", changed(GATHER, "tl.load(rows_ptr + slot).to(tl.int64)", "slot")),
         ("which element does a row start", changed(GATHER, "tl.int64) * K", "tl.int64)")),
         ("need a mask", changed(GATHER, ".to(tl.int64)", "", "(offs < K) & (place >= 0), other=0.0", "None")),
