@@ -390,7 +390,7 @@ _CSS = """\
 :root { --page: #fff; --ink: #222; --soft: #f4f5f7; --line: #d5d8dd; --link: #0b5cad; }
 @media (prefers-color-scheme: dark) {
   :root { --page: #16181c; --ink: #dcdfe4; --soft: #21242a; --line: #3a3f48; --link: #7db8f5; }
-  /* figures are white cards: less bright, they don't glare */
+  /* figures are pale cards: less bright, they don't glare */
   img { filter: brightness(0.82); }
 }
 * { box-sizing: border-box; }
@@ -402,7 +402,7 @@ a { color: var(--link); }
 h1, h2, h3 { line-height: 1.25; margin: 1.6em 0 0.5em; }
 h1 { margin-top: 0.8em; }
 .anchor-link { display: none; }
-img { max-width: 100%; height: auto; background: #fff; border-radius: 6px; }
+img { max-width: 100%; height: auto; border-radius: 6px; }
 pre { margin: 0; overflow-x: auto; font: 14px/1.45 ui-monospace, "DejaVu Sans Mono", Consolas, monospace; }
 code { font-family: ui-monospace, "DejaVu Sans Mono", Consolas, monospace; font-size: 0.88em; }
 :not(pre) > code { background: var(--soft); border-radius: 4px; padding: 1px 4px; }

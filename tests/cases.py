@@ -1,5 +1,8 @@
 """Shapes and dtypes that every kernel is tested at, and tensors that look like real ones."""
 
+import sys
+import threading
+
 import pytest
 import torch
 
@@ -67,3 +70,17 @@ def filled(x, value):
 
 
 gpu = pytest.mark.gpu
+
+
+def in_threads(run):
+    """run(number) in eight threads, which take turns far more often than they would."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)

@@ -2,8 +2,6 @@
 
 import inspect
 import io
-import sys
-import threading
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from cases import DEVICE, FLOATS, gpu, randn, same
+from cases import DEVICE, FLOATS, gpu, in_threads, randn, same
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -481,7 +479,7 @@ def test_threads():
     names = ("act_quant", "quantize_per_token", "dequant_bias", "unpack_int4")
     jobs = [of_tensors(name, M) for name in names for M in (3, 3000)]  # of one program and of several
     expected = [work(*tensors) for work, tensors in jobs]
-    found, interval = [], sys.getswitchinterval()
+    found = []
 
     def run(turn):
         for i in range(len(jobs)):
@@ -491,15 +489,7 @@ def test_threads():
             except Exception as error:
                 found.append(repr(error))
 
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=run, args=(turn,)) for turn in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
+    in_threads(run)
     assert found == []
 
 

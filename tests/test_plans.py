@@ -3,12 +3,11 @@
 import contextlib
 import ctypes
 import os
-import sys
 import threading
 
 import pytest
 import torch
-from cases import DEVICE, gpu, randn, same
+from cases import DEVICE, gpu, in_threads, randn, same
 
 import qk
 from qk import gemm, host, int8, plans
@@ -249,7 +248,7 @@ def test_an_operator_shows_its_launches_to_the_function_around_it(doubled):
 
 @pytest.mark.parametrize("sizes", [range(1, 60), [50] * 200], ids=["first calls", "one plan"])
 def test_threads_keep_apart(doubled, sizes):
-    found, interval = [], sys.getswitchinterval()
+    found = []
 
     def run(number):
         for n in sizes:
@@ -257,15 +256,7 @@ def test_threads_keep_apart(doubled, sizes):
             if not torch.equal(doubled(x), 2 * x):
                 found.append(number)
 
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
+    in_threads(run)
     assert not found
 
 
