@@ -7,6 +7,7 @@
 `qk/plans.py` makes the second call of the same kind shorter.
 """
 
+import contextlib
 import functools
 import itertools
 import os
@@ -214,7 +215,9 @@ def launch(device, kernel, grid, *args, early=None, **options):
         if early:
             options["launch_pdl"] = True
     if INTERPRETED.value:
-        return _interpret(kernel, grid, args, options)
+        with interpreting():
+            kernel[grid](*args, **options)
+        return
     with torch.cuda.device(device):
         compiled = kernel[grid](*args, **options)
     if (record := recording()) is not None:
@@ -229,12 +232,14 @@ def temporary(x, shape, dtype):
     return out
 
 
-def _interpret(kernel, grid, args, options):
+@contextlib.contextmanager
+def interpreting():
+    """Around a launch in the interpreter: one thread at a time, without numpy's warnings."""
     interpreter = triton.runtime.interpreter
     # numpy would warn of overflow, and of Inf - Inf; the interpreter keeps the grid in a global variable
     with interpreter._qk_lock, interpreter.np.errstate(all="ignore"):
         try:
-            kernel[grid](*args, **options)
+            yield
         except Exception as error:
             version = interpreter.np.__version__
             if _numbers(version) >= (2, 4) and _numbers(triton.__version__) < (3, 7):

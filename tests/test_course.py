@@ -554,30 +554,30 @@ def test_check_of_long_lists_numbers_and_nan(capsys):
 
 
 @triton.jit
-def _add_largest(x_ptr, out_ptr, n, SHIFT, MASKS: tl.constexpr, BLOCK: tl.constexpr):
-    """MASKS: which accesses have one."""
+def _add_largest(x_ptr, out_ptr, loaded, stored, SHIFT, BLOCK: tl.constexpr):
+    """loaded, stored: where the masks end."""
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + offs, mask=offs < (n if "load" in MASKS else 1000), other=0)
-    tl.store(out_ptr + offs - SHIFT, x + tl.max(x, 0), mask=offs < (n if "store" in MASKS else 1000))
+    x = tl.load(x_ptr + offs, mask=offs < loaded, other=0)
+    tl.store(out_ptr + offs - SHIFT, x + tl.max(x, 0), mask=offs < stored)
 
 
 def test_a_learner_s_kernel_may_forget_its_masks():
     x = torch.arange(40, dtype=torch.int32, device=DEVICE)
     right = x + (x // 32).where(x > 31, 0) * 8 + 31  # the largest of each block: 31, 39
 
-    def run(out, masks="load, store", shift=0):
-        course.launch(_add_largest, (2,), x, out, 40, shift, masks, BLOCK=32)
+    def run(out, loaded=40, stored=40, shift=0):
+        course.launch(_add_largest, (2,), x, out, loaded, stored, shift, BLOCK=32)
         return out
 
     assert torch.equal(run(torch.zeros_like(x)), right)
     spread = torch.zeros(80, dtype=torch.int32, device=DEVICE)
     double_strided = spread[::2]
-    course.launch(_add_largest, (2,), x, double_strided, 20, 0, "load, store", BLOCK=32)
+    course.launch(_add_largest, (2,), x, double_strided, 20, 20, 0, BLOCK=32)
     for refused, message in (
-        ({"masks": "load"}, "it wrote 24 elements past the end of out_ptr: does the store need a mask?"),
+        ({"stored": 1000}, "it wrote 24 elements past the end of out_ptr: does the store need a mask?"),
         ({"shift": 1}, "it wrote 1 element before the start of out_ptr"),
-        ({"masks": "load", "shift": 3}, "21 elements past the end and 3 elements before the start of out_ptr"),
-        ({"masks": "store"}, "what lies beyond the end of a tensor changes the result: does a load need a mask?"),
+        ({"stored": 1000, "shift": 3}, "21 elements past the end and 3 elements before the start of out_ptr"),
+        ({"loaded": 1000}, "what lies beyond the end of a tensor changes the result: does a load need a mask?"),
     ):
         out = torch.zeros_like(x)
         with pytest.raises(course.OutOfBounds, match=re.escape(message)):
@@ -585,11 +585,29 @@ def test_a_learner_s_kernel_may_forget_its_masks():
         assert not out.any(), "nothing comes back of a kernel that went astray"
 
 
+def test_a_kernel_whose_runs_differ(monkeypatch):
+    class Racing:
+        arg_names, runs = ["out_ptr"], 0
+
+        def __getitem__(self, grid):
+            return self.run
+
+        def run(self, out):
+            self.runs += 1
+            out.fill_(self.runs)
+
+    monkeypatch.setattr(exercises, "INTERPRETED", tl.constexpr(False))
+    out = torch.zeros(4, device=DEVICE)
+    with pytest.raises(course.Race, match="several programs write the same element"):
+        course.launch(Racing(), (2,), out)
+    assert not out.any()
+
+
 def test_check_explains_what_a_kernel_overwrote(capsys):
     def answer(n):
         x = torch.arange(n, device=DEVICE)
         out = torch.zeros_like(x)
-        course.launch(_add_largest, (triton.cdiv(n, 32),), x, out, n, 0, "load", BLOCK=32)
+        course.launch(_add_largest, (triton.cdiv(n, 32),), x, out, n, 1000, 0, BLOCK=32)
         return out
 
     course.check(answer, lambda n: torch.arange(n) + 31, (32,), (40,))

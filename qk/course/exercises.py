@@ -8,7 +8,9 @@ import ipywidgets
 import torch
 from IPython.display import display
 
-__all__ = ["OutOfBounds", "check", "explore", "launch", "source"]
+from qk.numerics import INTERPRETED
+
+__all__ = ["OutOfBounds", "Race", "check", "explore", "launch", "source"]
 
 _GUARD = 2**16  # elements before and after each buffer that a learner's kernel gets
 
@@ -62,21 +64,28 @@ class OutOfBounds(Exception):
     """A kernel touched what lies beyond its tensors."""
 
 
+class Race(Exception):
+    """The result of a kernel depends on the order in which its programs run."""
+
+
 def launch(kernel, grid, *args, **options):
     """kernel[grid](*args, **options), of a learner's kernel, whose tensors get guarded ends.
 
-    Raises OutOfBounds, and says where, if the kernel wrote beyond a tensor or if what it read there changes a result.
+    Raises OutOfBounds, and says where, if the kernel wrote beyond a tensor or if what it read there changes a result,
+    and Race if two runs on the same data differ.
     """
     results = []
-    # what it reads beyond a tensor is one thing in the first run, and another in the second
-    for seed in range(2):
+    # what it reads beyond a tensor is one thing at first, and another in the last run; the interpreter has no races
+    for seed in (0, 1) if INTERPRETED.value else (0, 0, 1):
         windows = [_Window(arg, seed) if isinstance(arg, torch.Tensor) else None for arg in args]
         kernel[grid](*(window.inside if window else arg for window, arg in zip(windows, args, strict=True)), **options)
         for name, window in zip(kernel.arg_names, windows, strict=False):
             if window and (where := window.overwritten()):
                 raise OutOfBounds(f"it wrote {where} {name}: does the store need a mask?")
         results.append([window.span() for window in windows if window])
-    if not all(map(_same_bits, *results)):
+    if not all(map(_same_bits, results[0], results[-2])):
+        raise Race("two runs gave different results: do several programs write the same element?")
+    if not all(map(_same_bits, *results[-2:])):
         raise OutOfBounds("what lies beyond the end of a tensor changes the result: does a load need a mask?")
     for window in filter(None, windows):
         window.copy_back()
@@ -129,7 +138,7 @@ def check(answer, expected, *cases, mistakes=()):
         call = f"{answer.__name__}({', '.join(map(_text, case))})"
         try:
             got = answer(*case)
-        except OutOfBounds as error:
+        except (OutOfBounds, Race) as error:
             print(f"Not yet: {call}: {error}")
             return
         except Exception as error:  # a learner's mistake of any kind is explained, not raised

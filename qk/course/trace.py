@@ -21,6 +21,7 @@ import torch
 import triton
 from matplotlib.patches import Patch
 
+from qk import host
 from qk.course.exercises import _GUARD, OutOfBounds, _Window
 from qk.course.figures import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, _box, style, subplots
 
@@ -49,10 +50,16 @@ class Touched(NamedTuple):
 
 def touched(kernel, grid, *args, **options):
     """What kernel[grid](*args, **options) loads and stores. It runs on copies: the tensors stay as they are."""
-    args = [arg.detach().cpu() if isinstance(arg, torch.Tensor) else arg for arg in args]
+    args = [_on_cpu(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
     if os.environ["TRITON_INTERPRET"] == "1":
         return _record(kernel, grid, args, options)
     return _ask("interpret", kernel, grid, args, options)
+
+
+def _on_cpu(tensor):
+    """With the same strides; tensor.cpu() closes gaps between rows."""
+    storage = tensor.untyped_storage().cpu()
+    return tensor.new_empty(0, device="cpu").set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def compiled(kernel, *args, arch=90, **options):
@@ -92,7 +99,7 @@ def _record(kernel, grid, args, options):
         return atomic(operation, pointers, value, mask, *others)
 
     hooks = {"create_masked_load": noted_load, "create_masked_store": noted_store, "create_atomic_rmw": noted_atomic}
-    with mock.patch.multiple(builder, **hooks):
+    with host.interpreting(), mock.patch.multiple(builder, **hooks):
         inside = [window.inside if window else arg for window, arg in zip(windows, args, strict=True)]
         kernel[grid](*inside, **options)
     shapes = {name: (tuple(window.tensor.shape), window.tensor.stride()) for name, window in named.items()}

@@ -1,5 +1,10 @@
 """Answers that learners give to the exercises of 00_triton_primer: part of the hint that each must get, and code."""
 
+import qk
+
+# what a race writes is certain in the interpreter only
+INTERPRETED = qk.device() == "cpu"
+
 
 def kernel(name, arguments, *lines):
     return "\n".join(["@triton.jit", f"def {name}({arguments}):", *(f"    {line}" for line in lines)])
@@ -122,7 +127,7 @@ ANSWERS = {
         ("where the largest is", longest(MAX.replace("max(x)", "argmax(x, 0)"))),
         ("took row 0", longest(MAX, load=ROW_LOAD.replace("row * stride + ", ""))),
         ("not `columns`", longest(MAX, load=ROW_LOAD.replace("* stride", "* columns"))),
-        ("out_ptr + row", longest(MAX.replace("out_ptr + row", "out_ptr"))),
+        ("out_ptr + row" if INTERPRETED else "", longest(MAX.replace("out_ptr + row", "out_ptr"))),
         ("mask", longest(MAX, load="x = tl.load(x_ptr + row * stride + offs)")),
         ("", longest(MAX, load=ROW_LOAD.replace("< columns", "< columns - 1"))),
     ],

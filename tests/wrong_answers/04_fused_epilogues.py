@@ -1,3 +1,9 @@
+import qk
+
+# what a race writes, and where a division rounds, is certain in the interpreter only
+INTERPRETED = qk.device() == "cpu"
+
+
 def changed(right, *pairs):
     """right, with each (old, new) of pairs replaced."""
     for old, new in pairs:
@@ -69,10 +75,10 @@ ANSWERS = {
         ("v * sigmoid(v)", changed(GATED, (SILU, "tl.sigmoid(gate) * up"))),
         ("up is missing", changed(GATED, (SILU, "gate * tl.sigmoid(gate)"))),
         ("SiLU is missing", changed(GATED, (SILU, "gate * up"))),
-        ("round first", changed(GATED, ("(x * (127.0 / absmax) + 12582912.0) - 12582912.0", "x * (127.0 / absmax)"))),
+        ("round first" if INTERPRETED else "", changed(GATED, ("(x * (127.0 / absmax) + 12582912.0) - 12582912.0", "x * (127.0 / absmax)"))),
         ("absmax / 127", changed(GATED, ("absmax / 127.0)", "absmax)"))),
         ("not its inverse", changed(GATED, ("absmax / 127.0)", "127.0 / absmax)"))),
-        ("a scale of its own", changed(GATED, ("scale_ptr + tl.program_id(0)", "scale_ptr"))),
+        ("a scale of its own" if INTERPRETED else "", changed(GATED, ("scale_ptr + tl.program_id(0)", "scale_ptr"))),
         ("a group of its own", changed(GATED, ("n = tl.program_id(0) * GROUP + ", "n = "))),
         ("past the end of codes_ptr", changed(GATED, ("tl.int8), mask=mask", "tl.int8)"))),
         (
