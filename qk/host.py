@@ -242,7 +242,8 @@ def interpreting():
             yield
         except Exception as error:
             version = interpreter.np.__version__
-            if _numbers(version) >= (2, 4) and _numbers(triton.__version__) < (3, 7):
+            broken = _numbers(version) >= (2, 4) and _numbers(triton.__version__) < (3, 7)
+            if broken and "0-dimensional" in str(error):
                 raise RuntimeError(
                     f"numpy {version} breaks the interpreter of Triton {triton.__version__}: pip install 'numpy<2.4'"
                 ) from error

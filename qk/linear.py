@@ -23,7 +23,7 @@ import torch
 
 from .dequant import dequant_bias, dequant_bias_ref
 from .host import FLOATS, LARGEST_INT32_K, as_matrix, cdiv, check_one_of, check_tensor, next_power_of_2, operator
-from .int8 import quantize_per_token, quantize_per_token_ref
+from .int8 import quantize_per_token, quantize_per_token_ref, quantize_rows
 from .plans import planned
 from .sparsity import quant_slide, quant_slide_ref, slide_weight, slide_weight_ref
 
@@ -196,12 +196,10 @@ def dense_linear(x, w, w_scale, bias=None, out_dtype=None, gemm_dtype=None):
     gemm_dtype = _DENSE_SUMS[w.dtype][0] if gemm_dtype is None else gemm_dtype
     check_one_of("gemm_dtype", gemm_dtype, _DENSE_SUMS[w.dtype])
     M = matrix.shape[0]
-    if M == 1 and _has_cublaslt(x.device):
-        # a row that the quantizer reads 32 times over is ready sooner than a copy with 31 more
-        matrix = matrix.expand(_LEAST_ROWS, K)
-    codes, scale = quantize_per_token(matrix, w.dtype)
+    # of few rows, room for more is ready sooner than a copy
+    codes, scale = quantize_rows(matrix, w.dtype, _LEAST_ROWS if M and _has_cublaslt(x.device) else 0)
     sums = _dense_mm(codes, w, gemm_dtype)
-    return dequant_bias(sums[:M], scale[:M], w_scale, bias, out_dtype).view(*x.shape[:-1], N)
+    return dequant_bias(sums[:M], scale, w_scale, bias, out_dtype).view(*x.shape[:-1], N)
 
 
 def compress_slide(w, L=8, dtype=torch.int8):

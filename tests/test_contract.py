@@ -234,7 +234,10 @@ def of_tensors(name, M):
 def outputs(result):
     if DEVICE == "cuda" and isinstance(result, qk.linear.SlideWeight):
         # not all of what cuSPARSELt makes is written: compare what it multiplies to
-        result = qk.sparse_linear(x(16), result, out_dtype=torch.float32, gemm_dtype=torch.int32), result.scale
+        result = (
+            qk.sparse_linear(x(16).to(result.scale.device), result, out_dtype=torch.float32, gemm_dtype=torch.int32),
+            result.scale,
+        )
     return [value for value in (result if isinstance(result, tuple) else (result,)) if isinstance(value, torch.Tensor)]
 
 

@@ -110,7 +110,7 @@ def test_ci_runs_the_readme_s_test_command():
 
 
 def test_ci_moves_the_sliders():
-    assert "pytest -m browser" in (ROOT / ".ci" / "run").read_text().splitlines()
+    assert "pytest -m browser --dist load" in (ROOT / ".ci" / "run").read_text().splitlines()
 
 
 def test_workflow_tests_both_ends_of_the_ranges():

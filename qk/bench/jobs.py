@@ -9,6 +9,7 @@ each with what it should compute, in plain torch. JOBS holds the jobs by name, T
     chain          a quantization and a GEMM, eager and compiled, beside as many kernels in bfloat16
     gelu, ffn      int8 GELU; a feed-forward layer and its fused epilogue
     sparse         quantization into 2:4 windows; linear layers, sparse and dense
+    versions       kernels that notebooks grow, version by version; only where the notebooks are
 
 How they are measured stands in qk/bench/__init__.py.
 """
@@ -23,6 +24,7 @@ import torch
 
 import qk
 from qk.bench import Case, json_value
+from qk.bench.versions import NOTEBOOKS, functions_of
 from qk.gemm_epilogue import Problem
 from qk.gemm_sm80 import Config, int8_gemm_sm80
 
@@ -442,6 +444,33 @@ _BF16, _FP32 = torch.bfloat16, torch.float32
 _LOW = [*itertools.product([1], [256, 512, 1024], [1, 2], [1, 2, 4]), (4, 256, 1, 4), (2, 512, 1, 4)]
 _HIGH = [*itertools.product([1], [512, 1024, 2048], [4, 8], [2, 4, 8]), (4, 256, 4, 4), (4, 256, 8, 4)]
 _FEW_TOKENS = _candidates([(16, 32), (16, 64)], [1, 2, 4], [1], [2, 4, 8], [3, 4], [None])
+
+
+_VERSIONS = {
+    "quantize_int4": (
+        "01_int4_packing.ipynb",
+        ("naive_quantize", "joined_quantize", "tile_quantize", "careful_quantize"),
+    ),
+    "act_quant": (
+        "02_block_quantization.ipynb",
+        ("naive_act_quant", "exact_act_quant", "tile_act_quant", "ragged_act_quant"),
+    ),
+    "quant_slide": ("06_sparse_chain.ipynb", ("naive",)),
+}
+
+
+@_job
+def versions():
+    for op, (notebook, names) in _VERSIONS.items():
+        if not (NOTEBOOKS / notebook).exists():
+            continue
+        functions, reference = functions_of(notebook), getattr(qk, f"{op}_ref")
+        ours, *rivals = _against_torch(getattr(qk, op), reference).items()
+        # the first version of act_quant cuts codes off: it is held to what it does itself
+        grown = [(name.partition("_")[0], functions[name], name == "naive_act_quant") for name in names]
+        grown = [(name, (call, call if alone else reference)) for name, call, alone in grown]
+        shape, dtype = (8192, 2048), torch.float16
+        yield Case(f"versions of {op}", shape, dtype, {}, random_matrix(shape, dtype), dict([ours, *grown, *rivals]))
 
 
 class Tuned(NamedTuple):

@@ -93,7 +93,10 @@ ANSWERS = {
             "belong inside the loop",
             changed(
                 LOOP,
-                ("    for i", "    a_scale, b_scale = tl.zeros((16,), tl.float32), tl.zeros((16,), tl.float32)\n    for i"),
+                (
+                    "    for i",
+                    "    a_scale, b_scale = tl.zeros((16,), tl.float32), tl.zeros((16,), tl.float32)\n    for i",
+                ),
                 (SCALED, "int_dot(a, b)"),
                 ("    tl.store", "    acc *= a_scale[:, None] * b_scale[None, :]\n    tl.store"),
             ),

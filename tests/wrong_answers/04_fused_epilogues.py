@@ -75,7 +75,10 @@ ANSWERS = {
         ("v * sigmoid(v)", changed(GATED, (SILU, "tl.sigmoid(gate) * up"))),
         ("up is missing", changed(GATED, (SILU, "gate * tl.sigmoid(gate)"))),
         ("SiLU is missing", changed(GATED, (SILU, "gate * up"))),
-        ("round first" if INTERPRETED else "", changed(GATED, ("(x * (127.0 / absmax) + 12582912.0) - 12582912.0", "x * (127.0 / absmax)"))),
+        (
+            "round first" if INTERPRETED else "",
+            changed(GATED, ("(x * (127.0 / absmax) + 12582912.0) - 12582912.0", "x * (127.0 / absmax)")),
+        ),
         ("absmax / 127", changed(GATED, ("absmax / 127.0)", "absmax)"))),
         ("not its inverse", changed(GATED, ("absmax / 127.0)", "127.0 / absmax)"))),
         ("a scale of its own" if INTERPRETED else "", changed(GATED, ("scale_ptr + tl.program_id(0)", "scale_ptr"))),
