@@ -239,15 +239,14 @@ def weight_quant(w, block_size=128):
     return _weight_quant(w.detach(), block_size)
 
 
-def _empty_per_token(x, dtype, least_rows):
-    rows = (max(x.shape[0], least_rows),) if least_rows else x.shape[:-1]
-    return x.new_empty((*rows, x.shape[-1]), dtype=dtype), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+def _empty_per_token(x, dtype):
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
 @operator(_empty_per_token)
-def _quantize_per_token(x: torch.Tensor, dtype: torch.dtype, least_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_per_token(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     check_code_dtype(dtype, x.device)  # here, not in the public function: torch.compile needn't trace it
-    q, scale = _empty_per_token(x, dtype, least_rows)
+    q, scale = _empty_per_token(x, dtype)
     _launch_quantize(x, q, scale, "per_token")
     return q, scale
 
@@ -264,12 +263,7 @@ def quantize_per_token(x, dtype=torch.int8):
     """
     check_tensor("x", x, FLOATS, "[..., K]")
     check_one_of("dtype", dtype, tuple(LIMITS))
-    return _quantize_per_token(x.detach(), dtype, 0)
-
-
-def quantize_rows(x, dtype, least_rows):
-    """As `quantize_per_token`, of a matrix; there are codes of at least so many rows, beyond x of anything."""
-    return _quantize_per_token(x, dtype, least_rows)
+    return _quantize_per_token(x.detach(), dtype)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ import torch
 
 from .dequant import dequant_bias, dequant_bias_ref
 from .host import FLOATS, LARGEST_INT32_K, as_matrix, cdiv, check_one_of, check_tensor, next_power_of_2, operator
-from .int8 import quantize_per_token, quantize_per_token_ref, quantize_rows
+from .int8 import quantize_per_token, quantize_per_token_ref
 from .plans import planned
 from .sparsity import quant_slide, quant_slide_ref, slide_weight, slide_weight_ref
 
@@ -40,7 +40,7 @@ __all__ = [
 _DENSE_SUMS = {torch.int8: (torch.int32,), torch.float8_e4m3fn: (torch.bfloat16, torch.float32)}
 _SPARSE_SUMS = {torch.int8: (torch.bfloat16, torch.int32), torch.float8_e4m3fn: (torch.bfloat16, torch.float32)}
 
-_LEAST_ROWS = 32  # of cuBLASLt's operand: _int_mm takes more than 16, and multiples of 8
+_LEAST_ROWS = 32  # of cuBLASLt's operand: _int_mm takes more than 16
 
 # of cuSPARSELt's algorithms, the one that its search found for a device, shapes and dtypes
 _ALGORITHMS = {}
@@ -123,7 +123,9 @@ def _dense_mm(a: torch.Tensor, b: torch.Tensor, sums_dtype: torch.dtype) -> torc
         return _empty_dense_mm(a, b, sums_dtype).copy_(_multiply(a, b))
     with torch.cuda.device_of(a):
         # _int_mm takes K and N in multiples of 8, _scaled_mm of 16
-        a = _padded(a, max(M, _LEAST_ROWS), _multiple(K, 16))
+        if M < _LEAST_ROWS:  # its rows again: one operation, where a copy into a larger tensor takes three
+            a = torch.cat([a] * cdiv(_LEAST_ROWS, M))
+        a = _padded(a, a.shape[0], _multiple(K, 16))
         b = _padded(b, _multiple(N, 16), _multiple(K, 16)).t()
         if a.dtype == torch.int8:
             sums = torch._int_mm(a, b)
@@ -196,10 +198,12 @@ def dense_linear(x, w, w_scale, bias=None, out_dtype=None, gemm_dtype=None):
     gemm_dtype = _DENSE_SUMS[w.dtype][0] if gemm_dtype is None else gemm_dtype
     check_one_of("gemm_dtype", gemm_dtype, _DENSE_SUMS[w.dtype])
     M = matrix.shape[0]
-    # of few rows, room for more is ready sooner than a copy
-    codes, scale = quantize_rows(matrix, w.dtype, _LEAST_ROWS if M and _has_cublaslt(x.device) else 0)
+    if M == 1 and _has_cublaslt(x.device):
+        # a row that the quantizer reads 32 times over is ready sooner than a copy with 31 more
+        matrix = matrix.expand(_LEAST_ROWS, K)
+    codes, scale = quantize_per_token(matrix, w.dtype)
     sums = _dense_mm(codes, w, gemm_dtype)
-    return dequant_bias(sums[:M], scale, w_scale, bias, out_dtype).view(*x.shape[:-1], N)
+    return dequant_bias(sums[:M], scale[:M], w_scale, bias, out_dtype).view(*x.shape[:-1], N)
 
 
 def compress_slide(w, L=8, dtype=torch.int8):

@@ -515,6 +515,17 @@ def test_no_two_cases_are_the_same():
     assert len(keys) == len(set(keys)) > 0
 
 
+@pytest.mark.parametrize("case", jobs.JOBS["versions"](), ids=lambda case: case.op)
+def test_versions_are_right(case):
+    x = case.inputs()[0][:64, :256]
+    grown = [name for name in case.contenders if name not in ("qk", "eager", "compile")]
+    assert "naive" in grown
+    for name in grown:
+        call, truth = case.contenders[name]
+        for got, want in zip(call(x), truth(x), strict=True):
+            assert torch.equal(got, want), name
+
+
 def test_cases_of_a_dtype():
     half = list(command.cases_of("int4", [torch.float16]))
     both = list(command.cases_of("int4", [torch.float16, torch.bfloat16]))

@@ -88,6 +88,8 @@ def _stack(ax, y, parts, colors):
 def benchmark(record, op, dtype="float16", fastest=0, **options):
     """Measured speeds of an operation, as fractions of a copy's: a bar for each shape and contender.
 
+    Of one shape, the bars have the contenders' names.
+
     options: only results with these, e.g. group_size=None. fastest: the longest bar there can be, so that sliders don't
     move the axis.
     """
@@ -112,11 +114,17 @@ def benchmark(record, op, dtype="float16", fastest=0, **options):
             text = f"{row['of_copy']:.2f} ({_microseconds(row['us'])})"
             ax.text(row["of_copy"] + 0.01, y, text, va="center", fontsize=9, bbox=PLAIN)
     ax.axvline(1, **DASHED, label="a copy of as many bytes")
-    ax.set(title=f"{op}, {dtype}, {_source(record)}", ylabel="shape")
     longest = max(1, fastest, *(row["of_copy"] for row in rows))
     ax.set(xlabel="speed (1 = a copy that moves as many bytes)", xlim=(0, 1.2 * longest))
     labels = [" x ".join(map(str, shape)) for shape in shapes]
-    _name_bars(ax, labels, {known.get(name, name): colors[name] for name in names})
+    legend = {known.get(name, name): colors[name] for name in names}
+    if len(shapes) == 1:
+        ax.set(title=f"{op}, {dtype}, {labels[0]}, {_source(record)}", ylabel="who")
+        ax.set_yticks([(i - (len(names) - 1) / 2) * height for i in range(len(names))], list(legend))
+        ax.invert_yaxis()
+    else:
+        ax.set(title=f"{op}, {dtype}, {_source(record)}", ylabel="shape")
+        _name_bars(ax, labels, legend)
     fig.legend(loc="outside lower center", ncols=len(names) + 1)
     return fig
 
