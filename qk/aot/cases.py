@@ -141,6 +141,25 @@ def _gemm_sm90_cases(arch):
                     yield call(block, "f16(4096)", out, f", {block}, {out_block}, 'gelu', {exact}"), least
 
 
+def _int4_gemm_cases(arch):
+    def call(M, x="bf16", group=128, N=8192, K=8192, bias=None, out=None, packed="u8"):
+        w = f"{packed}({N}, {-(-K // (8 if packed == 'i32' else 2))})"
+        groups = 1 if group is None else -(-K // group)
+        return f"int4_gemm({x}({M}, {K}), {w}, {x}({N}, {groups}), {bias}, {group}, {out})"
+
+    # a tile of M rows takes what its dots take; below capability 8.0 they are of float32
+    large = {75: "fma", 90: "wgmma", 100: "tcgen05|mma"}.get(arch, "mma")
+    for M in 1, 64, 256, 4096:
+        least = {large: 1} | ({} if arch == 75 else {"cp.async": 1})
+        for x in "bf16", "f16":
+            yield call(M, x), least
+        for group in 32, 64, 256, None:
+            yield call(M, "bf16", group), {}
+    for M in 1, 64, 4096:
+        yield call(M, "f16", 128, 4096, 4096, "f16(4096)", "f32.dtype", "i32"), {}
+        yield call(M, "bf16", 32, 1000, 1000), {}
+
+
 def _gelu_cases(arch):
     for block in 32, 128:
         yield f"int8_gelu(i8(8192, 8192), f32(8192, {8192 // block}), {block})", _LOADS | _STORES
@@ -195,6 +214,7 @@ CASES = {
     "gemm": _gemm_cases,
     "gemm_sm75": _gemm_sm75_cases,
     "gemm_sm90": _gemm_sm90_cases,
+    "int4_gemm": _int4_gemm_cases,
     "gelu": _gelu_cases,
     "dequant": _dequant_cases,
     "sparsity": _sparsity_cases,
