@@ -9,7 +9,7 @@ import nbformat
 
 FOLDER = Path(__file__).parent / "wrong_answers"
 FEWEST = 6  # wrong answers of an exercise
-MASK = "need a mask?"  # the end of what course.launch says
+MASK = "missing or too wide?"  # the end of what course.launch says
 STUB = re.compile(r"# your answer")
 CHECK = re.compile(r"course\.check\(\s*(\w+)")
 SOLUTION = re.compile(r"<summary>Solution.*?```python\n(.*?)```", re.DOTALL)

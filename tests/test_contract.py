@@ -68,6 +68,16 @@ TABLE = {
         {"packed": "[R, C]", "absmax": "[R, C]"},
         wrong={"packed": [lambda M: qk.quantize_int4(x(M), packing="int32")[0][:, 1:]], "group_size": [64]},
     ),
+    "int4_gemm": Row(
+        lambda M: (
+            {"x": x(M)}
+            | named("packed absmax", qk.quantize_int4(w(48), 32), bias=randn(48))
+            | {"group_size": 32, "out_dtype": BF16[0]}
+        ),
+        {"x": FLOATS[:2], "packed": (torch.uint8, torch.int32), "absmax": FLOATS, "bias": FLOATS},
+        {"x": "[..., K]", "packed": "[R, C]", "absmax": None, "bias": None},
+        wrong={"packed": [lambda M: qk.quantize_int4(w(48), packing="int32")[0][:, 1:]], "group_size": [64]},
+    ),
     "pack_int4": Row(
         lambda M: {"codes": qk.quantize_per_token(x(M))[0] // 16, "packing": "uint8"},
         {"codes": INT8},
@@ -506,7 +516,7 @@ def test_a_second_call_goes_straight_to_the_launch(name):
     plans.forget()
     first = work(*tensors)
     kept = sum(map(len, plans._all_plans))
-    if name.startswith(("int8_gemm", "int8_addmm")):
+    if name.startswith(("int8_gemm", "int8_addmm", "int4_gemm")):
         assert kept == 0, "K is not a multiple of 16: operands are copied"
     elif TABLE[name].plan or name == "dense_linear":
         assert kept == 1, "one for the whole of it, what it calls included"

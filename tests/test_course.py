@@ -512,7 +512,7 @@ def double(x):
     ("answer", "message"),
     [
         (double, "Right, in all 2 cases.\n"),
-        (lambda x: None, "Not answered yet: <lambda> returns None.\n"),
+        (lambda x: None, "Not answered yet: <lambda> returns nothing, or its kernel stores nothing.\n"),
         (lambda x: x, "gave [1, 2]; [0] is 1, but must be 2; 2 of 2 elements differ.\nHint: x is too small\n"),
         (lambda x: 3 * x, "gave [3, 6]; [0] is 3, but must be 2; 2 of 2 elements differ.\n"),
         (lambda x: 2 * x.float(), "its dtype is torch.float32, not torch.int64.\n"),
@@ -574,10 +574,10 @@ def test_a_learner_s_kernel_may_forget_its_masks():
     double_strided = spread[::2]
     course.launch(_add_largest, (2,), x, double_strided, 20, 20, 0, BLOCK=32)
     for refused, message in (
-        ({"stored": 1000}, "it wrote 24 elements past the end of out_ptr: does the store need a mask?"),
+        ({"stored": 1000}, "it wrote 24 elements past the end of out_ptr: is the store's mask missing or too wide?"),
         ({"shift": 1}, "it wrote 1 element before the start of out_ptr"),
         ({"stored": 1000, "shift": 3}, "21 elements past the end and 3 elements before the start of out_ptr"),
-        ({"loaded": 1000}, "what lies beyond the end of a tensor changes the result: does a load need a mask?"),
+        ({"loaded": 1000}, "it reads past the end of x_ptr: is the load's mask missing or too wide?"),
     ):
         out = torch.zeros_like(x)
         with pytest.raises(course.OutOfBounds, match=re.escape(message)):
@@ -612,7 +612,7 @@ def test_check_explains_what_a_kernel_overwrote(capsys):
 
     course.check(answer, lambda n: torch.arange(n) + 31, (32,), (40,))
     assert capsys.readouterr().out == (
-        "Not yet: answer(40): it wrote 24 elements past the end of out_ptr: does the store need a mask?\n"
+        "Not yet: answer(40): it wrote 24 elements past the end of out_ptr: is the store's mask missing or too wide?\n"
     )
 
 
@@ -666,7 +666,7 @@ def test_a_cell_shows_all_programs_that_touch_it():
     access = course.Access((0,), "store", "out_ptr", torch.arange(2), torch.tensor([True, True]))
     other = access._replace(program=(1,), mask=torch.tensor([True, False]))
     found = texts(course.programs(course.Touched({"out_ptr": ((3,), (1,))}, [access, other])))
-    assert "0+1" in found and "0" in found and "nobody touches them" in found
+    assert "0+1" in found and "0" in found and "untouched" in found
 
 
 def test_compiled_says_what_is_in_the_code():

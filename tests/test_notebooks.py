@@ -336,7 +336,11 @@ def test_checks_know_right_from_wrong(name):
     [
         ("Not yet: f(1) gave 2; expected 3.\nHint: round up", "round", ""),
         ("Not yet: f(1) gave 2; expected 3.", "", ""),
-        ("Not yet: f(1): it wrote 24 elements past the end of out: does the store need a mask?", "past the end", ""),
+        (
+            "Not yet: f(1): it wrote 24 elements past the end of out: is the store's mask missing or too wide?",
+            "past the end",
+            "",
+        ),
         ("f(1) raised ValueError: no", "", ""),
         ("f(1) raised ValueError: no", "no", "gets no hint with 'no'"),
         ("Not yet: f(1) gave 2; expected 3.\nHint: round up", "down", "gets no hint with 'down'"),

@@ -40,6 +40,14 @@ def int4():
     qk.quantize_int4(randn(2, 70000))
 
 
+def int4_gemm():
+    """Whole tiles and ragged ones, of every row of the table, K split and not."""
+    for (N, K), M in itertools.product([(1, 1), (70, 257), (256, 2048)], (1, 17, 65, 600)):
+        for dtype, group_size in itertools.product(FLOATS[:2], (None, 32, 128)):
+            packed, absmax = qk.quantize_int4(randn(N, K, dtype=dtype), group_size, "int32" if M > 1 else "uint8")
+            qk.int4_gemm(randn(M, K, dtype=dtype), packed, absmax, randn(N), group_size)
+
+
 def int8():
     for shape, dtype in itertools.product(MATRICES, FLOATS):
         x = randn(*shape, dtype=dtype)
@@ -112,7 +120,7 @@ def parts():
     assert x.eq(7).all()
 
 
-CASES = {function.__name__: function for function in (int4, int8, gelu, dequant_bias, slide, parts)}
+CASES = {function.__name__: function for function in (int4, int4_gemm, int8, gelu, dequant_bias, slide, parts)}
 CASES |= {path: functools.partial(gemm, path) for path in qk.gemm._PATHS}
 
 

@@ -150,7 +150,7 @@ def _int4_gemm_cases(arch):
     # a tile of M rows takes what its dots take; below capability 8.0 they are of float32
     large = {75: "fma", 90: "wgmma", 100: "tcgen05|mma"}.get(arch, "mma")
     for M in 1, 64, 256, 4096:
-        least = {large: 1} | ({} if arch == 75 else {"cp.async": 1})
+        least = {large: 1} | ({} if arch == 75 else {"cp.async|cp.async.bulk": 1})
         for x in "bf16", "f16":
             yield call(M, x), least
         for group in 32, 64, 256, None:

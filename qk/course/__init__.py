@@ -5,5 +5,6 @@ from qk.course.charts import *  # noqa: F403
 from qk.course.exercises import *  # noqa: F403
 from qk.course.figures import *  # noqa: F403
 from qk.course.trace import *  # noqa: F403
+from qk.course.windows import OutOfBounds  # noqa: F401
 
-__all__ = sorted([*charts.__all__, *exercises.__all__, *figures.__all__, *trace.__all__])
+__all__ = sorted(["OutOfBounds", *charts.__all__, *exercises.__all__, *figures.__all__, *trace.__all__])

@@ -8,11 +8,10 @@ import ipywidgets
 import torch
 from IPython.display import display
 
+from qk.course.windows import OutOfBounds, run_on, watching, windows_of
 from qk.numerics import INTERPRETED
 
-__all__ = ["OutOfBounds", "Race", "check", "explore", "launch", "source"]
-
-_GUARD = 2**16  # elements before and after each buffer that a learner's kernel gets
+__all__ = ["Race", "check", "explore", "launch", "source"]
 
 
 def explore(draw, **choices):
@@ -60,70 +59,75 @@ def source(*functions, unfolded=False):
         display({"text/markdown": folded, "text/plain": text}, raw=True)
 
 
-class OutOfBounds(Exception):
-    """A kernel touched what lies beyond its tensors."""
-
-
 class Race(Exception):
     """The result of a kernel depends on the order in which its programs run."""
 
 
 def launch(kernel, grid, *args, **options):
-    """kernel[grid](*args, **options), of a learner's kernel, whose tensors get guarded ends.
+    """kernel[grid](*args, **options), of a learner's kernel, on copies of its tensors that have guarded ends.
 
-    Raises OutOfBounds, and says where, if the kernel wrote beyond a tensor or if what it read there changes a result,
-    and Race if two runs on the same data differ.
+    Raises OutOfBounds, and says where, if the kernel wrote beyond a tensor, or read there: in the interpreter anything,
+    compiled what changes a result. Raises Race if two runs on the same data differ. Then the tensors stay as they were.
     """
-    results = []
-    # what it reads beyond a tensor is one thing at first, and another in the last run; the interpreter has no races
-    for seed in (0, 1) if INTERPRETED.value else (0, 0, 1):
-        windows = [_Window(arg, seed) if isinstance(arg, torch.Tensor) else None for arg in args]
-        kernel[grid](*(window.inside if window else arg for window, arg in zip(windows, args, strict=True)), **options)
-        for name, window in zip(kernel.arg_names, windows, strict=False):
-            if window and (where := window.overwritten()):
-                raise OutOfBounds(f"it wrote {where} {name}: does the store need a mask?")
-        results.append([window.span() for window in windows if window])
-    if not all(map(_same_bits, results[0], results[-2])):
-        raise Race("two runs gave different results: do several programs write the same element?")
-    if not all(map(_same_bits, *results[-2:])):
-        raise OutOfBounds("what lies beyond the end of a tensor changes the result: does a load need a mask?")
+    windows = (_interpreted if INTERPRETED.value else _compiled)(kernel, grid, args, options)
     for window in filter(None, windows):
         window.copy_back()
 
 
-class _Window:
-    """A copy of a tensor, of the same strides, between two stretches of memory that nobody should touch."""
-
-    def __init__(self, tensor, seed):
-        self.tensor = tensor
-        self.size = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        if not tensor.numel():
-            self.size = 0
-        self.flat = tensor.as_strided((self.size,), (1,))
-        generator = torch.Generator().manual_seed(seed)
-        noise = torch.randint(1, 120, (self.size + 2 * _GUARD,), generator=generator)
-        self.buffer = noise.to(tensor.device, tensor.dtype)
-        self.buffer[_GUARD : _GUARD + self.size] = self.flat
-        self.before = self.buffer.clone()
-        self.inside = self.buffer.as_strided(tensor.shape, tensor.stride(), _GUARD)
-
-    def overwritten(self):
-        """Words for what was written outside, or ""."""
-        changed = self.buffer != self.before
-        head, tail = changed[:_GUARD].sum().item(), changed[_GUARD + self.size :].sum().item()
-        places = [(tail, "past the end"), (head, "before the start")]
-        words = " and ".join(f"{count} element{'s' * (count > 1)} {place}" for count, place in places if count)
-        return words and f"{words} of"
-
-    def span(self):
-        return self.buffer[_GUARD : _GUARD + self.size]
-
-    def copy_back(self):
-        self.flat.copy_(self.span())
+_AFTER, _BEFORE = "past the end", "before the start"
 
 
-def _same_bits(a, b):
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+def _interpreted(kernel, grid, args, options):
+    windows = windows_of(args)
+    named = {name: window for name, window in zip(kernel.arg_names, windows, strict=False) if window}
+    read = {(name, side): False for name in named for side in (_AFTER, _BEFORE)}
+
+    def hear(program, kind, name, elements, mask):
+        if kind == "load":
+            read[name, _AFTER] |= bool((elements[mask] >= named[name].size).any())
+            read[name, _BEFORE] |= bool((elements[mask] < 0).any())
+
+    with watching(kernel, windows, hear):
+        run_on(kernel, grid, args, windows, options)
+    _refuse_writes(kernel, windows)
+    for (name, side), happened in read.items():
+        if happened:
+            raise _read_beyond(name, side)
+    return windows
+
+
+def _compiled(kernel, grid, args, options):
+    def run(seeds=None):
+        windows = windows_of(args, seeds)
+        run_on(kernel, grid, args, windows, options)
+        _refuse_writes(kernel, windows)
+        return windows
+
+    windows = run()
+    if not _same_bits(windows, run()):
+        raise Race("two runs gave different results: do several programs write the same element?")
+    for number, window in enumerate(windows):
+        for side, seeds in (_AFTER, (0, 1)), (_BEFORE, (1, 0)):
+            if window and not _same_bits(windows, run({number: seeds})):
+                raise _read_beyond(kernel.arg_names[number], side)
+    return windows
+
+
+def _refuse_writes(kernel, windows):
+    for name, window in zip(kernel.arg_names, windows, strict=False):
+        counts = dict(zip((_AFTER, _BEFORE), window.overwritten() if window else (), strict=False))
+        places = [f"{count} element{'s' * (count > 1)} {side}" for side, count in counts.items() if count]
+        if places:
+            raise OutOfBounds(f"it wrote {' and '.join(places)} of {name}: is the store's mask missing or too wide?")
+
+
+def _read_beyond(name, side):
+    return OutOfBounds(f"it reads {side} of {name}: is the load's mask missing or too wide?")
+
+
+def _same_bits(windows, others):
+    pairs = [(a.span(), b.span()) for a, b in zip(windows, others, strict=True) if a]
+    return all(torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) for a, b in pairs)
 
 
 def check(answer, expected, *cases, mistakes=()):
@@ -135,17 +139,16 @@ def check(answer, expected, *cases, mistakes=()):
     failure = None
     answers = []
     for case in cases:
-        call = f"{answer.__name__}({', '.join(map(_text, case))})"
+        call = f"{answer.__name__}({', '.join(map(_argument, case))})"
         try:
             got = answer(*case)
-        except (OutOfBounds, Race) as error:
-            print(f"Not yet: {call}: {error}")
-            return
         except Exception as error:  # a learner's mistake of any kind is explained, not raised
-            print(f"{call} raised {type(error).__name__}: {error}")
+            known = isinstance(error, OutOfBounds | Race)
+            said = f"Not yet: {call}: {error}" if known else f"{call} raised {type(error).__name__}: {error}"
+            print(*filter(None, (failure, said)), sep="\n")
             return
         if got is None:
-            print(f"Not answered yet: {answer.__name__} returns None.")
+            print(f"Not answered yet: {answer.__name__} returns nothing, or its kernel stores nothing.")
             return
         answers.append(got)
         problem = _difference(got, expected(*case))
@@ -191,3 +194,10 @@ def _difference(got, want):
 def _text(value):
     text = str(value.tolist()) if isinstance(value, torch.Tensor) else repr(value)
     return text if len(text) < 80 else f"{text[:76]} ..."
+
+
+def _argument(value):
+    """Of a tensor with more than a few elements, its shape says enough."""
+    if isinstance(value, torch.Tensor) and value.numel() > 8:
+        return f"a tensor of {' x '.join(map(str, value.shape))}"
+    return _text(value)

@@ -14,21 +14,18 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
-import numpy as np
 import torch
 import triton
 from matplotlib.patches import Patch
 
-from qk import host
-from qk.course.exercises import _GUARD, OutOfBounds, _Window
 from qk.course.figures import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, _box, style, subplots
+from qk.course.windows import run_on, watching, windows_of
 
 __all__ = ["Access", "Touched", "compiled", "compiler_table", "programs", "touched"]
 
 _PACKAGES = str(Path(__file__).parents[2])  # where qk lies
-_COLORS = SKY, ORANGE, GREEN, PURPLE, "#F0E442", BLUE, "#BBBBBB"
+_COLORS = SKY, ORANGE, GREEN, PURPLE, "#F0E442", BLUE, "#A6761D"
 
 
 class Access(NamedTuple):
@@ -69,40 +66,15 @@ def compiled(kernel, *args, arch=90, **options):
 
 
 def _record(kernel, grid, args, options):
-    from triton.runtime.interpreter import interpreter_builder as builder
+    windows, accesses = windows_of(args), []
 
-    windows = [_Window(arg, 0) if isinstance(arg, torch.Tensor) else None for arg in args]
-    named = {name: window for name, window in zip(kernel.arg_names, windows, strict=False) if window}
-    load, store, atomic = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
-    accesses = []
+    def hear(program, *access):
+        accesses.append(Access(program[: len(grid)], *access))
 
-    def note(kind, pointers, mask):
-        addresses = torch.from_numpy(np.atleast_1d(pointers.data).astype(np.int64))
-        mask = torch.from_numpy(np.broadcast_to(mask.data, addresses.shape).astype(bool))
-        for name, window in named.items():
-            elements = (addresses - window.inside.data_ptr()) // window.buffer.element_size()
-            if (elements >= -_GUARD).all() and (elements < window.size + _GUARD).all():
-                accesses.append(Access(builder.grid_idx[: len(grid)], kind, name, elements, mask))
-                return
-        raise OutOfBounds("it touches memory far from all of its tensors")
-
-    def noted_load(pointers, mask, *others):
-        note("load", pointers, mask)
-        return load(pointers, mask, *others)
-
-    def noted_store(pointers, value, mask, *others):
-        note("store", pointers, mask)
-        return store(pointers, value, mask, *others)
-
-    def noted_atomic(operation, pointers, value, mask, *others):
-        note("store", pointers, mask)
-        return atomic(operation, pointers, value, mask, *others)
-
-    hooks = {"create_masked_load": noted_load, "create_masked_store": noted_store, "create_atomic_rmw": noted_atomic}
-    with host.interpreting(), mock.patch.multiple(builder, **hooks):
-        inside = [window.inside if window else arg for window, arg in zip(windows, args, strict=True)]
-        kernel[grid](*inside, **options)
-    shapes = {name: (tuple(window.tensor.shape), window.tensor.stride()) for name, window in named.items()}
+    with watching(kernel, windows, hear):
+        run_on(kernel, grid, args, windows, options)
+    named = zip(kernel.arg_names, windows, strict=False)
+    shapes = {name: (tuple(window.tensor.shape), window.tensor.stride()) for name, window in named if window}
     return Touched(shapes, accesses)
 
 
@@ -219,13 +191,13 @@ def _panel(ax, cells, own, first, last, width, label):
             look = {"facecolor": _COLORS[color % len(_COLORS)], "alpha": 0.75, "linewidth": 0}
             _box(ax, x + i / len(here), y, 1 / len(here), 1, **look)
         if here:
-            kind = "touched, but not of the tensor" if element not in own else None
+            kind = "touched, outside the tensor" if element not in own else None
         elif element in cells:
             kind = "masked off"
         elif element in own:
-            kind = "nobody touches them"
+            kind = "untouched"
         else:
-            kind = "not of the tensor"
+            kind = "outside the tensor"
         kinds.add(kind)
         text = "+".join(dict.fromkeys(text for text, _ in here))
         small = {"fontsize": 8 if width <= 36 and len(text) < 4 else 6, "zorder": 4}
@@ -236,10 +208,10 @@ def _panel(ax, cells, own, first, last, width, label):
 _LINE = {"edgecolor": "#888888", "linewidth": 0.6, "facecolor": "none"}
 _LOOKS = {
     None: _LINE,
-    "nobody touches them": _LINE | {"facecolor": "#e4e4e4"},
+    "untouched": _LINE | {"facecolor": "#e4e4e4"},
     "masked off": _LINE | {"hatch": "//////"},
-    "not of the tensor": _LINE | {"linestyle": ":"},
-    "touched, but not of the tensor": _LINE | {"edgecolor": VERMILION, "linewidth": 2, "zorder": 3},
+    "outside the tensor": _LINE | {"linestyle": ":"},
+    "touched, outside the tensor": _LINE | {"edgecolor": VERMILION, "linewidth": 2, "zorder": 3},
 }
 
 
@@ -286,7 +258,7 @@ def programs(record, *shown, by="program", cells=0, width=32, title="Who touches
             ax.set_yticks([])
         ax.tick_params(length=0, labelsize=8)
         ax.spines[:].set_visible(False)
-    what = "when its program touches it: first is 0" if by == "step" else "the program that touches it"
+    what = "at which step of its program, from 0" if by == "step" else "the program that touches it"
     axes[-1, 0].set_xlabel(f"element, as it lies in memory (in a cell: {what})")
     fig.suptitle(title, x=0.01, ha="left", fontsize=11)
     handles = [Patch(label=kind, **look) for kind, look in _LOOKS.items() if kind and kind in kinds]

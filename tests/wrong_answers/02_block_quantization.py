@@ -21,7 +21,7 @@ ANSWERS = {
     "round_codes": [
         ("past the end of q_ptr", KERNEL.replace(", mask=offs < n, other=0.0", "").replace(", mask=offs < n", "")),
         ("past the end of q_ptr", KERNEL.replace("code.to(tl.int8), mask=offs < n", "code.to(tl.int8)")),
-        ("need a mask?", KERNEL.replace(", mask=offs < n, other=0.0", "")),
+        ("missing or too wide?", KERNEL.replace(", mask=offs < n, other=0.0", "")),
         ("this truncates", code("x * inverse")),
         ("this rounds down", code("tl.floor(x * inverse)")),
         ("ties go up here", code("tl.floor(x * inverse + 0.5)")),

@@ -44,7 +44,7 @@ def loop_kernel(a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, out_ptr, N, K, QUANT_BLO
     tl.store(out_ptr + m[:, None] * N + n[None, :], acc)
 """
 SCALED = "int_dot(a, b) * a_scale[:, None] * b_scale[None, :]"
-BEYOND = "what lies beyond"
+BEYOND = "load's mask"
 
 ANSWERS = {
     "scale_rows": [
@@ -102,7 +102,7 @@ ANSWERS = {
             ),
         ),
         (
-            "need a mask?",
+            "missing or too wide?",
             changed(
                 LOOP,
                 ("m[:, None] * K + place, mask=inside, other=0", "m[:, None] * K + place"),

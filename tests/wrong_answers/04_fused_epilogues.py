@@ -65,7 +65,7 @@ ANSWERS = {
         ("softplus(0)", changed(SOFTPLUS, ("    codes = ", WHERE + "    codes = "))),
         ("tl.abs makes 1 of -1", changed(SOFTPLUS, (LOG, LOG + WHERE.replace("0.0", "-1.0")))),
         ("past the end of codes_ptr", changed(SOFTPLUS, (LOG, LOG + WHERE), ("tl.int8), mask=mask", "tl.int8)"))),
-        ("what lies beyond", changed(SOFTPLUS, ("x_ptr + n, mask=mask, other=0.0", "x_ptr + n"))),
+        ("load's mask", changed(SOFTPLUS, ("x_ptr + n, mask=mask, other=0.0", "x_ptr + n"))),
         ("", changed(SOFTPLUS, (LOG, LOG + WHERE.replace("mask", "n < GROUP")))),
         ("past the end of codes_ptr", changed(SOFTPLUS, (LOG, LOG + WHERE), ("n < N", "n <= N"))),
     ],
@@ -85,7 +85,7 @@ ANSWERS = {
         ("a group of its own", changed(GATED, ("n = tl.program_id(0) * GROUP + ", "n = "))),
         ("past the end of codes_ptr", changed(GATED, ("tl.int8), mask=mask", "tl.int8)"))),
         (
-            "what lies beyond",
+            "load's mask",
             GATED.replace("_ptr + n, mask=mask, other=0.0", "_ptr + n"),
         ),
         ("past the end of scale_ptr", changed(GATED, ("scale_ptr + tl.program_id(0)", "scale_ptr + n"))),

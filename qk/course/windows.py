@@ -1,0 +1,101 @@
+"""Guarded copies of the tensors that a learner's kernel gets, and who touches what of them, in the interpreter."""
+
+import contextlib
+from unittest import mock
+
+import numpy as np
+import torch
+
+from qk import host
+
+GUARD = 2**16  # elements before and after each buffer
+
+
+class OutOfBounds(Exception):
+    """A kernel touched what lies beyond its tensors."""
+
+
+class Window:
+    """A copy of a tensor, of the same strides, between two stretches of memory that nobody should touch."""
+
+    def __init__(self, tensor, seeds=(0, 0)):
+        """seeds: of what lies before it and after it."""
+        self.tensor = tensor
+        self.size = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if not tensor.numel():
+            self.size = 0
+        self.flat = tensor.as_strided((self.size,), (1,))
+        head, tail = (torch.randint(1, 120, (GUARD,), generator=torch.Generator().manual_seed(seed)) for seed in seeds)
+        ends = (noise.to(tensor.device, tensor.dtype) for noise in (head, tail))
+        self.buffer = torch.cat([next(ends), self.flat, next(ends)])
+        self.before = self.buffer.clone()
+        self.inside = self.buffer.as_strided(tensor.shape, tensor.stride(), GUARD)
+
+    def overwritten(self):
+        """How many elements were written after and before it."""
+        changed = self.buffer != self.before
+        return changed[GUARD + self.size :].sum().item(), changed[:GUARD].sum().item()
+
+    def span(self):
+        return self.buffer[GUARD : GUARD + self.size]
+
+    def copy_back(self):
+        self.flat.copy_(self.span())
+
+
+def windows_of(args, seeds=None):
+    """A window for each tensor, None for the other arguments. seeds: {number of an argument: its window's}."""
+    seeds = seeds or {}
+    return [Window(arg, seeds.get(i, (0, 0))) if isinstance(arg, torch.Tensor) else None for i, arg in enumerate(args)]
+
+
+def run_on(kernel, grid, args, windows, options):
+    """kernel[grid](*args, **options), with windows in the place of tensors."""
+    kernel[grid](*(window.inside if window else arg for window, arg in zip(windows, args, strict=True)), **options)
+
+
+@contextlib.contextmanager
+def watching(kernel, windows, hear):
+    """Around a launch of a kernel on windows in the interpreter: hear(program, kind, name, elements, mask).
+
+    It hears of each load and store before it happens: the program's numbers, "load" or "store", the argument, and for
+    the whole tile how far from the tensor's first element, and whether the mask lets it. One that is farther away than
+    the guards reach raises OutOfBounds, and doesn't happen.
+    """
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    named = {name: window for name, window in zip(kernel.arg_names, windows, strict=False) if window}
+    load, store, atomic = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
+
+    def note(kind, pointers, mask):
+        addresses = torch.from_numpy(np.atleast_1d(pointers.data).astype(np.int64))
+        mask = torch.from_numpy(np.broadcast_to(mask.data, addresses.shape).astype(bool))
+        for name, window in named.items():
+            elements = (addresses - window.inside.data_ptr()) // window.buffer.element_size()
+            near = (elements >= -GUARD) & (elements < window.size + GUARD)
+            if (near | ~mask).all() and near.any():
+                hear(builder.grid_idx, kind, name, elements, mask)
+                return
+        if mask.any():
+            raise OutOfBounds("it touches memory far from all of its tensors")
+
+    def noted_load(pointers, mask, *others):
+        note("load", pointers, mask)
+        return load(pointers, mask, *others)
+
+    def noted_store(pointers, value, mask, *others):
+        note("store", pointers, mask)
+        return store(pointers, value, mask, *others)
+
+    def noted_atomic(operation, pointers, value, mask, *others):
+        note("store", pointers, mask)
+        return atomic(operation, pointers, value, mask, *others)
+
+    hooks = {"create_masked_load": noted_load, "create_masked_store": noted_store, "create_atomic_rmw": noted_atomic}
+    try:
+        with host.interpreting(), mock.patch.multiple(builder, **hooks):
+            yield
+    except Exception as error:
+        if isinstance(error.__cause__, OutOfBounds):  # the interpreter's own error says less
+            raise error.__cause__ from None
+        raise

@@ -1,0 +1,295 @@
+import itertools
+import math
+import sys
+
+import pytest
+import torch
+from cases import DEVICE, FLOATS, GROUPS, gpu, layouts, randn, same
+
+import qk
+
+room = sys.modules["qk.int4_gemm"]  # qk.int4_gemm is the function
+NAN = math.nan
+HALVES = (torch.float16, torch.bfloat16)
+PACKINGS = ("uint8", "int32")
+# M, N, K: one element, ragged in every dimension, whole blocks, words that end in a row's last byte
+SHAPES = [(1, 1, 1), (1, 70, 300), (16, 96, 256), (3, 5, 7), (100, 70, 129)]
+EMPTY = [(0, 5, 64), (4, 0, 64), (4, 5, 0), (0, 0, 0)]
+# every number of tokens at which the table changes
+TOKENS = (1, 16, 17, 64, 65, 256, 512, 513, 1000)
+
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")  # numpy's, out of the interpreter
+
+
+def operands(M, N, K, group_size=None, dtype=torch.bfloat16, packing="uint8", seed=0):
+    x, w = randn(M, K, dtype=dtype, seed=seed), randn(N, K, dtype=dtype, seed=seed + 1) / max(K, 1) ** 0.5
+    return x, *qk.quantize_int4(w, group_size, packing)
+
+
+def float64_product(x, packed, absmax, group_size=None):
+    """Of the values that the weight stands for: the promise is about these."""
+    K = x.shape[-1]
+    w = qk.unpack_int4(packed, K).double()
+    scale = (absmax.double() / 7).repeat_interleave(group_size or max(K, 1), 1)[:, :K]
+    return x.double() @ (w * scale).T
+
+
+def error(out, expected):
+    """Relative Frobenius error."""
+    return ((out.double() - expected).norm() / expected.norm()).item() if out.numel() else 0.0
+
+
+def exact_operands(M, N, K, group_size, dtype=torch.bfloat16, packing="uint8"):
+    """Integers whose sums float32 holds, of scales that are integers: -> operands, and the integer product."""
+    generator = torch.Generator().manual_seed(M + N + K)
+    x = torch.randint(-3, 4, (M, K), generator=generator)
+    codes = torch.randint(-8, 8, (N, K), generator=generator).to(torch.int8)
+    groups = 1 if group_size is None else -(-K // group_size)
+    scale = torch.randint(1, 9, (N, groups), generator=generator)
+    w = codes.long() * scale.repeat_interleave(group_size or max(K, 1), 1)[:, :K]
+    product = (x.double() @ w.double().T).float()
+    assert (x.abs().double() @ w.abs().double().T).max() < 2**21  # times 7, if scales are 7 * absmax
+    packed = qk.pack_int4(codes.to(DEVICE), packing)
+    return x.to(dtype).to(DEVICE), packed, (7 * scale).to(dtype).to(DEVICE), product.to(DEVICE)
+
+
+@pytest.mark.parametrize("group_size", GROUPS)
+@pytest.mark.parametrize("M, N, K", SHAPES)
+@pytest.mark.usefixtures("poison")
+def test_product(M, N, K, group_size):
+    for dtype, packing in zip(HALVES, PACKINGS, strict=True):
+        x, packed, absmax = operands(M, N, K, group_size, dtype, packing)
+        bias = randn(N)
+        expected = float64_product(x, packed, absmax, group_size) + bias.double()
+        out = qk.int4_gemm(x, packed, absmax, bias, group_size, torch.float32)
+        assert out.shape == (M, N) and out.is_contiguous() and error(out, expected) < 5e-7
+        assert error(qk.int4_gemm_ref(x, packed, absmax, bias, group_size, torch.float32), expected) < 2e-7
+        # the same sums, rounded to nearest even
+        assert same(qk.int4_gemm(x, packed, absmax, bias, group_size), out.to(dtype))
+        other = HALVES[dtype == HALVES[0]]
+        assert same(qk.int4_gemm(x, packed, absmax, bias, group_size, other), out.to(other))
+
+
+@pytest.mark.parametrize("M, N, K", EMPTY)
+@pytest.mark.usefixtures("poison")
+def test_empty(M, N, K):
+    for group_size, packing in itertools.product((None, 32), PACKINGS):
+        x, packed, absmax = operands(M, N, K, group_size, packing=packing)
+        assert same(qk.int4_gemm(x, packed, absmax, None, group_size), x.new_zeros(M, N))
+        bias = randn(N, dtype=torch.bfloat16)
+        assert same(qk.int4_gemm(x, packed, absmax, bias, group_size), bias.expand(M, N).contiguous())
+
+
+@pytest.mark.parametrize("group_size", GROUPS)
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_integers_are_exact(group_size, packing):
+    """All codes from -8 on, scales that are integers: equal to the integer product to the bit."""
+    for dtype, (M, N, K) in itertools.product(HALVES, ((1, 70, 640), (30, 33, 257))):
+        x, packed, absmax, product = exact_operands(M, N, K, group_size, dtype, packing)
+        assert same(qk.int4_gemm(x, packed, absmax, None, group_size, torch.float32), product)
+        assert same(qk.int4_gemm_ref(x, packed, absmax, None, group_size, torch.float32), product)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_every_code_meets_every_place_of_a_word(dtype):
+    """x is one 1 in each row: out is the weight itself, to the bit."""
+    K = 64
+    codes = (torch.arange(16)[:, None] + torch.arange(K)).remainder(16).sub(8).to(torch.int8).to(DEVICE)
+    x = torch.eye(K, dtype=dtype, device=DEVICE)
+    absmax = torch.full((16, 1), 7.0, dtype=dtype, device=DEVICE)
+    for packing in PACKINGS:
+        out = qk.int4_gemm(x, qk.pack_int4(codes, packing), absmax, out_dtype=torch.float32)
+        assert same(out, codes.t().float().contiguous())
+
+
+def test_both_packings_are_the_same_bits():
+    x, packed, absmax = operands(5, 70, 300, 64)
+    words = qk.pack_int4(qk.unpack_int4(packed, 300), "int32")
+    assert same(qk.int4_gemm(x, words, absmax, None, 64), qk.int4_gemm(x, packed, absmax, None, 64))
+
+
+@pytest.mark.parametrize("group_size", (None, 64))
+def test_a_bad_scale_spoils_its_column_alone(group_size):
+    x, packed, absmax = operands(20, 70, 300, group_size)
+    clean = qk.int4_gemm(x, packed, absmax, None, group_size, torch.float32)
+    absmax[3, 0], absmax[69, -1] = NAN, NAN
+    expected = clean.clone()
+    expected[:, [3, 69]] = NAN
+    assert same(qk.int4_gemm(x, packed, absmax, None, group_size, torch.float32), expected)
+    x[4, 299], expected[4] = NAN, NAN  # a token, likewise
+    assert same(qk.int4_gemm(x, packed, absmax, None, group_size, torch.float32), expected)
+
+
+def test_scales():
+    """Of any dtype; zeros; as large as float32's."""
+    x, packed, absmax = operands(5, 70, 256, 64)
+    for dtype in FLOATS:
+        as_dtype = absmax.to(dtype)
+        out = qk.int4_gemm(x, packed, as_dtype, None, 64, torch.float32)
+        assert error(out, float64_product(x, packed, as_dtype, 64)) < 5e-7
+    assert same(
+        qk.int4_gemm(x, packed, torch.zeros_like(absmax), None, 64), torch.zeros(5, 70, device=DEVICE).bfloat16()
+    )
+    for factor in (2.0**100, 2.0**-100):
+        out = qk.int4_gemm(x, packed, absmax.float() * factor, None, 64, torch.float32)
+        assert same(out, qk.int4_gemm(x, packed, absmax.float(), None, 64, torch.float32) * factor)
+
+
+@pytest.mark.parametrize("dtype", (*FLOATS, None), ids=str)
+def test_bias_dtypes(dtype):
+    x, packed, absmax = operands(5, 70, 128, 32)
+    bias = None if dtype is None else randn(70, dtype=dtype)
+    out = qk.int4_gemm(x, packed, absmax, bias, 32, torch.float32)
+    plain = qk.int4_gemm(x, packed, absmax, None, 32, torch.float32)
+    assert same(out, plain if bias is None else plain + bias.float())
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_views(packing):
+    x, packed, absmax = operands(6, 40, 320, 64, packing=packing)
+    bias = randn(40)
+    expected = qk.int4_gemm(x, packed, absmax, bias, 64)
+    for (name, x_view), (_, packed_view), (_, absmax_view) in zip(*map(layouts, (x, packed, absmax)), strict=True):
+        assert same(qk.int4_gemm(x_view, packed, absmax, bias, 64), expected), name
+        assert same(qk.int4_gemm(x, packed_view, absmax, bias, 64), expected), name
+        assert same(qk.int4_gemm(x, packed, absmax_view, bias, 64), expected), name
+    assert same(qk.int4_gemm(x, packed, absmax, bias.repeat_interleave(2)[::2], 64), expected)
+    # a window that begins at a multiple of 16 bytes, as rows of another matrix: no copy is needed
+    wide = packed.new_full((40, packed.shape[1] * 2), -1 if packing == "int32" else 0x88)
+    wide[:, : packed.shape[1]] = packed
+    assert same(qk.int4_gemm(x, wide[:, : packed.shape[1]], absmax, bias, 64), expected)
+    assert same(qk.int4_gemm(x[:, None].expand(6, 2, 320), packed, absmax, bias, 64)[:, 1].contiguous(), expected)
+    one = qk.int4_gemm(x[2], packed, absmax, bias, 64)
+    assert one.shape == (40,) and error(one, expected[2].double()) < 1e-2
+
+
+def test_pads_are_not_looked_at():
+    """What a ragged row is filled up with, in its last byte or word and in x's memory behind it."""
+    x, packed, absmax = operands(3, 5, 257, 128)
+    expected = qk.int4_gemm(x, packed, absmax, None, 128)
+    packed[:, -1] |= 0x70
+    wide = x.new_full((3, 264), NAN)
+    wide[:, :257] = x
+    assert same(qk.int4_gemm(wide[:, :257], packed, absmax, None, 128), expected)
+
+
+@pytest.mark.parametrize("group_size", (None, 32, 128))
+@pytest.mark.parametrize(
+    "config",
+    (
+        room.Tile(64, 128, 64, group_m=1, warps=4, stages=3, programs=40),
+        room.Tile(128, 256, 128, group_m=2, warps=8, stages=2, programs=2),
+        room.Tile(64, 256, 128, group_m=2, warps=8, stages=3, programs=0, scratch=1),
+    ),
+    ids=lambda config: f"programs={config.programs}",
+)
+def test_split_and_scratch(config, group_size, windows):
+    """Programs that share the columns, codes that go through a scratch in pieces: the same product, no byte else."""
+    if DEVICE == "cuda" and torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("its tiles are too large for this GPU")
+    (M, K), N = (70, 1000), 600 if config.scratch else 140
+    x, packed, absmax = operands(M, N, K, group_size)
+    bias = randn(N)
+    expected = float64_product(x, packed, absmax, group_size) + bias.double()
+    before = len(windows)
+    out = x.new_empty((M, N), dtype=torch.float32)
+    room._solve(x, packed, absmax, bias, out, group_size, config)
+    assert error(out, expected) < 5e-6
+    assert len(windows) == before + 4  # of out, and of the parts or the scratch
+    windows.assert_untouched(outputs=2)
+
+
+@pytest.mark.parametrize("M, N, K", [(70, 272, 256), (1, 48, 129), (600, 40, 96)])
+def test_nothing_else_is_written(M, N, K, windows):
+    for group_size, out_dtype in itertools.product((None, 32), FLOATS):
+        x, packed, absmax = operands(M, N, K, group_size)
+        qk.int4_gemm(x, packed, absmax, None, group_size, out_dtype)
+    windows.assert_untouched(outputs=6)
+
+
+def test_a_seventh_is_correctly_rounded():
+    """With x and code 1, out is absmax / 7."""
+    absmax = (randn(1024, 1).abs() + 0.01) * 4 ** randn(1024, 1, seed=1)
+    for dtype in FLOATS:
+        stored = absmax.to(dtype)
+        codes = torch.ones(1024, 1, dtype=torch.int8, device=DEVICE)
+        out = qk.int4_gemm(
+            torch.ones(1, 1, dtype=torch.float16, device=DEVICE), qk.pack_int4(codes), stored, out_dtype=torch.float32
+        )
+        assert same(out[0], stored[:, 0].float() / torch.full_like(stored[:, 0].float(), 7))
+
+
+# ---- on a GPU ----------------------------------------------------------------------------------------------------
+
+
+@gpu
+@pytest.mark.parametrize("group_size", GROUPS)
+@pytest.mark.parametrize("M", TOKENS)
+def test_every_number_of_tokens(M, group_size, poison):
+    for dtype, (N, K) in itertools.product(HALVES, ((1024, 4096), (384, 1536), (1000, 1000), (257, 2056))):
+        x, packed, absmax = operands(M, N, K, group_size, dtype)
+        bias = randn(N)
+        expected = float64_product(x, packed, absmax, group_size) + bias.double()
+        assert error(qk.int4_gemm(x, packed, absmax, bias, group_size, torch.float32), expected) < 5e-6
+        x, packed, absmax, product = exact_operands(M, N, min(K, 1536), group_size, dtype)
+        assert same(qk.int4_gemm(x, packed, absmax, None, group_size, torch.float32), product)
+
+
+@gpu
+@pytest.mark.parametrize("group_size", (None, 128))
+def test_long_rows(group_size):
+    """Tensor cores truncate where they add: no sum of theirs is long."""
+    for M in (1, 64, 256, 600):
+        x, packed, absmax = operands(M, 256, 65536, group_size)
+        out = qk.int4_gemm(x.abs(), packed, absmax, None, group_size, torch.float32)
+        assert error(out, float64_product(x.abs(), packed, absmax, group_size)) < 5e-6
+
+
+@gpu
+def test_the_same_bits_every_run(poison):
+    for M in TOKENS:
+        x, packed, absmax = operands(M, 1024, 4096, 128)
+        first = qk.int4_gemm(x, packed, absmax, None, 128)
+        for _ in range(25):
+            assert same(qk.int4_gemm(x, packed, absmax, None, 128), first)
+
+
+@gpu
+@pytest.mark.parametrize("M", (1, 64, 256, 600))
+def test_graph(M):
+    x, packed, absmax = operands(M, 1024, 4096, 128)
+    expected = qk.int4_gemm(x, packed, absmax, None, 128)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [qk.int4_gemm(x, packed, absmax, None, 128) for _ in range(3)]
+    for _ in range(3):
+        for out in outs:
+            out.fill_(NAN)
+        graph.replay()
+        assert all(same(out, expected) for out in outs)
+
+
+@gpu
+def test_weights_beyond_int32(needs):
+    """More than 2**31 bytes of packed codes: the last rows lie beyond."""
+    N, K = 2**31 // 4096 + 256, 8192
+    needs(12)
+    packed = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, device=DEVICE)
+    absmax = torch.rand(N, K // 128, device=DEVICE).bfloat16()
+    for M in (1, 64, 256, 600):
+        x = randn(M, K, dtype=torch.bfloat16)
+        out = qk.int4_gemm(x, packed, absmax, None, 128)
+        for rows in (slice(0, 256), slice(N - 256, N)):
+            expected = float64_product(x, packed[rows], absmax[rows], 128)
+            assert error(out[:, rows], expected) < 4e-3
+        del out
+
+
+@gpu
+def test_outputs_beyond_int32(needs):
+    needs(16)
+    M, N, K = 131200, 16384, 128
+    x, packed, absmax = operands(M, N, K, 128)
+    out = qk.int4_gemm(x, packed, absmax, None, 128)
+    assert error(out[-64:], float64_product(x[-64:], packed, absmax, 128)) < 4e-3
