@@ -109,12 +109,17 @@ def _needed(roots):
 
 
 def _renamed(text, names):
-    """Python text with other names. What stands behind a dot is no such name."""
-    lines, before = text.splitlines(keepends=True), ""
+    """Python text with other names. What stands behind a dot is no such name, and what is imported keeps its own."""
+    lines, before, importing = text.splitlines(keepends=True), "", False
     edits = []
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    for token, after in zip(tokens, [*tokens[1:], None], strict=True):
+        importing = token.string == "import" or importing and token.type != tokenize.NEWLINE
         if token.type == tokenize.NAME and token.string in names and before != ".":
-            edits.append((*token.start, token.end[1], names[token.string]))
+            name = names[token.string]
+            if importing and before != "as":
+                name = token.string if after.string == "as" else f"{token.string} as {name}"
+            edits.append((*token.start, token.end[1], name))
         before = token.string
     for row, start, end, name in reversed(edits):
         line = lines[row - 1]

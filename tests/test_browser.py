@@ -37,8 +37,10 @@ SETTINGS = {
 FIGURES = "cell => [...cell.querySelectorAll('.jp-OutputArea-output img')].map(image => image.src).join()"
 CONTROLS = ".widget-slider, .widget-dropdown"
 ERRORS = "[data-mime-type='application/vnd.jupyter.error'], [data-mime-type='application/vnd.jupyter.stderr']"
+# a cell that is folded shows no number
 DONE = f"""() => [...document.querySelectorAll('{CELL}')].every(
-    cell => /\\[\\d+\\]/.test(cell.querySelector('.jp-InputPrompt').textContent))"""
+    cell => cell.querySelector('.jp-InputPlaceholder')
+    || /\\[\\d+\\]/.test(cell.querySelector('.jp-InputPrompt').textContent))"""
 
 
 @pytest.fixture(scope="module")

@@ -47,6 +47,14 @@ def test_every_public_function_can_be_copied():
         assert getattr(qk, name).__module__ == f"qk.{room}"
 
 
+def test_what_is_imported_keeps_its_name():
+    text = "try:\n    from a import X, Y as Z\nexcept ImportError:\n    X = Z = None\nX.Z(X, z=Z)\n"
+    renamed = (
+        "try:\n    from a import X as X_b, Y as Z_b\nexcept ImportError:\n    X_b = Z_b = None\nX_b.Z(X_b, z=Z_b)\n"
+    )
+    assert copy._renamed(text, {"X": "X_b", "Z": "Z_b"}) == renamed
+
+
 def test_copies_are_clean(copies):
     (copies / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     for command in (["check"], ["format", "--check"]):

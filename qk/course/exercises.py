@@ -105,7 +105,10 @@ def _compiled(kernel, grid, args, options):
 
     windows = run()
     if not _same_bits(windows, run()):
-        raise Race("two runs gave different results: do several programs write the same element?")
+        raise Race(
+            "two runs gave different results, so several programs write the same element: "
+            "is its place wrong, or a mask missing or too wide?"
+        )
     for number, window in enumerate(windows):
         for side, seeds in (_AFTER, (0, 1)), (_BEFORE, (1, 0)):
             if window and not _same_bits(windows, run({number: seeds})):
