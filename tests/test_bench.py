@@ -515,7 +515,7 @@ def test_no_two_cases_are_the_same():
     assert len(keys) == len(set(keys)) > 0
 
 
-@pytest.mark.parametrize("case", jobs.JOBS["versions"](), ids=lambda case: case.op)
+@pytest.mark.parametrize("case", list(jobs.JOBS["versions"]()), ids=lambda case: case.op)
 def test_versions_are_right(case):
     x = case.inputs()[0][:64, :256].contiguous()
     grown = [name for name in case.contenders if name not in ("qk", "eager", "compile")]
