@@ -127,7 +127,7 @@ def test_a_room_s_tests_pass_on_its_copy(copies, tmp_path):
     source = (ROOT / "qk" / "__init__.py").read_text()
     (shim / "__init__.py").write_text(
         "import sys\n\nimport my_all\nfrom my_all import *\n\n"
-        f"for room in {rooms!r}:\n    sys.modules[f'qk.{{room}}'] = globals().setdefault(room, my_all) and my_all\n"
+        f"for room in {rooms!r}:\n    sys.modules[f'qk.{{room}}'] = globals()[room] = my_all\n"
         f"__all__ = sorted([*my_all.__all__, 'backend', 'device'])\n\n\n"
         f"def device():\n    return {DEVICE!r}\n\n\ndef backend():\n    return 'a copy'\n"
     )

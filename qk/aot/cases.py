@@ -214,7 +214,7 @@ CASES = {
     "gemm": _gemm_cases,
     "gemm_sm75": _gemm_sm75_cases,
     "gemm_sm90": _gemm_sm90_cases,
-    "int4_gemm": _int4_gemm_cases,
+    "gemm_int4": _int4_gemm_cases,
     "gelu": _gelu_cases,
     "dequant": _dequant_cases,
     "sparsity": _sparsity_cases,

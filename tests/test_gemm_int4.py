@@ -1,14 +1,13 @@
 import itertools
 import math
-import sys
 
 import pytest
 import torch
 from cases import DEVICE, FLOATS, GROUPS, gpu, layouts, randn, same
 
 import qk
+from qk import gemm_int4 as room
 
-room = sys.modules["qk.int4_gemm"]  # qk.int4_gemm is the function
 NAN = math.nan
 HALVES = (torch.float16, torch.bfloat16)
 PACKINGS = ("uint8", "int32")
