@@ -25,9 +25,9 @@ class Window:
         if not tensor.numel():
             self.size = 0
         self.flat = tensor.as_strided((self.size,), (1,))
-        head, tail = (torch.randint(1, 120, (GUARD,), generator=torch.Generator().manual_seed(seed)) for seed in seeds)
-        ends = (noise.to(tensor.device, tensor.dtype) for noise in (head, tail))
-        self.buffer = torch.cat([next(ends), self.flat, next(ends)])
+        noise = (torch.randint(1, 120, (GUARD,), generator=torch.Generator().manual_seed(seed)) for seed in seeds)
+        head, tail = (part.to(tensor.device, tensor.dtype) for part in noise)
+        self.buffer = torch.cat([head, self.flat, tail])
         self.before = self.buffer.clone()
         self.inside = self.buffer.as_strided(tensor.shape, tensor.stride(), GUARD)
 

@@ -60,7 +60,7 @@ ANSWERS = {
         ("the codes still go on", kernel(again=f"column < {END}")),
         ("the last group is cut off", kernel("offs < K // 8 * 8", "column < K // 8 * 8")),
         ("< and not <=", kernel("offs <= K", "column <= K")),
-        ("mask", kernel(None, None)),
+        ("load's mask", kernel(None, None)),
         ("missing or too wide?", kernel(store="out_ptr + row * C + position, code")),
         ("without a mask in the first load", kernel(loads=None)),
         ("missing or too wide?", kernel(store="out_ptr + row * 64 + position, code, mask=position < C")),
