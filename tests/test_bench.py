@@ -294,7 +294,7 @@ def test_merging_refuses_another_gpu():
 @pytest.mark.parametrize("rows", [[], [row(), row("copy")]])
 def test_a_report_is_json_with_a_result_a_line(rows, tmp_path):
     text = command.dump(report(*rows))
-    assert json.loads(text) == report(*rows)
+    assert data.parse(text) == report(*rows)
     assert sum('"contender"' in line for line in text.splitlines()) == len(rows)
     (tmp_path / "b.json").write_text(text)
     assert command.read(tmp_path / "b.json") == report(*rows)
@@ -363,7 +363,7 @@ def test_the_command_records_replaces_and_checks(tmp_path, capsys):
 
     assert call("ladder", "--quick", "--json", str(file)) == 0
     assert "eager 5.00x" in capsys.readouterr().out
-    recorded = json.loads(file.read_text())
+    recorded = data.parse(file.read_text())
     assert (recorded["gpu"], recorded["capability"]) == ("NVIDIA H200", [9, 0])
     assert [(r["job"], r["op"], r["contender"]) for r in recorded["results"]] == [
         ("ladder", "ladder", "qk"),
@@ -378,7 +378,7 @@ def test_the_command_records_replaces_and_checks(tmp_path, capsys):
     assert asked == [(torch.bfloat16, 0)] * 3
     assert call("ladder", "gelu", "--json", str(file), qk=12.0) == 0
     assert asked[3:] == [(torch.bfloat16, None)] + [(torch.int8, None)] * 3
-    results = json.loads(file.read_text())["results"]
+    results = data.parse(file.read_text())["results"]
     assert [(r["job"], r["us"]) for r in results[:2]] == [("ladder", 12.0), ("ladder", 50.0)]
     assert {r["job"] for r in results[2:]} == {"gelu"} and len(results) == 2 + 2 * 3
 

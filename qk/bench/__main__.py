@@ -24,10 +24,11 @@ import torch
 import triton
 
 import qk
-from qk import bench, plans
+from qk import bench, data, plans
 from qk.bench.jobs import DTYPES, JOBS, TUNED
 
 _METHOD = "median over rounds or turns of a CUDA graph of n calls on n cold input sets, / n; see qk/bench/__init__.py"
+_STAMP = ("job", "date", "torch", "triton")  # what all results of a job, measured at a time, share
 _IDENTITY = {"job", "op", "shape", "dtype", "options", "contender"}  # which result it is
 
 
@@ -41,7 +42,7 @@ def run(job, dtypes=(), seconds=None, measure=bench.measure):
     print(f"\n{job}\n{bench.HEADER}", flush=True)
     torch.manual_seed(0)
     rows = []
-    stamp = {"job": job, "date": _today(), "torch": torch.__version__, "triton": triton.__version__}
+    stamp = dict(zip(_STAMP, (job, _today(), torch.__version__, triton.__version__), strict=True))
     for case in cases_of(job, dtypes):
         for row in measure(case, seconds):
             print(bench.format_row(row), flush=True)
@@ -127,10 +128,10 @@ def read(file):
     """A report. ValueError: the file holds something else. OSError: it can't be read."""
     text = file.read_bytes()
     try:
-        report = json.loads(text)
+        report = data.parse(text)
         if report["gpu"] and all(_IDENTITY <= row.keys() and _dtype(row) for row in report["results"]):
             return report
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         pass
     raise ValueError(f"{file} isn't a report of python -m qk.bench")
 
@@ -149,10 +150,20 @@ def merge(old, new):
 
 
 def dump(report):
-    """A report as JSON, one result a line."""
-    head = json.dumps({name: value for name, value in report.items() if name != "results"}, indent=1)
-    results = ",\n".join(f"  {json.dumps(row)}" for row in report["results"])
-    return f'{head[:-2]},\n "results": [\n{results}\n ]\n}}\n'
+    """A report as JSON, one result a line; what the results of a run share stands once, and the result has its number.
+
+    `qk.data.parse` makes it whole again.
+    """
+    runs, lines = [], []
+    for row in report["results"]:
+        run = {name: row[name] for name in _STAMP if name in row}
+        if run not in runs:
+            runs.append(run)
+        own = {"run": runs.index(run)} | {name: value for name, value in row.items() if name not in run}
+        lines.append(json.dumps(own, separators=(",", ":")))
+    head = {name: value for name, value in report.items() if name != "results"} | {"runs": runs}
+    results = ",\n".join(lines)
+    return f'{json.dumps(head, indent=1)[:-2]},\n "results": [\n{results}\n ]\n}}\n'
 
 
 def _ratios(rows):

@@ -24,7 +24,7 @@ import torch
 
 import qk
 from qk.bench import Case, json_value
-from qk.bench.versions import NOTEBOOKS, functions_of
+from qk.bench.versions import grown
 from qk.gemm_epilogue import Problem
 from qk.gemm_sm80 import Config, int8_gemm_sm80
 
@@ -446,31 +446,18 @@ _HIGH = [*itertools.product([1], [512, 1024, 2048], [4, 8], [2, 4, 8]), (4, 256,
 _FEW_TOKENS = _candidates([(16, 32), (16, 64)], [1, 2, 4], [1], [2, 4, 8], [3, 4], [None])
 
 
-_VERSIONS = {
-    "quantize_int4": (
-        "01_int4_packing.ipynb",
-        ("naive_quantize", "joined_quantize", "tile_quantize", "careful_quantize"),
-    ),
-    "act_quant": (
-        "02_block_quantization.ipynb",
-        ("naive_act_quant", "exact_act_quant", "tile_act_quant", "ragged_act_quant"),
-    ),
-    "quant_slide": ("06_sparse_chain.ipynb", ("naive",)),
-}
-
-
 @_job
 def versions():
-    for op, (notebook, names) in _VERSIONS.items():
-        if not (NOTEBOOKS / notebook).exists():
-            continue
-        functions, reference = functions_of(notebook), getattr(qk, f"{op}_ref")
+    for op, functions in grown().items():
+        reference = getattr(qk, f"{op}_ref")
         ours, *rivals = _against_torch(getattr(qk, op), reference).items()
         # the first version of act_quant cuts codes off: it is held to what it does itself
-        grown = [(name.partition("_")[0], functions[name], name == "naive_act_quant") for name in names]
-        grown = [(name, (call, call if alone else reference)) for name, call, alone in grown]
+        theirs = {
+            name: (call, call if name == "naive" and op == "act_quant" else reference) for name, call in functions
+        }
         shape, dtype = (8192, 2048), torch.float16
-        yield Case(f"versions of {op}", shape, dtype, {}, random_matrix(shape, dtype), dict([ours, *grown, *rivals]))
+        contenders = dict([ours, *theirs.items(), *rivals])
+        yield Case(f"versions of {op}", shape, dtype, {}, random_matrix(shape, dtype), contenders)
 
 
 class Tuned(NamedTuple):

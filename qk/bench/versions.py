@@ -6,13 +6,34 @@ import runpy
 import tempfile
 from pathlib import Path
 
-NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+_NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+_VERSIONS = {
+    "quantize_int4": (
+        "01_int4_packing.ipynb",
+        ("naive_quantize", "joined_quantize", "tile_quantize", "careful_quantize"),
+    ),
+    "act_quant": (
+        "02_block_quantization.ipynb",
+        ("naive_act_quant", "exact_act_quant", "tile_act_quant", "ragged_act_quant"),
+    ),
+    "quant_slide": ("06_sparse_chain.ipynb", ("naive",)),
+}
 
 
-def functions_of(notebook):
+def grown():
+    """{function of qk: [(version, function), ...]}, of the notebooks that are here."""
+    found = {}
+    for op, (notebook, names) in _VERSIONS.items():
+        if (_NOTEBOOKS / notebook).exists():
+            functions = _functions_of(notebook)
+            found[op] = [(name.partition("_")[0], functions[name]) for name in names]
+    return found
+
+
+def _functions_of(notebook):
     """{name: function} of a notebook's functions and kernels; nothing of it runs but imports and definitions."""
     parts = []
-    for cell in json.loads((NOTEBOOKS / notebook).read_text(encoding="utf-8"))["cells"]:
+    for cell in json.loads((_NOTEBOOKS / notebook).read_text(encoding="utf-8"))["cells"]:
         if cell["cell_type"] == "code":
             source = "".join(cell["source"])
             for node in ast.parse(source).body:

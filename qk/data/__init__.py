@@ -88,9 +88,17 @@ def stand_in(rows=8192, columns=2048, seed=0):
     return runs[row, start].reshape(rows, -1)[:, :columns].contiguous()
 
 
+def parse(text):
+    """The JSON of a report of `python -m qk.bench` -> a dict whose results are whole again."""
+    report = json.loads(text)
+    runs = report.pop("runs", [])
+    report["results"] = [runs[row.pop("run")] | row if "run" in row else row for row in report["results"]]
+    return report
+
+
 def recorded(gpu=None):
     """The measurements of bench_<gpu>.json as a dict, or None; gpu=None: the H200's, or else the newest there are."""
-    found = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in FOLDER.glob("bench_*.json")}
+    found = {file.stem: parse(file.read_text(encoding="utf-8")) for file in FOLDER.glob("bench_*.json")}
     if gpu is None and "bench_h200" not in found:
         return max(found.values(), key=lambda record: record["date"], default=None)
     return found.get(f"bench_{gpu or 'h200'}")
