@@ -45,17 +45,19 @@ if isinstance(triton.language.cdiv, triton.JITFunction) == _INTERPRET:
         f"start Python with TRITON_INTERPRET={int(_INTERPRET)}."
     )
 
-from . import dequant, gelu, gemm, gemm_int4, int4, int8, linear, sparsity  # noqa: E402
+from . import calibration, dequant, gelu, gemm, gemm_int4, int4, int8, linear, nn, sparsity  # noqa: E402, F401
+from . import hadamard as _hadamard_room  # noqa: E402  # its function takes its name
 from .dequant import *  # noqa: E402, F403
 from .gelu import *  # noqa: E402, F403
 from .gemm import *  # noqa: E402, F403
 from .gemm_int4 import *  # noqa: E402, F403
+from .hadamard import *  # noqa: E402, F403
 from .int4 import *  # noqa: E402, F403
 from .int8 import *  # noqa: E402, F403
 from .linear import *  # noqa: E402, F403
 from .sparsity import *  # noqa: E402, F403
 
-_ROOMS = (dequant, gelu, gemm, gemm_int4, int4, int8, linear, sparsity)
+_ROOMS = (dequant, gelu, gemm, gemm_int4, _hadamard_room, int4, int8, linear, sparsity)
 __all__ = sorted(["backend", "device", *(name for room in _ROOMS for name in room.__all__)])
 
 

@@ -20,9 +20,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 PACKAGE = Path(__file__).parent
-ROOMS = ("int4", "gemm_int4", "int8", "gelu", "dequant", "sparsity", "gemm", "linear")
+ROOMS = ("int4", "gemm_int4", "int8", "hadamard", "gelu", "dequant", "sparsity", "gemm", "linear")
 # all that a file is made of: each may use those before it
-_ORDER = ("numerics", "plans", "host", "gemm_epilogue", "gemm_sm75", "gemm_sm80", "gemm_sm90", *ROOMS)
+_ORDER = (
+    "numerics",
+    "plans",
+    "host",
+    "hopper",
+    "gemm_epilogue",
+    "gemm_sm75",
+    "gemm_sm80",
+    "gemm_sm90",
+    "gemm_int4_sm75",
+    "gemm_int4_sm90",
+    *ROOMS,
+)
 
 
 class _Item(NamedTuple):

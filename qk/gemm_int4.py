@@ -19,9 +19,8 @@ the byte shifted right by four into two halves, `lop3` keeps a nibble of each an
 For thousands of tokens a weight would be unpacked again and again: there its codes are written once, as 16-bit numbers,
 to a scratch, some rows at a time, and the same main loop reads them from there.
 
-In work. It is right, and it takes a quarter of the memory. It isn't fast yet: a first run on an H200 was ahead of
-cuBLAS in bfloat16 for a few tokens only, and behind `int8_gemm` everywhere. After they are unpacked, codes go through
-shared memory once more before they reach the tensor cores.
+Here codes, once they are unpacked, go through shared memory on their way to the tensor cores. On Hopper they don't:
+`qk/gemm_int4_sm90.py` has a kernel of its own.
 """
 
 import math
@@ -31,6 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .gemm_int4_sm90 import int4_gemm_sm90, supports_int4_sm90
 from .host import (
     BLOCKS,
     FLOATS,
@@ -44,7 +44,7 @@ from .host import (
     operator,
     temporary,
 )
-from .numerics import INTERPRETED, scale_of, to_dtype, to_float32, wait_if_early
+from .numerics import INTERPRETED, LONGEST_SUM, scale_of, to_dtype, to_float32, wait_if_early
 from .plans import planned
 
 try:
@@ -97,7 +97,6 @@ _CONFIGS = {
 }
 _SHARED = {75: 64, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}  # KiB a block can have; 99 on the others
 _LARGEST_SIZE = 2**31 - 2**12  # of M, N and K: kernels count rows and columns in int32, to the end of a tile
-_LONGEST_SUM = 128  # columns that tensor cores, which truncate where they add, sum up before float32 takes over
 
 
 def _assembly(one, offset, magic, kind):
@@ -319,7 +318,7 @@ def _choose(x, N, group_size):
     known = "float" if arch < 80 else arch if arch in _CONFIGS else 80
     size = "decode" if M <= 16 else "small" if M <= 64 else "medium" if M <= 512 else "large"
     config = _CONFIGS[known][size]
-    dot_k = min(config.step, group_size or _LONGEST_SUM, _LONGEST_SUM)
+    dot_k = min(config.step, group_size or LONGEST_SUM, LONGEST_SUM)
     if INTERPRETED.value:  # few large programs: each costs a millisecond
         block_m, block_n = (min(max(next_power_of_2(size), 16), 256) for size in (M, N))
         dot_k = min(group_size or 256, max(next_power_of_2(K), 32))
@@ -341,15 +340,18 @@ def _split(config, tiles, K, device):
 
 
 def _solve(x, packed, absmax, bias, out, group_size, config=None):
-    """Writes out [M, N]; checks nothing."""
+    """Writes out [M, N]; checks nothing. config: of the portable kernel, which then is taken."""
     if out.numel() == 0:
         return
     (M, N), K = out.shape, x.shape[1]
-    x, words = _with_aligned_rows(x), _as_words(packed)
+    words = _as_words(packed)
     bias = None if bias is None else bias.contiguous()
+    if config is None and supports_int4_sm90(x):
+        return int4_gemm_sm90(x, words, absmax, bias, out, group_size)
+    x = _with_aligned_rows(x)
     chosen, dot_k = _choose(x[:, :K], N, group_size)
     if config is not None:
-        chosen, dot_k = config, min(config.step, group_size or _LONGEST_SUM, _LONGEST_SUM)
+        chosen, dot_k = config, min(config.step, group_size or LONGEST_SUM, LONGEST_SUM)
     c = chosen
     stride_ag = 0 if group_size is None else absmax.stride(1)
     early = M <= 16
@@ -417,9 +419,9 @@ def int4_gemm(x, packed, absmax, bias=None, group_size=None, out_dtype=None):
     Codes are multiplied as exact integers, summed in float32 and scaled in float32: the relative Frobenius error is
     below 5e-6 with float32 output. A scale that is NaN makes its row's output column NaN, nothing else.
     Any strides; but of a weight or x whose rows don't begin at multiples of 16 bytes (packed: K not divisible by 32) a
-    copy is made at each call: with a large weight, make it once. Splitting K takes at most 16 [M, N] of float32, and
-    more than 512 tokens 128 MiB of codes, for the time of a call. On GPUs below capability 8.0 all is multiplied in
-    float32, exactly, bfloat16 too. Raises ValueError for bad arguments.
+    copy is made at each call: with a large weight, make it once. For the time of a call, splitting K takes at most 16
+    [M, N] of float32, more than 512 tokens take 128 MiB of codes, or, on Hopper, one more x. On GPUs below capability
+    8.0 all is multiplied in float32, exactly, bfloat16 too. Raises ValueError for bad arguments.
     """
     check_tensor("x", x, (torch.float16, torch.bfloat16), "[..., K]")
     check_tensor("packed", packed, (torch.uint8, torch.int32), "[R, C]", like=("x", x))

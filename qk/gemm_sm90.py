@@ -30,47 +30,29 @@ The sums of a tile get bias and activation where they are, are rounded to out's 
 for each 1 x OUT_BLOCK (four threads hold a row), and leave by TMA through shared memory, 128 bytes of a row at a time.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from .hopper import (
+    AVAILABLE,
+    descriptor,
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    reinterpret,
+    tile_of,
+    tma,
+    tma_load,
+    tma_store,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from .host import cdiv, gpu, launch, temporary
-from .numerics import INTERPRETED, store_tile, tile_at
-
-try:
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.hopper import (
-        fence_async_shared,
-        mbarrier,
-        tma,
-        warpgroup_mma,
-        warpgroup_mma_wait,
-    )
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    _jit = gluon.jit
-    # Triton 3.6 has other names than later ones
-    _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-    _tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-    _buffer = gl.shared_memory_descriptor
-    _reinterpret = getattr(_buffer, "reinterpret", None) or _buffer._reinterpret
-    # Gluon of 3.5 has another warp_specialize; the interpreter has none
-    AVAILABLE = not triton.__version__.startswith("3.5.") and not INTERPRETED.value
-
-    class _Descriptor(TensorDescriptor):
-        def __post_init__(self):
-            """Without the checks of TensorDescriptor, which `supports_sm90` makes once."""
-
-except (ImportError, AttributeError):
-    AVAILABLE = False
-
-    def _jit(function=None, **_):
-        return function or _jit
-
+from .numerics import store_tile, tile_at
 
 __all__ = []
 
@@ -83,8 +65,6 @@ class _Tile(NamedTuple):
 
 _CONFIGS = {"wide": _Tile(256, stages=2, group_m=8), "narrow": _Tile(128, stages=3, group_m=8)}
 
-_DTYPES = {torch.int8: "int8", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
-
 _BLOCK_M = tl.constexpr(128)
 _BLOCK_K = tl.constexpr(128)  # also the block of the scales
 _WG_M = tl.constexpr(64)  # rows of a consumer
@@ -95,29 +75,20 @@ _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23
 _MAGIC_BITS = tl.constexpr(0x4B400000)
 
 
-@_jit
-def _tile_of(t, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Tile number -> tile row and column: column by column through groups of GROUP_M tile rows, which share L2."""
-    group = t // (GROUP_M * tiles_n)
-    rows = gl.minimum(tiles_m - group * GROUP_M, GROUP_M)
-    t -= group * GROUP_M * tiles_n
-    return group * GROUP_M + t % rows, t // rows
-
-
-@_jit
+@jit
 def _next_stage(stage, phase, STAGES: tl.constexpr):
     stage += 1
     wrap = stage == STAGES
     return gl.where(wrap, 0, stage), phase ^ wrap.to(gl.int32)
 
 
-@_jit
+@jit
 def _stage_before(stage, STAGES: tl.constexpr):
     # Computed anew: Gluon doesn't see that a loop changes `last` where `last = stage` stands both before and in it.
     return gl.where(stage == 0, STAGES, stage) - 1
 
 
-@_jit
+@jit
 def _producer(
     a_desc, b_desc, a_scale_desc, b_scale_desc, a_bufs, b_bufs, scale_bufs, b_scale_bufs, full, empty, M, N, KB,
     PER_TOKEN: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
@@ -130,7 +101,7 @@ def _producer(
     stage = 0
     phase = 1  # a fresh barrier counts as completed in phase 1: the ring starts empty
     for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        tile_m, tile_n = _tile_of(t, tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n = tile_of(t, tiles_m, tiles_n, GROUP_M)
         for k in range(0, KB, 2):
             for u in gl.static_range(2):
                 ready = full[u].index(stage)
@@ -139,23 +110,23 @@ def _producer(
                     mbarrier.expect(ready, BYTES)
                 else:  # b's scales of both K blocks come with the first, from a multiple of 4: elsewhere TMA faults
                     mbarrier.expect(ready, BYTES + HALVES * 4 * _SCALES)
-                    _tma_load(b_scale_desc, [tile_n * HALVES, k & -4], ready, b_scale_bufs.index(stage))
+                    tma_load(b_scale_desc, [tile_n * HALVES, k & -4], ready, b_scale_bufs.index(stage))
                 block = 2 * stage + u
-                _tma_load(b_desc, [tile_n * BLOCK_N, (k + u) * _BLOCK_K], ready, b_bufs.index(block))
+                tma_load(b_desc, [tile_n * BLOCK_N, (k + u) * _BLOCK_K], ready, b_bufs.index(block))
                 for wg in gl.static_range(2):
                     row = tile_m * _BLOCK_M + wg * _WG_M
                     if not PER_TOKEN:
-                        _tma_load(a_scale_desc, [k + u, row], ready, scale_bufs.index(2 * block + wg))
-                    _tma_load(a_desc, [row, (k + u) * _BLOCK_K], ready, a_bufs.index(2 * block + wg))
+                        tma_load(a_scale_desc, [k + u, row], ready, scale_bufs.index(2 * block + wg))
+                    tma_load(a_desc, [row, (k + u) * _BLOCK_K], ready, a_bufs.index(2 * block + wg))
             stage, phase = _next_stage(stage, phase, STAGES)
 
 
-@_jit
+@jit
 def _multiply(a_buf, b_buf, product, use_acc):
     return warpgroup_mma(a_buf, b_buf.permute([1, 0]), product, use_acc=use_acc, is_async=True)
 
 
-@_jit
+@jit
 def _begin(product, last_sums, never, EXACT: tl.constexpr):
     """What the int32 registers hold before a pair of K blocks."""
     if EXACT:
@@ -168,7 +139,7 @@ def _begin(product, last_sums, never, EXACT: tl.constexpr):
     return bits
 
 
-@_jit
+@jit
 def _rescale(sums, product, scale, EXACT: tl.constexpr):
     """sums + product * scale, a row's scale for each row."""
     # Volatile assembly stays between the wait for the product and the next product into the same registers. LLVM would
@@ -187,7 +158,7 @@ def _rescale(sums, product, scale, EXACT: tl.constexpr):
     return sums
 
 
-@_jit
+@jit
 def _scales(
     scale_bufs, b_scale_bufs, stage, k, offset,
     WG: tl.constexpr, half: tl.constexpr, HALVES: tl.constexpr, layout: tl.constexpr, EXACT: tl.constexpr,
@@ -204,7 +175,7 @@ def _scales(
     return s1, s2, offset
 
 
-@_jit
+@jit
 def _sum_scaled_blocks(
     stage, phase, a_bufs, b_bufs, scale_bufs, b_scale_bufs, full, empty, turn, KB, never,
     WG: tl.constexpr, EXACT: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr, layout: tl.constexpr,
@@ -273,7 +244,7 @@ def _sum_scaled_blocks(
     return sums0, sums1, stage, phase
 
 
-@_jit
+@jit
 def _sum_all(
     stage, phase, a_bufs, b_bufs, full, empty, KB,
     WG: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr, layout: tl.constexpr,
@@ -304,7 +275,7 @@ def _sum_all(
     return sums0, sums1, stage, phase
 
 
-@_jit
+@jit
 def _gelu(x):
     """x * (1 + erf(x / sqrt 2)) / 2, to 5e-8; the left tail to 3e-4 of itself."""
     # As in numerics.py: max(x, 0) - |x| * Q(|x|), log2 Q a polynomial, which falls on beyond where Q is 0.
@@ -321,7 +292,7 @@ def _gelu(x):
     return gl.fma(t, -gl.exp2(log2_q), gl.where(x > 0, x, 0.0))
 
 
-@_jit
+@jit
 def _activate(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "gelu":
         x = _gelu(x)
@@ -332,13 +303,13 @@ def _activate(x, ACTIVATION: tl.constexpr):
     return x
 
 
-@_jit
+@jit
 def _halves(x):
     """The left and the right half of a tile's columns; each thread has some of both."""
     return x.reshape([_WG_M, 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
 
 
-@_jit
+@jit
 def _add_bias_and_activate(x, bias_ptr, column, N, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr):
     WIDTH: tl.constexpr = x.shape[1]
     if WIDTH > 32 and (HAS_BIAS or ACTIVATION is not None):  # in parts: all at once would take too many registers
@@ -356,7 +327,7 @@ def _add_bias_and_activate(x, bias_ptr, column, N, HAS_BIAS: tl.constexpr, ACTIV
     return x
 
 
-@_jit
+@jit
 def _values(
     sums, a_scale, b_scale_ptr, bias_ptr, column, N,
     PER_TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -370,12 +341,12 @@ def _values(
     return _add_bias_and_activate(x, bias_ptr, column, N, HAS_BIAS, ACTIVATION)
 
 
-@_jit
+@jit
 def _larger(a, b):
     return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
-@_jit
+@jit
 def _magnitude_bits(x, column, N, GROUP: tl.constexpr, RAGGED: tl.constexpr):
     """The bits of the largest magnitude of each group of columns before N, NaN if there is one: [64, 128 / GROUP]."""
     if RAGGED:
@@ -385,7 +356,7 @@ def _magnitude_bits(x, column, N, GROUP: tl.constexpr, RAGGED: tl.constexpr):
     return absmax.to(gl.int32, bitcast=True) & 0x7FFFFFFF
 
 
-@_jit
+@jit
 def _divide(QMAX: tl.constexpr, x):
     """QMAX / x, correctly rounded, for normal x > 0 whose quotient is normal too."""
     # The steps of div.rn, less its slow path for other operands, which would cost registers: with the mantissa in
@@ -399,7 +370,7 @@ def _divide(QMAX: tl.constexpr, x):
     return gl.fma(gl.fma(-mantissa, q, QMAX), r, q) * power
 
 
-@_jit
+@jit
 def _scale(
     bits, out_scale_ptr, row, column, M, N, OUT_BLOCK: tl.constexpr, K_MAJOR: tl.constexpr
 ):  # fmt: skip
@@ -426,7 +397,7 @@ def _scale(
     return gl.where(finite, inverse, 0.0)
 
 
-@_jit
+@jit
 def _codes(x, inverse):
     """float32 [64, 128] -> int8 codes, rounded to nearest even; 0 where the group isn't finite."""
     GROUPS: tl.constexpr = inverse.shape[1]
@@ -436,7 +407,7 @@ def _codes(x, inverse):
     return codes.to(gl.int8).reshape([_WG_M, _HALF])
 
 
-@_jit
+@jit
 def _store(x, out_desc, out_bufs, row, column, WG: tl.constexpr, FIRST: tl.constexpr):
     """Sends columns of a tile, from its column FIRST on, to out by TMA, which leaves out what is outside the matrix."""
     WIDTH: tl.constexpr = x.shape[1]
@@ -451,10 +422,10 @@ def _store(x, out_desc, out_bufs, row, column, WG: tl.constexpr, FIRST: tl.const
         tma.store_wait(BUFS - 1)
         buf.store(x)
         fence_async_shared()
-        _tma_store(out_desc, [row, column + FIRST], buf)
+        tma_store(out_desc, [row, column + FIRST], buf)
 
 
-@_jit
+@jit
 def _finish(
     sums, a_scale, b_scale_ptr, bias_ptr, out_desc, out_bufs, out_scale_ptr, row, column, M, N,
     WG: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -482,7 +453,7 @@ def _finish(
             _store(out, out_desc, out_bufs, row, column, WG, half * _HALF)
 
 
-@_jit
+@jit
 def _consumer(
     WG: tl.constexpr, a_bufs, b_bufs, scale_bufs, b_scale_bufs, out_bufs, full, empty, turn,
     out_desc, out_scale_ptr, a_scale_ptr, b_scale_ptr, bias_ptr, M, N, KB,
@@ -500,7 +471,7 @@ def _consumer(
     stage = 0
     phase = 0
     for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        tile_m, tile_n = _tile_of(t, tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n = tile_of(t, tiles_m, tiles_n, GROUP_M)
         row = tile_m * _BLOCK_M + WG * _WG_M
         column = tile_n * BLOCK_N
         a_scale = None
@@ -523,7 +494,7 @@ def _consumer(
     tma.store_wait(0)
 
 
-@_jit
+@jit
 def _barriers(STAGES: tl.constexpr, COUNT: tl.constexpr):
     """One array for each K block of a pair: the compiler then puts fewer CTA barriers between uses of the two."""
     first = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -534,7 +505,7 @@ def _barriers(STAGES: tl.constexpr, COUNT: tl.constexpr):
     return first, second
 
 
-@_jit(do_not_specialize=["M", "N", "KB"])
+@jit(do_not_specialize=["M", "N", "KB"])
 def _int8_gemm_sm90_kernel(
     a_desc, b_desc, out_desc, out_scale_ptr, a_scale, b_scale, bias_ptr, M, N, KB,
     EXACT: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -553,7 +524,7 @@ def _int8_gemm_sm90_kernel(
     if not PER_TOKEN:
         b_scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, HALVES, _SCALES], b_scale.layout)
         one: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        b_scales = _reinterpret(b_scale_bufs, gl.float32, [HALVES * STAGES * _SCALES, 1], one)
+        b_scales = reinterpret(b_scale_bufs, gl.float32, [HALVES * STAGES * _SCALES, 1], one)
     full = _barriers(STAGES, 1)
     empty = _barriers(STAGES, 2)
     turn0 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -593,18 +564,6 @@ def _copy_scales_kernel(
     column = (tl.program_id(0) % tiles).to(tl.int64) * COLUMNS
     ptrs, mask = tile_at(x_ptr, row, column, R, C, stride_xr, stride_xc, ROWS, COLUMNS)
     store_tile(out_ptr, row, column, R, C, stride_or, 1, tl.load(ptrs, mask=mask))
-
-
-@functools.cache
-def _shared_layout(rows, columns, dtype):
-    if dtype == torch.float32 and rows == 1:
-        return gl.NVMMASharedLayout(0, 32, 2)
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], getattr(gl, _DTYPES[dtype]))
-
-
-def _descriptor(x, rows, columns, row_stride, block):
-    # strides are spelled out: torch reports arbitrary ones for dimensions of size 1
-    return _Descriptor(x, [rows, columns], [row_stride, 1], list(block), _shared_layout(*block, x.dtype))
 
 
 def _with_aligned_rows(x):
@@ -670,14 +629,14 @@ def int8_gemm_sm90(problem, config=None):
         a_scale, b_scale = p.a_scale.contiguous(), p.b_scale.contiguous()
     else:
         rows, stride = _with_aligned_rows(p.a_scale.t())
-        a_scale = _descriptor(rows, KB, M, stride, (1, 64))
+        a_scale = descriptor(rows, KB, M, stride, (1, 64))
         rows, stride = _with_aligned_rows(p.b_scale)
-        b_scale = _descriptor(rows, *p.b_scale.shape, stride, (block_n // 128, _SCALES.value))
+        b_scale = descriptor(rows, *p.b_scale.shape, stride, (block_n // 128, _SCALES.value))
     launch(
         p.a.device, _int8_gemm_sm90_kernel, (min(multiprocessors, cdiv(M, 128) * cdiv(N, block_n)),),
-        _descriptor(p.a, M, K, K, (64, 128)),
-        _descriptor(p.b, N, K, K, (block_n, 128)),
-        _descriptor(p.out, M, N, N, (64, 128 // p.out.itemsize)),
+        descriptor(p.a, M, K, K, (64, 128)),
+        descriptor(p.b, N, K, K, (block_n, 128)),
+        descriptor(p.out, M, N, N, (64, 128 // p.out.itemsize)),
         p.out_scale, a_scale, b_scale, p.bias, M, N, KB,
         EXACT=p.exact, PER_TOKEN=per_token, HAS_BIAS=p.bias is not None, ACTIVATION=p.activation,
         OUT_BLOCK=p.out_block_size, K_MAJOR=p.out_scale is not None and p.out_scale.stride(0) == 1,

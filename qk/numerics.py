@@ -20,6 +20,9 @@ INTERPRETED = tl.constexpr(not isinstance(tl.cdiv, triton.JITFunction))
 gdc_wait = getattr(tl.extra.cuda, "gdc_wait", None)
 gdc_launch_dependents = getattr(tl.extra.cuda, "gdc_launch_dependents", None)
 
+# columns of float products that tensor cores, which truncate where they add, sum up before float32 takes over
+LONGEST_SUM = 128
+
 # of a dtype of codes: the largest, and the smallest absmax; below it, largest / absmax is not a finite float32
 LIMITS = {torch.int8: (127.0, 3.8e-37), torch.float8_e4m3fn: (448.0, 1.4e-36)}
 

@@ -105,6 +105,16 @@ TABLE = {
         wrong={"block_size": [None]},
     ),
     "quantize_per_token": Row(lambda M: {"x": x(M), "dtype": torch.int8}, {"x": FLOATS}, {"x": "[..., K]"}),
+    "hadamard": Row(
+        lambda M: {"x": randn(M, 72, dtype=torch.float16, seed=M), "out_dtype": BF16[0]},
+        {"x": FLOATS},
+        {"x": "[..., K]"},
+    ),
+    "hadamard_quant": Row(
+        lambda M: {"x": randn(M, 72, seed=M), "block_size": 32, "scale_layout": "column"},
+        {"x": FLOATS},
+        {"x": "[..., K]"},
+    ),
     "int8_gemm": Row(lambda M: gemm(M, out_dtype=BF16[0], path=None, exact=True), GEMM, GEMM_SHAPES),
     "int8_addmm": Row(
         lambda M: gemm(M, bias=randn(48), out_dtype=BF16[0], path=None, exact=True),

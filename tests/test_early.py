@@ -32,6 +32,12 @@ def tokens(x):
     return qk.act_dequant(*qk.quantize_per_token(x), 256, torch.float32)
 
 
+def rotation(x):
+    for _ in range(4):
+        x = qk.hadamard(x)
+    return qk.act_dequant(*qk.hadamard_quant(x), out_dtype=torch.float32)
+
+
 def windows(x):
     return qk.act_dequant(*qk.quant_slide(x[:, :160]), 256, torch.float32)
 
@@ -55,7 +61,7 @@ def gemm(x):
     return qk.int8_gemm(codes, scale, *weight())
 
 
-CHAINS = [*itertools.product((bias, blocks, tokens, windows, gelu), (1, 64, 2048)), (gemm, 1), (gemm, 16)]
+CHAINS = [*itertools.product((bias, blocks, tokens, rotation, windows, gelu), (1, 64, 2048)), (gemm, 1), (gemm, 16)]
 
 
 @gpu
@@ -96,11 +102,12 @@ def test_the_gpu_decides(monkeypatch):
     codes, scale = qk.act_quant(x)
     qk.int8_gelu(*qk.quantize_per_token(x), 256)
     qk.quant_slide(x)
+    qk.hadamard(x)
     qk.dequant_bias(x, 1.0, 1.0)
     qk.int8_gemm(codes, scale, *weight(), path="pointers" if DEVICE == "cuda" and EARLY else None)
     qk.weight_quant(x)
     early = {kernel.__name__: options.get("launch_pdl", False) for kernel, _, _, _, options in launched}
-    names = "_int8_gelu_kernel", "_quant_slide_kernel", "_dequant_bias_kernel"
-    assert [early[name] for name in names] == [EARLY] * 3
+    names = "_int8_gelu_kernel", "_quant_slide_kernel", "_hadamard_kernel", "_dequant_bias_kernel"
+    assert [early[name] for name in names] == [EARLY] * 4
     assert not early["_quantize_int8_kernel"], "a weight is quantized once"
     assert {options["EARLY"] for _, _, _, _, options in launched if "EARLY" in options} == {EARLY, False}

@@ -7,6 +7,7 @@ from cases import DEVICE, FLOATS, GROUPS, gpu, layouts, randn, same
 
 import qk
 from qk import gemm_int4 as room
+from qk import gemm_int4_sm75
 
 NAN = math.nan
 HALVES = (torch.float16, torch.bfloat16)
@@ -14,8 +15,8 @@ PACKINGS = ("uint8", "int32")
 # M, N, K: one element, ragged in every dimension, whole blocks, words that end in a row's last byte
 SHAPES = [(1, 1, 1), (1, 70, 300), (16, 96, 256), (3, 5, 7), (100, 70, 129)]
 EMPTY = [(0, 5, 64), (4, 0, 64), (4, 5, 0), (0, 0, 0)]
-# every number of tokens at which the table changes
-TOKENS = (1, 16, 17, 64, 65, 256, 512, 513, 1000)
+# every number of tokens at which a table changes
+TOKENS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 512, 513, 1000)
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")  # numpy's, out of the interpreter
 
@@ -221,6 +222,14 @@ def test_a_seventh_is_correctly_rounded():
 # ---- on a GPU ----------------------------------------------------------------------------------------------------
 
 
+def portable(x, packed, absmax, bias, group_size, out_dtype):
+    """By the kernel of most GPUs, on Hopper too."""
+    out = x.new_full((x.shape[0], packed.shape[0]), NAN, dtype=out_dtype)
+    config, _ = room._choose(x, packed.shape[0], group_size)
+    room._solve(x, packed, absmax, bias, out, group_size, config)
+    return out
+
+
 @gpu
 @pytest.mark.parametrize("group_size", GROUPS)
 @pytest.mark.parametrize("M", TOKENS)
@@ -230,15 +239,29 @@ def test_every_number_of_tokens(M, group_size, poison):
         bias = randn(N)
         expected = float64_product(x, packed, absmax, group_size) + bias.double()
         assert error(qk.int4_gemm(x, packed, absmax, bias, group_size, torch.float32), expected) < 5e-6
+        assert error(portable(x, packed, absmax, bias, group_size, torch.float32), expected) < 5e-6
         x, packed, absmax, product = exact_operands(M, N, min(K, 1536), group_size, dtype)
         assert same(qk.int4_gemm(x, packed, absmax, None, group_size, torch.float32), product)
+
+
+@gpu
+@pytest.mark.parametrize("M", (1, 16, 100))
+def test_more_tiles_than_multiprocessors(M, poison):
+    """Where a multiprocessor takes tile after tile, and consumers go on in turn."""
+    for K in (384, 1000, 4096):
+        x, packed, absmax = operands(M, 40000, K, 128)
+        out = qk.int4_gemm(x, packed, absmax, None, 128, torch.float32)
+        assert error(out, float64_product(x, packed, absmax, 128)) < 5e-6
+        wide = randn(M, K + 3, dtype=torch.bfloat16)[:, 3:]  # rows that TMA can't read
+        out = qk.int4_gemm(wide, packed, absmax, None, 128, torch.float32)
+        assert error(out, float64_product(wide, packed, absmax, 128)) < 5e-6
 
 
 @gpu
 @pytest.mark.parametrize("group_size", (None, 128))
 def test_long_rows(group_size):
     """Tensor cores truncate where they add: no sum of theirs is long."""
-    for M in (1, 64, 256, 600):
+    for M in (1, 16, 64, 100, 600):
         x, packed, absmax = operands(M, 256, 65536, group_size)
         out = qk.int4_gemm(x.abs(), packed, absmax, None, group_size, torch.float32)
         assert error(out, float64_product(x.abs(), packed, absmax, group_size)) < 5e-6
@@ -292,3 +315,77 @@ def test_outputs_beyond_int32(needs):
     x, packed, absmax = operands(M, N, K, 128)
     out = qk.int4_gemm(x, packed, absmax, None, 128)
     assert error(out[-64:], float64_product(x[-64:], packed, absmax, 128)) < 4e-3
+
+
+# ---- the T4's kernel, which newer GPUs run for these tests alone -------------------------------------------------
+
+
+def by_sm75(x, packed, absmax, bias, group_size, config):
+    out = x.new_empty((x.shape[0], packed.shape[0]), dtype=torch.float32)
+    x, words = room._with_aligned_rows(x), room._as_words(packed)
+    gemm_int4_sm75.int4_gemm_sm75(x, words, absmax, bias, out, group_size, config)
+    return out
+
+
+# a row of scales ends in the middle of a block, K in the middle of a word and where all warps' columns do
+SM75_SHAPES = [(1, 70, 300), (33, 272, 1024), (70, 130, 200)]
+
+
+@gpu
+@pytest.mark.parametrize("group_size", GROUPS)
+@pytest.mark.parametrize("config", gemm_int4_sm75._CONFIGS)
+def test_sm75(config, group_size, windows):
+    for (M, N, K), packing in itertools.product(SM75_SHAPES, PACKINGS):
+        x, packed, absmax = operands(M, N, K, group_size, torch.float16, packing)
+        bias = randn(N)
+        absmax[N // 2, -1] = NAN
+        first = by_sm75(x, packed, absmax, bias, group_size, config)
+        assert first[:, N // 2].isnan().all()
+        others = torch.arange(N, device=DEVICE) != N // 2
+        expected = qk.int4_gemm_ref(x, packed, absmax, bias, group_size, torch.float32)[:, others]
+        assert error(first[:, others], expected.double()) < 5e-6
+        for _ in range(25):
+            assert same(by_sm75(x, packed, absmax, bias, group_size, config), first)
+        x, packed, absmax, product = exact_operands(M, N, K, group_size, torch.float16, packing)
+        assert same(by_sm75(x, packed, absmax, None, group_size, config), product)
+    windows.assert_untouched(outputs=27 * len(SM75_SHAPES) * len(PACKINGS))
+
+
+@gpu
+@pytest.mark.parametrize("config", gemm_int4_sm75._CONFIGS)
+def test_sm75_looks_at_nothing_behind_a_row(config):
+    for K in (257, 264):
+        x, packed, absmax = operands(70, 40, K, 128, torch.float16, "int32")
+        expected = by_sm75(x, packed, absmax, None, 128, config)
+        wide, words = x.new_full((70, 288), NAN)[:, :K], packed.new_full((40, 48), -1)[:, : packed.shape[1]]
+        wide.copy_(x)
+        words.copy_(packed)
+        if K % 8:
+            words[:, -1] |= -16  # the pad of a row's last word
+        assert same(by_sm75(wide, words, absmax, None, 128, config), expected)
+
+
+@gpu
+def test_sm75_operands_beyond_int32(needs):
+    """Rows that begin beyond 2**31 elements."""
+    needs(11)
+    x, packed, absmax = operands(40, 40, 256, 128, torch.float16, "int32")
+    expected = by_sm75(x, packed, absmax, None, 128, "small")
+    for far in (x, packed):
+        rows = far.new_empty((40, 2**26))[:, : far.shape[1]]
+        rows.copy_(far)
+        arguments = (rows, packed) if far is x else (x, rows)
+        assert same(by_sm75(*arguments, absmax, None, 128, "small"), expected)
+        del rows, arguments
+
+
+@gpu
+def test_sm75_of_every_out_dtype_and_long_rows(poison):
+    for M in (1, 40, 1000):
+        x, packed, absmax = operands(M, 300, 65536, 64, torch.float16)
+        x, words = x.abs(), room._as_words(packed)
+        expected = float64_product(x, packed, absmax, 64)
+        for out_dtype in FLOATS:
+            out = x.new_empty((M, 300), dtype=out_dtype)
+            gemm_int4_sm75.int4_gemm_sm75(x, words, absmax, None, out, 64)
+            assert error(out, expected) < {torch.float32: 5e-6, torch.float16: 4e-4, torch.bfloat16: 3e-3}[out_dtype]

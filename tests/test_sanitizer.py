@@ -17,7 +17,7 @@ import torch
 from cases import BLOCKS, FLOATS, gpu
 
 import qk
-from qk import gemm_sm90
+from qk import gemm_int4_sm90, gemm_sm90, hopper
 
 gl, mbarrier = (getattr(gemm_sm90, name, None) for name in ("gl", "mbarrier"))
 SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
@@ -42,7 +42,7 @@ def int4():
 
 def int4_gemm():
     """Whole tiles and ragged ones, of every row of the table, K split and not."""
-    for (N, K), M in itertools.product([(1, 1), (70, 257), (256, 2048)], (1, 17, 65, 600)):
+    for (N, K), M in itertools.product([(1, 1), (70, 257), (256, 2048)], (1, 9, 17, 65, 600)):
         for dtype, group_size in itertools.product(FLOATS[:2], (None, 32, 128)):
             packed, absmax = qk.quantize_int4(randn(N, K, dtype=dtype), group_size, "int32" if M > 1 else "uint8")
             qk.int4_gemm(randn(M, K, dtype=dtype), packed, absmax, randn(N), group_size)
@@ -59,6 +59,15 @@ def int8():
             qk.quantize_per_token(x, code)
     qk.quantize_per_token(randn(2, 70000))
     qk.act_quant(randn(300, 40).t())
+
+
+def hadamard():
+    for shape, dtype in itertools.product((*MATRICES, (33, 384), (3, 4096)), FLOATS):
+        x = randn(*shape, dtype=dtype)
+        for view in (x, x[:, : shape[1] // 2]):
+            qk.hadamard(view, torch.float32)
+            for block_size, layout in ((32, "row"), (256, "column")):
+                qk.hadamard_quant(view, block_size, scale_layout=layout)
 
 
 def gelu():
@@ -100,12 +109,12 @@ def gemm(path):
                 qk.int8_gemm_quant(a, a_s, b, b_s, out_block_size, block_size, path=path, exact=False)
 
 
-@gemm_sm90._jit
+@hopper.jit
 def _part(x_ptr):
     gl.store(x_ptr + gl.arange(0, 128, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 7)
 
 
-@gemm_sm90._jit
+@hopper.jit
 def _parts_kernel(x_ptr):
     barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(barriers.index(0), count=1)
@@ -120,7 +129,9 @@ def parts():
     assert x.eq(7).all()
 
 
-CASES = {function.__name__: function for function in (int4, int4_gemm, int8, gelu, dequant_bias, slide, parts)}
+CASES = {
+    function.__name__: function for function in (int4, int4_gemm, int8, hadamard, gelu, dequant_bias, slide, parts)
+}
 CASES |= {path: functools.partial(gemm, path) for path in qk.gemm._PATHS}
 
 
@@ -132,7 +143,11 @@ def in_own_code(hazard):
     """
     places = re.findall(r"Thread \(.* in (\w+\.py):(\d+)", hazard)
     for file, number in places:
-        kernel = {"gemm_sm90.py": gemm_sm90._int8_gemm_sm90_kernel, "test_sanitizer.py": _parts_kernel}.get(file)
+        kernel = {
+            "gemm_sm90.py": gemm_sm90._int8_gemm_sm90_kernel,
+            "gemm_int4_sm90.py": gemm_int4_sm90._int4_gemm_sm90_kernel,
+            "test_sanitizer.py": _parts_kernel,
+        }.get(file)
         lines, first = inspect.getsourcelines(kernel.fn) if kernel else ([], 0)
         if not first <= int(number) < first + len(lines):
             return True

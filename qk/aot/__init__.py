@@ -237,7 +237,9 @@ def _describe(kernel, arch, stem):
         row["problems"].append(f"needs {row['shared']} bytes of shared memory, of {row['shared_limit']}")
     if stack:
         row["problems"].append(f"spills {stack} bytes")
-    if row["constants"].get("EARLY"):  # launched before the end of the kernel before
+    # Launched before the end of the kernel before. int4_gemm's without PERMUTE follows one of the same call that has
+    # waited already: it waits for that one's output only.
+    if row["constants"].get("EARLY") and row["constants"].get("PERMUTE") is not False:
         before, wait, _ = kernel.asm["ptx"].partition("griddepcontrol.wait")
         if not wait or _ACCESS.search(before):
             row["problems"].append("touches memory before it has waited for the kernel before")

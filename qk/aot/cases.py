@@ -6,7 +6,9 @@ have. "tile" is what the tile of the kernel takes in one round of its loop; of n
 All configurations that the rooms' tables can choose are among them.
 """
 
-from qk import gemm_sm90
+import itertools
+
+from qk import gemm_int4_sm75, gemm_int4_sm90, gemm_sm90, hopper
 
 # 16 bytes at a time: how contiguous, aligned tensors are read and written
 _LOADS, _STORES = {"ld.global.128": 1}, {"st.global.128": 1}
@@ -141,23 +143,66 @@ def _gemm_sm90_cases(arch):
                     yield call(block, "f16(4096)", out, f", {block}, {out_block}, 'gelu', {exact}"), least
 
 
-def _int4_gemm_cases(arch):
-    def call(M, x="bf16", group=128, N=8192, K=8192, bias=None, out=None, packed="u8"):
-        w = f"{packed}({N}, {-(-K // (8 if packed == 'i32' else 2))})"
-        groups = 1 if group is None else -(-K // group)
-        return f"int4_gemm({x}({M}, {K}), {w}, {x}({N}, {groups}), {bias}, {group}, {out})"
+def _int4_operands(M, x="bf16", group=128, N=8192, K=8192, packed="u8"):
+    """x, packed and absmax of a product, as text."""
+    groups = 1 if group is None else -(-K // group)
+    return f"{x}({M}, {K}), {packed}({N}, {-(-K // (8 if packed == 'i32' else 2))}), {x}({N}, {groups})"
 
+
+def _gemm_int4_cases(arch):
     # a tile of M rows takes what its dots take; below capability 8.0 they are of float32
     large = {75: "fma", 90: "wgmma", 100: "tcgen05|mma"}.get(arch, "mma")
+    least = {large: 1} | ({} if arch == 75 else {"cp.async|cp.async.bulk": 1})
     for M in 1, 64, 256, 4096:
-        least = {large: 1} | ({} if arch == 75 else {"cp.async|cp.async.bulk": 1})
-        for x in "bf16", "f16":
-            yield call(M, x), least
-        for group in 32, 64, 256, None:
-            yield call(M, "bf16", group), {}
-    for M in 1, 64, 4096:
-        yield call(M, "f16", 128, 4096, 4096, "f16(4096)", "f32.dtype", "i32"), {}
-        yield call(M, "bf16", 32, 1000, 1000), {}
+        for x, group in ("bf16", 128), ("f16", 32), ("bf16", 64), ("f16", None):
+            # by name of the table's entry: on Hopper the public function has another kernel
+            tile = f"_choose({x}({M}, 8192), 8192, {group})[0]"
+            call = f"_solve({_int4_operands(M, x, group)}, None, {x}({M}, 8192), {group}, {tile})"
+            yield call, least if group != 32 else {}
+    for M in 1, 4096:
+        operands = _int4_operands(M, "f16", 128, 4096, 4096, "i32")
+        yield f"int4_gemm({operands}, f16(4096), 128, f32.dtype)", {}
+        yield f"int4_gemm({_int4_operands(M, 'bf16', 32, 1000, 1000)}, None, 32)", {}
+
+
+def _gemm_int4_sm75_cases(arch):
+    if arch != 75:
+        return  # elsewhere it runs for tests only
+    for config, group, K, out in (
+        ("decode", None, 8200, "f32"), ("small", 64, 8200, "f16"),
+        ("large", 128, 8192, "f16"), ("large", 32, 8200, "f32"),
+    ):  # fmt: skip
+        tile, groups = gemm_int4_sm75._CONFIGS[config], 1 if group is None else -(-K // group)
+        operands = f"f16(100, {K}), i32(8192, {-(-K // 32) * 4}), f16(8192, {groups}), bf16(8192), {out}(100, 8192)"
+        # of 16 rows by 8 tokens by 8 columns, for the columns of an iteration
+        products = tile.mt * tile.nt * min(group or 64, 64) // 8
+        yield f"int4_gemm_sm75({operands}, {group}, '{config}')", {"mma": products}
+
+
+def _gemm_int4_sm90_cases(arch):
+    if arch != 90 or not hopper.AVAILABLE:
+        return
+    # of a stage, eight products of 16 columns for each 128 and consumer, none of whose operands is stored on the way
+    for config, group, columns in (
+        *itertools.product(("decode8", "decode16"), (128, None), (256,)),
+        *itertools.product(("decode8 ordered", "decode16 ordered"), (32, 128), (256,)),
+        *itertools.product(("32", "64"), (32, 64, 128), (256,)),
+        ("128", 128, 128), ("large", 128, 128), ("large", None, 128),
+        ("large, small groups", 32, 128), ("large, small groups", 64, 128),
+    ):  # fmt: skip
+        tile = gemm_int4_sm90._CONFIGS[config]
+        M, x = min(tile.block_m, 100), "f16" if group is None else "bf16"
+        groups = 1 if group is None else 8192 // group
+        columns = min(columns, 4 * min(group or 128, 128))
+        call = f"{x}({M}, 8192), i32(8192, 1024), {x}({8192}, {groups}), {x}(8192), {x}({M}, 8192), {group}, '{config}'"
+        yield f"int4_gemm_sm90({call})", {"wgmma": columns // 16 * tile.wgs, "cp.async.bulk": 2}
+
+
+def _hadamard_cases(arch):
+    # blocks of 4096, which take the most registers; tiles of many blocks; tiles that a row's end cuts off
+    yield "hadamard_quant(bf16(8192, 4096), 256)", _LOADS
+    yield "hadamard(bf16(8192, 11008), f16.dtype)", _LOADS | _STORES
+    yield "hadamard_quant(f16(8192, 1000)[:, :900])", {}
 
 
 def _gelu_cases(arch):
@@ -214,7 +259,10 @@ CASES = {
     "gemm": _gemm_cases,
     "gemm_sm75": _gemm_sm75_cases,
     "gemm_sm90": _gemm_sm90_cases,
-    "gemm_int4": _int4_gemm_cases,
+    "gemm_int4": _gemm_int4_cases,
+    "gemm_int4_sm75": _gemm_int4_sm75_cases,
+    "gemm_int4_sm90": _gemm_int4_sm90_cases,
+    "hadamard": _hadamard_cases,
     "gelu": _gelu_cases,
     "dequant": _dequant_cases,
     "sparsity": _sparsity_cases,

@@ -50,6 +50,8 @@ class Case(NamedTuple):
     restored() makes what is compared with the truth out of a result. activation_bytes: what the inputs hold besides
     weights; if given, a row's `peak_bytes` is that and what a call allocates at most at a time.
     limit: the error that --correctness lets qk have. seconds: how long to go on in rounds, if not told otherwise.
+    worst: the error with which a contender isn't timed. rates: how many of something a call does, {"tokens_per_s": 64}.
+    more(contender, outcome): what else its row says; `bytes` there are those that this contender moves.
     """
 
     op: str
@@ -64,12 +66,15 @@ class Case(NamedTuple):
     activation_bytes: int | None = None
     limit: float = WORST_ERROR
     seconds: float = 0.4
+    worst: float = WORST_ERROR
+    rates: dict = {}
+    more: Callable = lambda contender, outcome: {}
 
 
 def measure(case, seconds=None):
     """-> one result (a dict) for each contender of a case and, where memory is the limit, for `copy`."""
     contenders, size = line_up(case)
-    outcomes = outcomes_of(contenders, _examine)
+    outcomes = outcomes_of(contenders, functools.partial(_examine, worst=case.worst))
     replays = {name: outcome["replay"] for name, outcome in outcomes.items() if "replay" in outcome}
     timed = time_rounds if memory_bound(case.flops, size) else time_turns
     return results_of(case, size, outcomes, timed(replays, case.seconds if seconds is None else seconds))
@@ -177,10 +182,10 @@ def error_of(result, truth):
     return max(error.item() for error in errors)
 
 
-def small_error_of(call, truth, restored, sets):
+def small_error_of(call, truth, restored, sets, worst=WORST_ERROR):
     """The error of a call. ValueError: it is so large that something else was computed."""
     error = error_of(restored(call(*sets[0])), truth(*sets[0]))
-    if not error <= WORST_ERROR:
+    if not error <= worst:
         raise ValueError(f"not timed, its result is off by {error:.3g}")
     return error
 
@@ -196,10 +201,10 @@ def outcomes_of(contenders, examine):
     return outcomes
 
 
-def _examine(call, truth, restored, sets):
+def _examine(call, truth, restored, sets, worst):
     """-> all that is measured of a contender before its time, and what its time is taken of."""
     return {
-        "error": small_error_of(call, truth, restored, sets),
+        "error": small_error_of(call, truth, restored, sets, worst),
         "allocated": peak_bytes(call, sets[0]),
         "wall_us": wall_us(call, sets),
         "replay": replay_of(call, sets),
@@ -331,18 +336,22 @@ def results_of(case, size, outcomes, times):
             result["peak_bytes"] = case.activation_bytes + outcome["allocated"]
         _, _, timing = outcome["replay"]
         result |= {"timing": timing, "error": _round(outcome["error"]), "wall_us": _round(outcome["wall_us"])}
+        more = case.more(name, outcome) if name != "copy" else {}
+        moved = more.get("bytes", size)
         us, (p20, _, _, p80) = medians[name], statistics.quantiles(times[name], n=5, method="inclusive")
-        result |= {"bytes": size, "us": _round(us), "us_p20": _round(p20), "us_p80": _round(p80)}
+        result |= {"bytes": moved, "us": _round(us), "us_p20": _round(p20), "us_p80": _round(p80)}
         result |= {"rounds": len(times[name]), "turns": not memory_bound(case.flops, size)}
-        result["gb_per_s"] = _round(size / us / 1e3)
+        result["gb_per_s"] = _round(moved / us / 1e3)
         if case.flops:
             result["tops"] = _round(case.flops / us / 1e6)
+        if name != "copy":
+            result |= {rate: _round(count / us * 1e6) for rate, count in case.rates.items()}
         if "copy" in medians:
-            result["of_copy"] = _round(medians["copy"] / us)
+            result["of_copy"] = _round(medians["copy"] / us * (moved / size))
         if name.startswith("qk"):
             rivals = [rival for rival in medians if rival != "copy" and not rival.startswith("qk")]
             result["speedup_over"] = {rival: _round(medians[rival] / us) for rival in rivals}
-        results.append(result)
+        results.append(result | more)
     return results
 
 
@@ -374,7 +383,8 @@ def format_row(row):
     of_copy = f"{row['of_copy']:.3f}" if "of_copy" in row else ""
     over = "  ".join(f"{rival} {ratio:.2f}x" for rival, ratio in row.get("speedup_over", {}).items())
     times = f"{row['us']:.1f}", spread, f"{row['wall_us']:.1f}", f"{row['gb_per_s']:.0f}"
-    return _TABLE.format(what, row["contender"], *times, tops, of_copy, over).rstrip()
+    line = _TABLE.format(what, row["contender"], *times, tops, of_copy, over).rstrip()
+    return "\n".join([line, *(f"{us:>76.1f}  {name}" for name, us in row.get("kernels", ()))])
 
 
 def format_case(op, shape, dtype, options):

@@ -4,12 +4,14 @@ A job is a generator of cases. A `Case` is one operation at one shape: what make
 each with what it should compute, in plain torch. JOBS holds the jobs by name, TUNED what is tuned:
 
     int4, int8     quantizers and dequantizers, beside their references, eager and compiled
+    hadamard       rotation, beside a dense product; and with the quantization that follows
     dequant_bias   three widths, 31 numbers of tokens
     gemm, ladder   int8 GEMMs beside cuBLAS; one of them from a first kernel on, a change at a time
     chain          a quantization and a GEMM, eager and compiled, beside as many kernels in bfloat16
     gelu, ffn      int8 GELU; a feed-forward layer and its fused epilogue
     sparse         quantization into 2:4 windows; linear layers, sparse and dense
     versions       kernels that notebooks grow, version by version; only where the notebooks are
+    model          a whole decoder of Llama-3-8B's shape: tokens a second, memory
 
 How they are measured stands in qk/bench/__init__.py.
 """
@@ -24,6 +26,7 @@ import torch
 
 import qk
 from qk.bench import Case, json_value
+from qk.bench.model import cases as model_cases
 from qk.bench.versions import grown
 from qk.gemm_epilogue import Problem
 from qk.gemm_sm80 import Config, int8_gemm_sm80
@@ -103,6 +106,33 @@ def int8():
     for shape, code in tokens:
         yield rivals("quantize_per_token", shape, half, random_matrix(shape, half), dtype=code)
 
+
+@functools.cache
+def _hadamard_matrix(size, dtype):
+    return qk.hadamard(torch.eye(size, device=qk.device()), dtype)
+
+
+@_job
+def hadamard():
+    """Blocks of 4096, 2048, 256 and 128; the dense product is with one block."""
+    half, bfloat = torch.float16, torch.bfloat16
+    cases = [((8192, 4096), bfloat), ((8192, 14336), bfloat), ((8192, 11008), bfloat), ((32768, 384), half)]
+    cases += [((8192, 4096), torch.float32), ((1, 4096), bfloat)]
+    for shape, dtype in cases:
+        size = min(shape[1] & -shape[1], 4096)
+
+        def dense(x, size=size):
+            return (x.view(-1, size) @ _hadamard_matrix(size, x.dtype)).view(x.shape)
+
+        case = rivals("hadamard", shape, dtype, random_matrix(shape, dtype))
+        yield case._replace(contenders=case.contenders | {"matmul": (dense, qk.hadamard_ref)})
+    for shape, dtype in cases[:4]:
+        case = rivals("hadamard_quant", shape, dtype, random_matrix(shape, dtype))
+        separate = (lambda x: qk.act_quant(qk.hadamard(x)), lambda x: qk.act_quant_ref(qk.hadamard_ref(x)))
+        yield case._replace(contenders=case.contenders | {"separate": separate})
+
+
+_INT4_WEIGHTS = (8192, 8192), (28672, 8192), (4096, 4096), (14336, 4096), (1536, 384)
 
 _GRID_M = (
     1, 16, 32, 48, 64, 80, 96, 112, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 10240,
@@ -446,9 +476,31 @@ _HIGH = [*itertools.product([1], [512, 1024, 2048], [4, 8], [2, 4, 8]), (4, 256,
 _FEW_TOKENS = _candidates([(16, 32), (16, 64)], [1, 2, 4], [1], [2, 4, 8], [3, 4], [None])
 
 
+def int4_versions_case(functions, N=8192, K=8192):
+    """One token times int4 weights. functions: {name: function of float16 x [1, K], int32 packed and absmax}."""
+
+    def inputs():
+        x, w = randn(1, K, dtype=torch.float16), randn(N, K, dtype=torch.float16)
+        return x, *qk.quantize_int4(w, 128, "int32"), x.to(torch.bfloat16), w.to(torch.bfloat16)
+
+    def truth(x, packed, absmax, *_):
+        return x.float() @ qk.dequantize_int4(packed, absmax, K, 128, torch.float32).t()
+
+    ours = functions | {"qk": functools.partial(qk.int4_gemm, bias=None, group_size=128)}
+    contenders = {name: (lambda *o, call=call: call(*o[:3]), truth) for name, call in ours.items()}
+    contenders["bf16"] = (lambda *o: o[3] @ o[4].t(), lambda *o: o[3].float() @ o[4].float().t())
+    size = N * K // 2 + 2 * N * (K // 128) + 2 * K + 2 * N
+    return Case(
+        "versions of int4_gemm", (1, N, K), torch.float16, {"group_size": 128}, inputs, contenders, size, 2 * N * K
+    )
+
+
 @_job
 def versions():
     for op, functions in grown().items():
+        if op == "int4_gemm":
+            yield int4_versions_case(dict(functions))
+            continue
         reference = getattr(qk, f"{op}_ref")
         ours, *rivals = _against_torch(getattr(qk, op), reference).items()
         # the first version of act_quant cuts codes off: it is held to what it does itself
@@ -458,6 +510,76 @@ def versions():
         shape, dtype = (8192, 2048), torch.float16
         contenders = dict([ours, *theirs.items(), *rivals])
         yield Case(f"versions of {op}", shape, dtype, {}, random_matrix(shape, dtype), contenders)
+
+
+@_job
+def model():
+    yield from model_cases()
+
+
+class _Int4Operands(NamedTuple):
+    """Random x [M, K] and w [N, K], and w packed, in its own codes' formats: qk's, torch's, and int8."""
+
+    x: torch.Tensor
+    w: torch.Tensor
+    int4: tuple  # packed, absmax
+    torch_int4: tuple  # packed, scales and zeros; empty where torch takes no such matrix, or kernels are interpreted
+    int8: tuple  # w in 128 x 128 blocks
+
+
+def _torch_int4(w, group_size):
+    """What torch's _weight_int4pack_mm takes; ours are codes from -7, its are from 0."""
+    if not w.is_cuda or group_size is None:
+        return ()
+    packed, absmax = qk.quantize_int4(w, group_size)
+    codes = (qk.unpack_int4(packed, w.shape[1]) + 8).to(torch.uint8)
+    # the first of two codes is its byte's high half
+    words = torch._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], 8)
+    scale = (absmax.float() / 7).to(w.dtype).t().contiguous()
+    return words, torch.stack([scale, torch.zeros_like(scale)], -1)
+
+
+def int4_gemm_case(M, N, K, group_size=128):
+    int4 = dict(group_size=group_size)
+
+    def inputs():
+        x, w = randn(M, K, dtype=torch.bfloat16), randn(N, K, dtype=torch.bfloat16)
+        return (_Int4Operands(x, w, qk.quantize_int4(w, **int4), _torch_int4(w, group_size), qk.weight_quant(w)),)
+
+    def dequantized(o, dtype):
+        return qk.dequantize_int4(*o.int4, K, out_dtype=dtype, **int4)
+
+    def truth(o):
+        return o.x.float() @ dequantized(o, torch.float32).t()
+
+    contenders = {
+        "qk": (lambda o: qk.int4_gemm(o.x, *o.int4, **int4), truth),
+        "bf16": (lambda o: o.x @ o.w.t(), lambda o: o.x.float() @ o.w.float().t()),
+        "dequantize": (lambda o: o.x @ dequantized(o, torch.bfloat16).t(), truth),
+        "qk int8": (
+            lambda o: qk.int8_gemm(*_act_quant(o.x), *o.int8, out_dtype=torch.bfloat16),
+            lambda o: product(*_act_quant(o.x), *o.int8),
+        ),
+        # as many bytes as the weight's codes, half of them read and half written
+        "copy": (lambda o: o.int4[0][: N // 2].clone(), lambda o: o.int4[0][: N // 2]),
+    }
+    if group_size:
+        contenders["_weight_int4pack_mm"] = (
+            lambda o: torch._weight_int4pack_mm(o.x, o.torch_int4[0], group_size, o.torch_int4[1]),
+            truth,
+        )
+    size = M * K * 2 + N * K // 2 + 2 * N * (K // (group_size or K)) + 2 * M * N
+    return Case(
+        "int4_gemm", (M, N, K), torch.bfloat16, int4, inputs, contenders, size, 2 * M * N * K, seconds=0.15
+    )  # fmt: skip
+
+
+@_job
+def int4_gemm():
+    for (N, K), M in itertools.product(_INT4_WEIGHTS, (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192)):
+        yield int4_gemm_case(M, N, K)
+    for group_size, M in itertools.product((32, None), (1, 16, 64)):
+        yield int4_gemm_case(M, 8192, 8192, group_size)
 
 
 class Tuned(NamedTuple):
@@ -486,6 +608,19 @@ TUNED = {
             ),
         },
         by_capability=True,
+    ),
+    "hadamard": Tuned(
+        "hadamard",
+        functools.partial(rivals, "hadamard"),
+        {
+            "compiled": (
+                [
+                    (shape, dtype, random_matrix(shape, dtype))
+                    for shape, dtype in (((32768, 384), _BF16), ((8192, 11008), _BF16), ((8192, 5120), _FP32))
+                ],
+                [(elements, elements, 128, 1) for elements in (512, 1024, 2048, 4096)],
+            ),
+        },
     ),
     "dequant_bias": Tuned(
         "dequant",

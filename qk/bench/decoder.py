@@ -1,0 +1,155 @@
+"""A decoder of Llama 3's kind (arXiv 2407.21783) in plain torch, with a static cache, to time linear layers in.
+
+    tokens -> embedding -> layers -> RMSNorm -> head -> logits of the last token
+              a layer:  x += update;  x += output(attention(qkv(norm(x))));  update = down(silu(gate) * up of norm(x))
+
+q, k and v are one product, and so are gate and up. The sum of x and a layer's update is left to the next layer, where
+one kernel adds and normalizes.
+
+Every operation but the attention is in three functions (`Decoder.begin`, `Layer.forward`, `Decoder.end`), which
+torch.compile takes one by one: what it makes of a layer serves all layers. Positions are a tensor, so that a CUDA graph
+of a step serves all steps.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+
+class Shape(NamedTuple):
+    layers: int
+    width: int
+    inner: int  # of the feed-forward part
+    heads: int
+    kv_heads: int  # heads for keys and values
+    vocabulary: int
+
+    @property
+    def head(self):
+        """Width of a head."""
+        return self.width // self.heads
+
+    @property
+    def layer_weights(self):
+        """Numbers in the matrices of a layer."""
+        attention = 2 * (self.heads + self.kv_heads) * self.head * self.width
+        return attention + 3 * self.inner * self.width
+
+    @property
+    def cached(self):
+        """Numbers that the cache holds of a token."""
+        return 2 * self.layers * self.kv_heads * self.head
+
+
+LLAMA_3_8B = Shape(layers=32, width=4096, inner=14336, heads=32, kv_heads=8, vocabulary=128256)
+
+
+class Cache(NamedTuple):
+    """Keys and values: of each layer [sequences, kv_heads, length, head]."""
+
+    keys: list
+    values: list
+
+
+def random_cache(shape, sequences, length, **factory):
+    """As of tokens that were already there. factory: device and dtype."""
+    size = sequences, shape.kv_heads, length, shape.head
+    return Cache(*([torch.randn(size, **factory) for _ in range(shape.layers)] for _ in range(2)))
+
+
+def _linear(inputs, outputs):
+    return torch.nn.Linear(inputs, outputs, bias=False)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, shape):
+        super().__init__()
+        self.shape = shape
+        self.attention_norm = torch.nn.RMSNorm(shape.width, eps=1e-5)
+        self.qkv = _linear(shape.width, (shape.heads + 2 * shape.kv_heads) * shape.head)
+        self.output = _linear(shape.heads * shape.head, shape.width)
+        self.mlp_norm = torch.nn.RMSNorm(shape.width, eps=1e-5)
+        self.gate_up = _linear(shape.width, 2 * shape.inner)
+        self.down = _linear(shape.inner, shape.width)
+
+    def forward(self, x, update, rotation, positions, keys, values):
+        """x, update: [sequences, tokens, width]. Writes to keys and values. -> x, and the update that it lacks."""
+        x = x + update
+        x = x + self.output(self._attention(self.qkv(self.attention_norm(x)), rotation, positions, keys, values))
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
+        return x, self.down(functional.silu(gate) * up)
+
+    def _attention(self, qkv, rotation, positions, keys, values):
+        sequences, tokens, _ = qkv.shape
+        heads, kv_heads, head = self.shape.heads, self.shape.kv_heads, self.shape.head
+        q, k, v = (
+            part.unflatten(-1, (-1, head)).transpose(1, 2)
+            for part in qkv.split([heads * head, kv_heads * head, kv_heads * head], -1)
+        )
+        q, k = _rotated(q, rotation), _rotated(k, rotation)
+        keys.index_copy_(2, positions, k)
+        values.index_copy_(2, positions, v)
+        if tokens > 1:
+            out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:
+            # the heads that share keys are rows of one product
+            q = q.reshape(sequences, kv_heads, heads // kv_heads, head)
+            seen = torch.arange(keys.shape[2], device=q.device) <= positions
+            scores = (q @ keys.transpose(2, 3)).float() * head**-0.5
+            shares = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(q.dtype)
+            out = (shares @ values).view(sequences, heads, 1, head)
+        return out.transpose(1, 2).reshape(sequences, tokens, heads * head)
+
+
+def _rotated(x, rotation):
+    """Rotary positions (RoFormer, arXiv 2104.09864): pairs of halves, rotated by angles; x [..., tokens, head]."""
+    cos, sin = rotation
+    a, b = x.float().chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+class Decoder(torch.nn.Module):
+    """Weights are not initialized: `random_` does that."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape = shape
+        self.embedding = torch.nn.Embedding(shape.vocabulary, shape.width)
+        self.layers = torch.nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.norm = torch.nn.RMSNorm(shape.width, eps=1e-5)
+        self.head = _linear(shape.width, shape.vocabulary)
+
+    @torch.no_grad()
+    def random_(self, seed):
+        """Normal weights that keep the size of what they multiply; layers add little, as at the start of GPT-2."""
+        generator = torch.Generator(self.norm.weight.device).manual_seed(seed)
+        for name, weight in self.named_parameters():
+            if weight.ndim == 1:
+                weight.fill_(1)
+                continue
+            variance = 1 if name.startswith("embedding") else 1 / weight.shape[1]
+            if name.endswith(("output.weight", "down.weight")):
+                variance /= 2 * self.shape.layers
+            weight.normal_(0, variance**0.5, generator=generator)
+        return self
+
+    def forward(self, tokens, positions, cache, compiled=lambda function: function):
+        """tokens: [sequences, n], at positions [n], those after what is in the cache; n is 1, or positions begin at 0.
+
+        compiled: makes a function that is compiled. -> logits of the last token, [sequences, vocabulary]
+        """
+        x, update, rotation = compiled(Decoder.begin)(self, tokens, positions)
+        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
+            x, update = compiled(Layer.forward)(layer, x, update, rotation, positions, keys, values)
+        return compiled(Decoder.end)(self, x, update)
+
+    def begin(self, tokens, positions):
+        x = self.embedding(tokens)
+        head = self.shape.head
+        exponents = torch.arange(0, head, 2, device=x.device, dtype=torch.float32) / head
+        angles = positions[:, None] * 500000.0**-exponents
+        return x, torch.zeros_like(x), (angles.cos(), angles.sin())
+
+    def end(self, x, update):
+        return self.head(self.norm((x + update)[:, -1]))

@@ -1,0 +1,358 @@
+"""int4 codes that suit the inputs of a layer: their moments, clipping by least squares, and GPTQ.
+
+    collect(model, batches)       S = sum of x^T x over the inputs x [K] of each linear layer, batch by batch
+    clip(w, g, S)                 absmax of each group, below its largest weight where that makes the error smaller
+    gptq(w, S, g, absmax)         codes, column by column; what a column loses, the columns after it make up for
+    quantize_weight(w, g, S)      both, packed as `quantize_int4` packs
+
+What a layer loses by codes q in place of its weight w is, summed over those inputs, |(q - w) x|^2: (q - w) S (q - w)^T
+of each row. So S says all that there is to know about the inputs, and no activation is kept.
+
+    w  [N, K]   0  1  2 | 3 | 4  5 ...      columns in the order of their inputs' size, the largest first
+                codes   | ^ | -> the error of column 3, spread over those that have no codes yet
+
+Plain torch, on the CPU and on GPUs, in float64 wherever K is summed over. The same bits every run.
+"""
+
+import collections.abc
+from typing import NamedTuple
+
+import torch
+
+from .hadamard import _hadamard_size, hadamard_ref
+from .host import BLOCKS, FLOATS, cdiv, check_data, check_one_of
+from .int4 import pack_int4_ref
+
+__all__ = ["LayerStatistics", "clip", "collect", "gptq", "quantize_weight", "rotate_moment"]
+
+_DAMPING = 0.1  # of the mean of the moments' diagonal; least error of sentences that no moment has seen
+_FRACTIONS = torch.linspace(1, 0.3, 36).tolist()  # of a group's largest magnitude
+_COLUMNS = 128  # that GPTQ goes through before it brings the others up to date
+_TOKENS = 4096  # in float64 at a time
+_ELEMENTS = 2**18  # that are clipped at a time: they should stay in a CPU's cache
+_PATIENCE = 1  # seconds without a progress bar
+
+
+class LayerStatistics(NamedTuple):
+    """Of the inputs of a linear layer; all 0 of one that was never called."""
+
+    second_moment: torch.Tensor  # [K, K] float64: the sum of x^T x over tokens
+    absmax: torch.Tensor  # [K] float32: the largest magnitudes
+    tokens: int
+
+
+def _bar(items, what, progress):
+    """The items, with a progress bar where they take longer than a second; none in a file, or without tqdm."""
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        return items
+    return tqdm(items, what, disable=None if progress else True, delay=_PATIENCE, leave=False)
+
+
+def _by_type(model):
+    def call(batch):
+        if isinstance(batch, collections.abc.Mapping):
+            return model(**batch)
+        return model(*batch) if isinstance(batch, list | tuple) else model(batch)
+
+    return call
+
+
+def _named(model, names):
+    """-> {name: linear layer} of all linear layers, or of those named; a layer has a name for each place it stands."""
+    layers = {
+        name: module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, torch.nn.Linear)
+    }
+    if names is None:
+        return layers
+    if isinstance(names, str) or not all(name in layers for name in names):
+        wrong = names if isinstance(names, str) else next(name for name in names if name not in layers)
+        raise ValueError(f"names has {wrong!r}; it takes a list of names of torch.nn.Linears: {', '.join(layers)}")
+    return {name: layers[name] for name in names}
+
+
+def _shared(layer):
+    """What layers with one weight have in common. A weight that is computed at each call is another each time."""
+    return layer._parameters.get("weight", layer)
+
+
+class _Sums:
+    """What is gathered of the layers that share a weight."""
+
+    def __init__(self, layer):
+        self.layer = layer
+        self.second_moment = self.absmax = None
+        self.tokens = 0
+
+    @torch.inference_mode(False)  # sums of batches within it and without could not be joined
+    @torch.no_grad()
+    def hear(self, layer, args, kwargs):
+        x = (args[0] if args else kwargs["input"]).detach()
+        x = x.reshape(-1, x.shape[-1])
+        if self.second_moment is None:
+            K = x.shape[1]
+            self.second_moment, self.absmax = x.new_zeros(K, K, dtype=torch.float64), x.new_zeros(K).float()
+        for part in x.split(_TOKENS):
+            part = part.double()
+            self.second_moment.addmm_(part.T, part)
+        if len(x):
+            # of NaN, maximum keeps it
+            self.absmax = torch.maximum(self.absmax, x.abs().amax(0).float())
+            self.tokens += len(x)
+
+    def result(self):
+        if self.second_moment is None:
+            K = self.layer.in_features
+            empty = torch.zeros(K, K, dtype=torch.float64, device=self.layer.weight.device)
+            return LayerStatistics(empty, empty.new_zeros(K).float(), 0)
+        return LayerStatistics(self.second_moment, self.absmax, self.tokens)
+
+
+@torch.no_grad()
+def collect(model, batches, names=None, call=None, progress=True):
+    """Runs the model, and gathers the second moments of what enters its torch.nn.Linears, batch by batch.
+
+    batches: an iterable of inputs. call(batch) runs the model on one; None calls model(batch), model(*batch) of a list
+    or a tuple, and model(**batch) of a mapping. names: of the layers, a list; None: all. Each keeps K * K float64, so
+    a large model may be done in parts. progress: a bar, where it takes longer than a second.
+    Returns {name: LayerStatistics}, on the devices of the inputs. Layers that share a weight share their statistics,
+    and so do all names of one. The model runs in eval mode, and has its own modes again afterwards. What pads a batch
+    counts as tokens: batches without padding serve better.
+    Raises ValueError for bad arguments, for no batch, and where an input holds NaN or Inf; those of the model are its
+    own.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}; it takes a torch.nn.Module")
+    if isinstance(batches, collections.abc.Mapping | torch.Tensor | str):
+        raise ValueError(f"batches is a {type(batches).__name__}; it takes an iterable of batches, such as [batch]")
+    layers = _named(model, names)
+    if not layers and names is not None:
+        raise ValueError("names is empty; it takes names of layers, or None: all")
+    if not layers:
+        raise ValueError(f"model is a {type(model).__name__} without a torch.nn.Linear; it takes one with some")
+    call = _by_type(model) if call is None else call
+    sums = {_shared(layer): _Sums(layer) for layer in layers.values()}
+    modes = [(module, module.training) for module in model.modules()]
+    # those that names leaves out too, if they share a weight with one
+    heard = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear) and _shared(layer) in sums]
+    hooks = [layer.register_forward_pre_hook(sums[_shared(layer)].hear, with_kwargs=True) for layer in heard]
+    number = 0
+    try:
+        model.eval()
+        for number, batch in enumerate(_bar(batches, "calibration", progress), 1):
+            call(batch)
+            for name, layer in layers.items():
+                absmax = sums[_shared(layer)].absmax
+                if absmax is not None and not absmax.isfinite().all():
+                    raise ValueError(f"batches has NaN or Inf at the input of {name!r}, in batch {number}")
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, mode in modes:
+            module.training = mode
+    if not number:
+        raise ValueError("batches is empty; it takes at least one batch")
+    results = {shared: found.result() for shared, found in sums.items()}
+    return {name: results[_shared(layer)] for name, layer in layers.items()}
+
+
+def rotate_moment(second_moment):
+    """The second moment of `hadamard(x)` from that of x: H S H, [K, K] float64. ValueError for bad arguments."""
+    S = _check_moment(second_moment)
+    size = _hadamard_size(len(S))
+    H = hadamard_ref(torch.eye(size, device=S.device)).sign().double() * size**-0.5
+    half = (S.unflatten(1, (-1, size)) @ H).flatten(1)
+    return (half.T.unflatten(1, (-1, size)) @ H).flatten(1)
+
+
+def _check_moment(second_moment, K=None):
+    check_data("second_moment", second_moment, (torch.float32, torch.float64), "[K, K]" if K is None else (K, K))
+    if second_moment.shape[0] != second_moment.shape[1]:
+        raise ValueError(f"second_moment has shape {list(second_moment.shape)}; it takes [K, K]")
+    if not second_moment.isfinite().all():
+        raise ValueError("second_moment holds NaN or Inf; it takes finite numbers")
+    second_moment = second_moment.detach().double()
+    size = second_moment.diagonal().abs().sum().item()
+    if not torch.allclose(second_moment, second_moment.T, rtol=1e-4, atol=1e-6 * size):
+        raise ValueError("second_moment isn't symmetric; it takes a sum of x^T x")
+    return second_moment
+
+
+def _check(w, group_size, second_moment, damping):
+    """-> the moments as float64 on w's device, or None where there are none, or no input was ever anything but 0."""
+    check_data("w", w, FLOATS, "[N, K]")
+    check_one_of("group_size", group_size, (*BLOCKS, None), " (a group is a row)")
+    if not isinstance(damping, float | int) or not 0 < damping < float("inf"):
+        raise ValueError(f"damping is {damping!r}; it takes a number above 0")
+    if second_moment is None:
+        return None
+    second_moment = _check_moment(second_moment, w.shape[1]).to(w.device)
+    if (second_moment.diagonal() < 0).any():
+        raise ValueError("second_moment has a diagonal below 0; it takes a sum of x^T x")
+    return second_moment if second_moment.any() else None
+
+
+def _damped(second_moment, damping):
+    """Moments of more inputs, each of one column: so that no direction counts for nothing."""
+    damped = second_moment.clone()
+    damped.diagonal().add_(damping * second_moment.diagonal().mean())
+    return damped
+
+
+def _groups(x, group_size):
+    """[R, C] -> [R, groups, group], filled up with zeros."""
+    R, C = x.shape
+    group = group_size or max(C, 1)
+    groups = cdiv(C, group) if group_size else 1
+    return torch.nn.functional.pad(x, (0, groups * group - C)).view(R, groups, group)
+
+
+def _inverse_and_scale(absmax):
+    """7 / absmax and absmax / 7 in float32, of a stored absmax; 0 where there are no codes but 0."""
+    absmax = absmax.float()
+    usable = (absmax >= 2.1e-38) & absmax.isfinite()
+    inverse = torch.where(usable, torch.full_like(absmax, 7) / absmax, 0)
+    return inverse, torch.where(usable, absmax / torch.full_like(absmax, 7), 0)
+
+
+def _codes(x, inverse):
+    return (x * inverse).round_().clamp_(-7, 7)
+
+
+def _absmax(x):
+    """float32 groups -> the largest magnitude of each, float16; NaN where a value isn't finite in float16."""
+    absmax = x.abs().amax(-1).half()
+    return torch.where(absmax.isfinite(), absmax, torch.nan)
+
+
+def _least_squares(x, weight):
+    """float32 groups [R, G, group], what a square error counts [G, group] -> absmax [R, G] float16."""
+    full = _absmax(x)
+    best, least = full, None
+    for fraction in _FRACTIONS:
+        absmax = (full.float() * fraction).half()
+        inverse, scale = _inverse_and_scale(absmax[..., None])
+        error = (_codes(x, inverse).mul_(scale).sub_(x).square_().mul_(weight)).sum(-1, dtype=torch.float64)
+        if least is None:
+            least = error
+        best = torch.where(error < least, absmax, best)
+        least = torch.minimum(error, least)
+    return best
+
+
+def clip(w, group_size=None, second_moment=None, damping=_DAMPING, progress=True):
+    """The absmax of each group whose codes lose least, in squares: 0.3 to 1 of its largest magnitude, in 36 steps.
+
+    w: [N, K] float16, bfloat16 or float32, any strides, on any device. group_size: as of `quantize_int4`.
+    second_moment: [K, K], as `collect` gathers it: then the square error of column k counts S[k, k], and damping * the
+    mean of all S[k, k] (> 0; it tells columns apart that had no input). None: all columns count alike.
+    Returns float16 [N, ceil(K / group_size)]. Each candidate is rounded to float16 before it is tried. A group with NaN
+    or Inf, or what is infinite in float16, has absmax NaN. Raises ValueError for bad arguments.
+    """
+    return _clip(w, group_size, _check(w, group_size, second_moment, damping), damping, progress)
+
+
+def _clip(w, group_size, second_moment, damping, progress):
+    weight = torch.ones(1, w.shape[1], device=w.device)
+    if second_moment is not None:
+        diagonal = second_moment.diagonal()
+        weight = (diagonal / diagonal.mean() + damping).float()[None]
+    x, weight = _groups(w.detach().float(), group_size), _groups(weight, group_size)[0]
+    if not x.numel():
+        return x.new_zeros(x.shape[:2], dtype=torch.float16)
+    rows = max((_ELEMENTS if w.device.type == "cpu" else 256 * _ELEMENTS) // x[0].numel(), 1)
+    return torch.cat([_least_squares(part, weight) for part in _bar(x.split(rows), "clipping", progress)])
+
+
+def _inverse_factor(second_moment):
+    """The upper triangular U with S^-1 = U^T U."""
+    # backwards, S = R R^T with R upper triangular: then U is the inverse of R
+    lower, failed = torch.linalg.cholesky_ex(second_moment.flip(0, 1))
+    if failed:
+        raise ValueError("second_moment has a negative eigenvalue; it takes a sum of x^T x, or a larger damping")
+    eye = torch.eye(len(second_moment), dtype=torch.float64, device=second_moment.device)
+    return torch.linalg.solve_triangular(lower.flip(0, 1), eye, upper=True)
+
+
+@torch.no_grad()
+def gptq(w, second_moment, group_size=None, absmax=None, damping=_DAMPING, progress=True):
+    """int4 codes by GPTQ (Frantar et al., arXiv 2210.17323): columns take codes in turn, later ones mend the error.
+
+    w: [N, K] float16, bfloat16 or float32, any strides, on any device. second_moment: [K, K], as `collect` gathers it.
+    group_size: as of `quantize_int4`. absmax: of each group, a float [N, ceil(K / group_size)]; None: `clip`'s.
+    damping: what is added to the diagonal, in parts of its mean, > 0. It keeps few tokens from being taken at their
+    word.
+    Returns codes, int8 [N, K], -7 .. 7, and absmax. Columns go from the largest inputs to the smallest; groups and
+    their absmax are those of w all the same. A column that had no input is rounded to nearest, and so are all if the
+    moments have nothing beside the diagonal. A group that holds NaN or Inf gets absmax NaN and codes 0, and changes no
+    other. Raises ValueError for bad arguments, and for moments with a negative eigenvalue.
+    """
+    if second_moment is None:
+        raise ValueError("second_moment is None; it takes a tensor")
+    second_moment = _check(w, group_size, second_moment, damping)
+    groups = _groups(w, group_size)
+    if absmax is None:
+        absmax = _clip(w, group_size, second_moment, damping, progress)
+    check_data("absmax", absmax, FLOATS, groups.shape[:2])
+    if absmax.device != w.device:
+        raise ValueError(f"absmax is on {absmax.device}; it takes w's device, {w.device}")
+    absmax = torch.where(groups.isfinite().all(-1) & absmax.isfinite(), absmax.detach(), torch.nan)
+    return _gptq(w, second_moment, group_size, absmax, damping, progress), absmax
+
+
+def _gptq(w, second_moment, group_size, absmax, damping, progress):
+    """int8 [N, K], of an absmax that is NaN where a group holds NaN or Inf."""
+    if second_moment is None:
+        return _nearest(w, absmax, group_size)
+    N, K = w.shape
+    order = second_moment.diagonal().argsort(descending=True, stable=True)
+    factor = _inverse_factor(_damped(second_moment, damping)[order][:, order])
+    group_of = (order // (group_size or max(K, 1))).tolist()
+    bad = absmax.isnan().repeat_interleave(group_size or max(K, 1), 1)[:, :K]
+    left = torch.where(bad, 0, w.detach().double()).T[order]  # [K, N], of which codes are still to be chosen
+    inverse, scale = (table.T.contiguous() for table in _inverse_and_scale(absmax))
+    codes = torch.empty(K, N, dtype=torch.int8, device=w.device)
+    for first in _bar(range(0, K, _COLUMNS), "GPTQ", progress):
+        last = min(first + _COLUMNS, K)
+        errors = left.new_empty(last - first, N)
+        for k in range(first, last):
+            code = _codes(left[k].float(), inverse[group_of[k]])
+            codes[k] = code
+            errors[k - first] = error = (left[k] - code * scale[group_of[k]]) / factor[k, k]
+            left[k + 1 : last].addr_(factor[k, k + 1 : last], error, alpha=-1)
+        left[last:].addmm_(factor[first:last, last:].T, errors, alpha=-1)
+    return torch.empty_like(codes).index_copy_(0, order, codes).T.contiguous()
+
+
+def _nearest(w, absmax, group_size):
+    """int8 [N, K]"""
+    inverse, _ = _inverse_and_scale(absmax[..., None])
+    x = _groups(w.detach().float(), group_size)
+    # not a product: NaN has no code
+    return _codes(x.where(inverse > 0, 0), inverse).to(torch.int8).flatten(1)[:, : w.shape[1]]
+
+
+def quantize_weight(
+    w, group_size=None, second_moment=None, clipping=True, compensate=True, packing="uint8", damping=_DAMPING,
+    progress=True,
+):  # fmt: skip
+    """Packed int4 codes of a weight that lose little of the layer's output, for `int4_gemm` and `dequantize_int4`.
+
+    w, group_size, second_moment, damping: as of `gptq`, and second_moment may be None. clipping: absmax is `clip`'s,
+    else the largest magnitude of each group. compensate: codes are `gptq`'s where there are moments, else the nearest.
+    packing: "uint8" or "int32". Returns packed and absmax as `quantize_int4` does, absmax in float16.
+    Raises ValueError for bad arguments.
+    """
+    for name, value in (("clipping", clipping), ("compensate", compensate)):
+        check_one_of(name, value, (True, False))
+    check_one_of("packing", packing, ("uint8", "int32"))
+    second_moment = _check(w, group_size, second_moment, damping)
+    if clipping:
+        absmax = _clip(w, group_size, second_moment, damping, progress)
+    else:
+        absmax = _absmax(_groups(w.detach().float(), group_size))
+    codes = _gptq(w, second_moment if compensate else None, group_size, absmax, damping, progress)
+    return pack_int4_ref(codes, packing), absmax

@@ -1,0 +1,488 @@
+"""The int4 GEMM of Hopper (sm_90) in Gluon: codes go from packed words to the tensor cores without leaving registers.
+
+`qk/gemm_int4.py` calls it. wgmma takes its left operand, here 64 rows of the weight, from registers: a quad of threads
+holds a row, and of each 16 columns a thread has four, in two registers. Which four is free, if x has its columns in the
+same order. So a thread reads a quarter of a row's words in one piece, and a word's codes p and p + 4 share a
+register:
+
+    word     | 7 | 6 | 5 | 4 | 3 | 2 | 1 | 0 |        (word >> 4 p) & 0x000f000f, two codes in two instructions;
+    pair 1           ^               ^                ^ magic: 128 + (code + 8), or 1024 + (code + 8) in float16;
+                                                      fma: the code, exactly
+
+That is 11 instructions for eight codes (three shifts, four lop3, four fma).
+
+A producer warp fills a ring in shared memory by TMA with packed words and x, a group or 128 columns at a time.
+Consumers, warpgroups, unpack, multiply, scale the sums by the group's absmax / 7 in float32, and add them up. For up to
+128 tokens they share K: each takes every second or third step of the same 64 rows, and the first adds up what they
+have, in order. For more, each has 64 rows of its own.
+
+x is put into order in one of two ways. For up to 16 tokens, while each CTA has one tile, by a warpgroup of its own, in
+the ring; it has time. Otherwise by a kernel before (`_permute_kernel`), which also takes x of any strides. The weight's
+first stages are on their way while that one runs.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .hopper import (
+    AVAILABLE,
+    barrier,
+    descriptor,
+    fence_async_shared,
+    gl,
+    jit,
+    layout_function,
+    mbarrier,
+    tile_of,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from .host import cdiv, gpu, launch, temporary
+from .numerics import LONGEST_SUM, gdc_launch_dependents, gdc_wait, wait_if_early
+
+__all__ = []
+
+_WG_N = tl.constexpr(64)  # rows of a consumer
+
+
+def _assembly(one, offset, magic, kind):
+    """PTX: a word of eight codes -> four pairs of 16-bit numbers, codes p and p + 4 in the p-th."""
+    lines = ["{", ".reg .b32 s, t, one, offset, magic;"]
+    lines.append(f"mov.b32 one, {one}; mov.b32 offset, {offset}; mov.b32 magic, {magic};")
+    for p in range(4):
+        lines.append(f"shr.u32 s, $4, {4 * p};")
+        lines.append("lop3.b32 t, s, 0x000f000f, magic, 0x6a;")  # (s & mask) ^ magic
+        lines.append(f"fma.rn.{kind} ${p}, t, one, offset;")
+    return tl.constexpr("\n".join([*lines, "}"]))
+
+
+_TO_FLOAT16 = _assembly("0x3c003c00", "0xe408e408", "0x64086408", "f16x2")  # 1024 + 8, -1032
+_TO_BFLOAT16 = _assembly("0x3f803f80", "0xc308c308", "0x43084308", "bf16x2")  # 128 + 8, -136
+_FOUR_WORDS = tl.constexpr((tl.int32,) * 4)
+
+
+@layout_function
+def _sums_layout(block_m):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_m, 16])
+
+
+@layout_function
+def _words_layout(words):
+    """[64, words]: of a row, each of a quad of threads reads a quarter, in one piece."""
+    quarter = words // 4
+    columns = [[0, 1 << i] for i in range(quarter.bit_length() - 1)]
+    lanes = [[0, quarter], [0, 2 * quarter], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([*columns, [8, 0]], lanes, [[16, 0], [32, 0]], [], [64, words])
+
+
+@layout_function
+def _x_layout(columns):
+    lanes = min(columns // 8, 32)
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
+@jit
+def _as_multiplied(x):
+    """Columns of x [R, C], C those of a product, in the order in which `_codes` has the weight's."""
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    # thread of the quad, word, second of a pair, pair -> word, pair, thread, second
+    return x.reshape([R, 4, C // 32, 2, 4]).permute([0, 2, 4, 1, 3]).reshape([R, C])
+
+
+@jit
+def _codes(buf, a_layout: tl.constexpr, dtype: tl.constexpr):
+    """int32 [64, W] in shared memory -> codes [64, 8 W] in the registers where wgmma takes them."""
+    W: tl.constexpr = buf.shape[1]
+    words = buf.load(_words_layout(W))
+    p0, p1, p2, p3 = gl.inline_asm_elementwise(
+        _TO_FLOAT16 if dtype == gl.float16 else _TO_BFLOAT16,
+        "=&r,=&r,=&r,=&r,r", [words], dtype=_FOUR_WORDS, is_pure=True, pack=1,
+    )  # fmt: skip
+    pairs = gl.join(gl.join(p0, p2), gl.join(p1, p3)).reshape([_WG_N, 4, W // 4, 4])
+    pairs = pairs.permute([0, 2, 3, 1]).reshape([_WG_N, 4 * W])
+    low = pairs.to(gl.int16).to(dtype, bitcast=True)
+    high = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
+    return gl.convert_layout(gl.join(low, high).reshape([_WG_N, 8 * W]), a_layout)
+
+
+@jit
+def _seventh(absmax):
+    """absmax / 7 in float32, correctly rounded where it is a normal number."""
+    q = absmax * (1 / 7)
+    corrected = gl.fma(gl.fma(q, 7.0, -absmax), -1 / 7, q)
+    return gl.where(gl.abs(absmax) < float("inf"), corrected, absmax)
+
+
+@jit
+def _load(
+    x_desc, w_desc, x_bufs, w_bufs, ready, stage, tile_m, tile_n, k,
+    X: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, DOT_K: tl.constexpr,
+    DOTS: tl.constexpr,
+):  # fmt: skip
+    """Step k of a tile, of x or the weight or both, into a stage of the ring."""
+    for d in gl.static_range(DOTS):
+        column = (k * DOTS + d) * DOT_K
+        if W:
+            tma_load(w_desc, [tile_n * ROWS, column // 8], ready, w_bufs.index(stage * DOTS + d))
+        if X:
+            tma_load(x_desc, [tile_m * BLOCK_M, column], ready, x_bufs.index(stage * DOTS + d))
+
+
+@jit
+def _produce(
+    operands,
+    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr,
+    GROUP_M: tl.constexpr, PERMUTE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Keeps the ring full by TMA, which fills in zeros beyond the matrices."""
+    x_desc, w_desc, x_bufs, w_bufs, full, empty, M, N, K = operands
+    BYTES: tl.constexpr = DOTS * (ROWS * DOT_K // 2 + BLOCK_M * DOT_K * 2)
+    tiles_m = gl.cdiv(M, BLOCK_M)
+    tiles_n = gl.cdiv(N, ROWS)
+    steps = gl.cdiv(K, DOTS * DOT_K)
+    tile_m, tile_n = tile_of(gl.program_id(0), tiles_m, tiles_n, GROUP_M)
+    ahead = gl.minimum(STAGES, steps)
+    if EARLY and PERMUTE:
+        gdc_wait()
+    for k in range(ahead):
+        mbarrier.expect(full.index(k), BYTES)
+        _load(
+            x_desc, w_desc, x_bufs, w_bufs, full.index(k), k, tile_m, tile_n, k,
+            False, True, ROWS, BLOCK_M, DOT_K, DOTS,
+        )  # fmt: skip
+    # The kernel before this one had waited for all before itself, and writes x in its new order: only x is waited for.
+    if EARLY and not PERMUTE:
+        gdc_wait()
+    for k in range(ahead):
+        _load(
+            x_desc, w_desc, x_bufs, w_bufs, full.index(k), k, tile_m, tile_n, k,
+            True, False, ROWS, BLOCK_M, DOT_K, DOTS,
+        )  # fmt: skip
+    taken = ahead
+    for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        tile_m, tile_n = tile_of(t, tiles_m, tiles_n, GROUP_M)
+        for k in range(gl.where(t == gl.program_id(0), ahead, 0), steps):
+            stage = taken % STAGES
+            mbarrier.wait(empty.index(stage), (taken // STAGES & 1) ^ 1)
+            mbarrier.expect(full.index(stage), BYTES)
+            _load(
+                x_desc, w_desc, x_bufs, w_bufs, full.index(stage), stage, tile_m, tile_n, k,
+                True, True, ROWS, BLOCK_M, DOT_K, DOTS,
+            )  # fmt: skip
+            taken += 1
+
+
+@jit
+def _permute(operands, ROWS: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr):
+    """Puts the columns of x in the ring, where they are, into the order in which `_codes` has the weight's."""
+    x_bufs, full, x_full, M, N, K = operands
+    layout: tl.constexpr = _x_layout(DOT_K)
+    tiles = gl.cdiv(M, x_bufs.shape[1]) * gl.cdiv(N, ROWS)
+    steps = gl.cdiv(K, DOTS * DOT_K)
+    mine = gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0))
+    for taken in range(mine * steps):
+        stage = taken % STAGES
+        mbarrier.wait(full.index(stage), taken // STAGES & 1)
+        x = ()
+        for d in gl.static_range(DOTS):
+            x += (x_bufs.index(stage * DOTS + d).load(layout),)
+        barrier()  # all have read what now is overwritten
+        for d in gl.static_range(DOTS):
+            x_bufs.index(stage * DOTS + d).store(_as_multiplied(x[d]))
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(x_full.index(stage), count=1)
+
+
+@jit
+def _scales(
+    absmax_ptrs, stride_ag, mask_n, k, K, GROUP: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constexpr
+):  # fmt: skip
+    """absmax of the products of step k."""
+    scales = ()
+    for d in gl.static_range(DOTS):
+        column = (k * DOTS + d) * DOT_K
+        at = absmax_ptrs + (column // GROUP).to(gl.int64) * stride_ag
+        # columns beyond the end have no scales
+        scales += (gl.load(at, mask=mask_n & (column < K), other=0.0),)
+    return scales
+
+
+@jit
+def _consume(
+    WG: tl.constexpr, operands,
+    GROUP: tl.constexpr, WGS: tl.constexpr, SHARE_K: tl.constexpr, PERMUTE: tl.constexpr, BLOCK_M: tl.constexpr,
+    DOT_K: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    x_bufs, w_bufs, sum_bufs, full, x_full, empty, sums_full, sums_empty = operands[:8]
+    absmax_ptr, bias_ptr, out_ptr, M, N, K, stride_an, stride_ag = operands[8:]
+    layout: tl.constexpr = _sums_layout(BLOCK_M)
+    ROWS: tl.constexpr = _WG_N if SHARE_K else WGS * _WG_N
+    STRIDE: tl.constexpr = WGS if SHARE_K else 1
+    if EARLY and PERMUTE:
+        gdc_wait()
+    tiles_m = gl.cdiv(M, BLOCK_M)
+    tiles_n = gl.cdiv(N, ROWS)
+    steps = gl.cdiv(K, DOTS * DOT_K)
+    taken = 0  # steps of the tiles before
+    round = 0
+    for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        tile_m, tile_n = tile_of(t, tiles_m, tiles_n, GROUP_M)
+        offs_n = tile_n * ROWS + (0 if SHARE_K else WG * _WG_N) + gl.arange(0, _WG_N, gl.SliceLayout(1, layout))
+        mask_n = offs_n < N
+        absmax_ptrs = absmax_ptr + offs_n.to(gl.int64) * stride_an
+        acc = gl.full([_WG_N, BLOCK_M], 0.0, gl.float32, layout)
+        first = 0
+        if SHARE_K:  # in turn, on from one tile to the next, so that each consumer has stages of its own
+            first += (WG + WGS - taken % WGS) % WGS
+        if GROUP > 0:
+            scales = _scales(absmax_ptrs, stride_ag, mask_n, first, K, GROUP, DOT_K, DOTS)
+        for k in range(first, steps, STRIDE):
+            stage = (taken + k) % STAGES
+            phase = (taken + k) // STAGES & 1
+            if GROUP > 0:  # a step ahead: they come from memory
+                next_scales = _scales(absmax_ptrs, stride_ag, mask_n, k + STRIDE, K, GROUP, DOT_K, DOTS)
+            mbarrier.wait(full.index(stage), phase)
+            for d in gl.static_range(DOTS):
+                w = w_bufs.index(stage * DOTS + d)
+                if not SHARE_K:
+                    w = w.slice(WG * _WG_N, _WG_N, 0)
+                codes = _codes(w, gl.DotOperandLayout(0, layout, 2), x_bufs.dtype)
+                if PERMUTE and d == 0:
+                    mbarrier.wait(x_full.index(stage), phase)
+                x = x_bufs.index(stage * DOTS + d).permute([1, 0])
+                sums = gl.full([_WG_N, BLOCK_M], 0.0, gl.float32, layout)
+                sums = warpgroup_mma(codes, x, sums, use_acc=False, is_async=True)
+                sums = warpgroup_mma_wait(0, (sums,))
+                if d == DOTS - 1:
+                    mbarrier.arrive(empty.index(stage), count=1)
+                if GROUP == 0:
+                    acc += sums
+                else:
+                    scale, _ = gl.broadcast(_seventh(scales[d].to(gl.float32)).expand_dims(1), sums)
+                    acc = gl.fma(sums, scale, acc)
+            if GROUP > 0:
+                scales = next_scales
+        taken += steps
+        if GROUP == 0:
+            scale = _seventh(gl.load(absmax_ptrs, mask=mask_n, other=0.0).to(gl.float32))
+            scale, _ = gl.broadcast(scale.expand_dims(1), acc)
+            acc *= scale
+        if SHARE_K and WG > 0:
+            mbarrier.wait(sums_empty.index(WG - 1), (round & 1) ^ 1)
+            sum_bufs.index(WG - 1).store(acc)
+            barrier()
+            mbarrier.arrive(sums_full.index(WG - 1), count=1)
+        else:
+            if SHARE_K:
+                for other in gl.static_range(WGS - 1):
+                    mbarrier.wait(sums_full.index(other), round & 1)
+                    acc += sum_bufs.index(other).load(layout)
+                    barrier()
+                    mbarrier.arrive(sums_empty.index(other), count=1)
+            if HAS_BIAS:
+                acc += gl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(gl.float32).expand_dims(1)
+            offs_m = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
+            out_ptrs = out_ptr + (offs_m.to(gl.int64) * N).expand_dims(0) + offs_n.expand_dims(1)
+            mask = (offs_m < M).expand_dims(0) & mask_n.expand_dims(1)
+            gl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+        round += 1
+
+
+@jit
+def _barriers(COUNT: tl.constexpr, ARRIVALS: tl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
+
+
+@jit(do_not_specialize=["M", "K"])
+def _int4_gemm_sm90_kernel(
+    x_desc, w_desc, absmax_ptr, bias_ptr, out_ptr, M, N, K, stride_an, stride_ag,
+    GROUP: tl.constexpr,  # columns that share a scale; 0: the row
+    WGS: tl.constexpr,  # consumers
+    SHARE_K: tl.constexpr,  # they share K; otherwise the rows of a tile
+    PERMUTE: tl.constexpr,  # x comes as it is; otherwise in the order in which it is multiplied
+    BLOCK_M: tl.constexpr,  # tokens of a tile
+    DOT_K: tl.constexpr,  # columns of a product
+    DOTS: tl.constexpr,  # products of a stage
+    STAGES: tl.constexpr, GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr, REGISTERS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+    ROWS: tl.constexpr = _WG_N if SHARE_K else WGS * _WG_N
+    x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES * DOTS, BLOCK_M, DOT_K], x_desc.layout)
+    w_bufs = gl.allocate_shared_memory(gl.int32, [STAGES * DOTS, ROWS, DOT_K // 8], w_desc.layout)
+    full = _barriers(STAGES, 1)
+    x_full = _barriers(STAGES, 1)
+    empty = _barriers(STAGES, 1 if SHARE_K else WGS)
+    sum_bufs = x_bufs
+    sums_full = full
+    sums_empty = full
+    if SHARE_K:
+        plain: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        sum_bufs = gl.allocate_shared_memory(gl.float32, [WGS - 1, _WG_N, BLOCK_M], plain)
+        sums_full = _barriers(WGS - 1, 1)
+        sums_empty = _barriers(WGS - 1, 1)
+    consume = (
+        x_bufs, w_bufs, sum_bufs, full, x_full, empty, sums_full, sums_empty,
+        absmax_ptr, bias_ptr if HAS_BIAS else absmax_ptr, out_ptr, M, N, K, stride_an, stride_ag,
+    )  # fmt: skip
+    produce = (x_desc, w_desc, x_bufs, w_bufs, full, empty, M, N, K)
+    if PERMUTE:
+        gl.static_assert(SHARE_K and WGS == 3)
+        permute = (x_bufs, full, x_full, M, N, K)
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    0, consume, GROUP, WGS, SHARE_K, PERMUTE, BLOCK_M, DOT_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY,
+                )),
+                (_consume, (
+                    1, consume, GROUP, WGS, SHARE_K, PERMUTE, BLOCK_M, DOT_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY,
+                )),
+                (_consume, (
+                    2, consume, GROUP, WGS, SHARE_K, PERMUTE, BLOCK_M, DOT_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY,
+                )),
+                (_permute, (permute, ROWS, DOT_K, DOTS, STAGES)),
+                (_produce, (produce, ROWS, BLOCK_M, DOT_K, DOTS, STAGES, GROUP_M, PERMUTE, EARLY)),
+            ],
+            [4, 4, 4, 1], [REGISTERS, REGISTERS, 64, 32],
+        )  # fmt: skip
+    elif WGS == 3:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    0, consume, GROUP, WGS, SHARE_K, PERMUTE, BLOCK_M, DOT_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY,
+                )),
+                (_consume, (
+                    1, consume, GROUP, WGS, SHARE_K, PERMUTE, BLOCK_M, DOT_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY,
+                )),
+                (_consume, (
+                    2, consume, GROUP, WGS, SHARE_K, PERMUTE, BLOCK_M, DOT_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY,
+                )),
+                (_produce, (produce, ROWS, BLOCK_M, DOT_K, DOTS, STAGES, GROUP_M, PERMUTE, EARLY)),
+            ],
+            [4, 4, 1], [REGISTERS, REGISTERS, 32],
+        )  # fmt: skip
+    else:
+        gl.static_assert(WGS == 2)
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    0, consume, GROUP, WGS, SHARE_K, PERMUTE, BLOCK_M, DOT_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY,
+                )),
+                (_consume, (
+                    1, consume, GROUP, WGS, SHARE_K, PERMUTE, BLOCK_M, DOT_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY,
+                )),
+                (_produce, (produce, ROWS, BLOCK_M, DOT_K, DOTS, STAGES, GROUP_M, PERMUTE, EARLY)),
+            ],
+            [4, 1], [REGISTERS, 32],
+        )  # fmt: skip
+
+
+@triton.jit
+def _permute_kernel(
+    x_ptr, out_ptr, M, K, columns, stride_xm, stride_xk, DOT_K: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """x [M, K] -> [M, columns] in the order in which codes are multiplied, filled up with zeros."""
+    wait_if_early(EARLY)
+    offs_m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    offs_k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
+    x = tl.load(x_ptr + offs_m[:, None] * stride_xm + offs_k.to(tl.int64)[None, :] * stride_xk, mask=mask, other=0.0)
+    x = tl.reshape(x, (ROWS, COLUMNS // DOT_K, 4, DOT_K // 32, 2, 4))
+    x = tl.reshape(tl.permute(x, (0, 1, 3, 5, 2, 4)), (ROWS, COLUMNS))
+    mask = (offs_m < M)[:, None] & (offs_k < columns)[None, :]
+    tl.store(out_ptr + offs_m[:, None] * columns + offs_k[None, :], x, mask=mask)
+
+
+class _Tile(NamedTuple):
+    wgs: int  # consumers; 3 where one more warpgroup permutes x
+    share_k: bool
+    permute: bool
+    block_m: int  # tokens of a tile
+    columns: int  # of a stage, in up to four products
+    stages: int  # where consumers share K, a multiple of theirs: each has its own
+    registers: int  # of a consumer's thread
+    group_m: int = 8  # rows of tiles that are gone through column by column
+
+
+# Timed on an H200 at N = K = 8192, of some ten each, 2026-11-22. Up to 16 tokens, a stage is small enough that the
+# next call's CTAs find room beside those at work.
+_CONFIGS = {
+    "decode8": _Tile(3, True, True, 8, columns=256, stages=6, registers=128),
+    "decode16": _Tile(3, True, True, 16, columns=256, stages=6, registers=128),
+    "decode8 ordered": _Tile(3, True, False, 8, columns=256, stages=6, registers=152),
+    "decode16 ordered": _Tile(3, True, False, 16, columns=256, stages=6, registers=152),
+    "32": _Tile(2, True, False, 32, columns=256, stages=4, registers=224),
+    "64": _Tile(2, True, False, 64, columns=256, stages=4, registers=224),
+    "128": _Tile(2, True, False, 128, columns=128, stages=4, registers=240),
+    "large": _Tile(2, False, False, 128, columns=128, stages=5, registers=240),
+    "large, small groups": _Tile(2, False, False, 64, columns=128, stages=8, registers=224),
+}
+
+
+def _choose(M, N, group_size, multiprocessors, aligned):
+    if M <= 16:
+        # a tile a multiprocessor: x is put into order once. Of more products a step, the registers hold no more
+        permute = aligned and cdiv(N, 64) <= multiprocessors and group_size not in (32, 64)
+        return ("decode8" if M <= 8 else "decode16") + ("" if permute else " ordered")
+    if M <= 64:
+        return "32" if M <= 32 else "64"
+    if group_size in (32, 64):  # sums of more tokens, beside the scales of more groups, don't fit in the registers
+        return "large, small groups"
+    return "128" if 2 * cdiv(M, 128) * cdiv(N, 128) <= multiprocessors else "large"
+
+
+def _rows_fit_tma(x):
+    """Whether TMA can read x [M, K] where it is."""
+    (M, K), size = x.shape, x.itemsize
+    stride = x.stride(0) * size if M > 1 else 0
+    return x.stride(1) == 1 and (stride | x.data_ptr()) % 16 == 0 and (M == 1 or x.stride(0) >= K)
+
+
+def supports_int4_sm90(x):
+    """Whether `int4_gemm_sm90` can multiply x [M, K]: on Hopper, where Gluon has what it takes, with K >= 1."""
+    return AVAILABLE and x.is_cuda and x.shape[1] > 0 and gpu(x.device).capability == (9, 0)
+
+
+def int4_gemm_sm90(x, words, absmax, bias, out, group_size, config=None):
+    """Writes out [M, N], not empty; checks nothing.
+
+    x: [M, K], any strides. words: int32 [N, >= K / 8], rows of eight codes a word that begin at multiples of 16 bytes.
+    bias: contiguous, or None. config: a key or entry of _CONFIGS.
+    """
+    (M, N), K = out.shape, x.shape[1]
+    multiprocessors = gpu(x.device).multiprocessors
+    config = config or _choose(M, N, group_size, multiprocessors, _rows_fit_tma(x))
+    c = _CONFIGS[config] if isinstance(config, str) else config
+    dot_k = min(group_size or LONGEST_SUM, LONGEST_SUM)
+    columns, stride = K, x.stride(0) if M > 1 else cdiv(K, 8) * 8
+    if not c.permute:
+        columns = stride = cdiv(K, dot_k) * dot_k
+        ordered = temporary(x, (M, columns), x.dtype)
+        rows = 4 if M < 1024 else 16
+        launch(
+            x.device, _permute_kernel, (cdiv(M, rows), cdiv(columns, 256)),
+            x, ordered, M, K, columns, *x.stride(),
+            DOT_K=dot_k, ROWS=rows, COLUMNS=256, early=True, num_warps=4,
+        )  # fmt: skip
+        x = ordered
+    rows = 64 if c.share_k else 64 * c.wgs
+    launch(
+        x.device, _int4_gemm_sm90_kernel, (min(multiprocessors, cdiv(M, c.block_m) * cdiv(N, rows)),),
+        descriptor(x, M, columns, stride, (c.block_m, dot_k)),
+        descriptor(words, N, cdiv(K, 8), words.stride(0), (rows, dot_k // 8)),
+        absmax, bias, out, M, N, K, absmax.stride(0), 0 if group_size is None else absmax.stride(1),
+        GROUP=group_size or 0, WGS=c.wgs, SHARE_K=c.share_k, PERMUTE=c.permute, BLOCK_M=c.block_m, DOT_K=dot_k,
+        DOTS=min(c.columns // dot_k, 4), STAGES=c.stages, GROUP_M=c.group_m, HAS_BIAS=bias is not None,
+        REGISTERS=c.registers, early=True, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,201 @@
+"""hadamard: rotates blocks of a row, which spreads each outlier over its block; hadamard_quant quantizes the result.
+
+    out = x @ H,  H of a block:   H_1 = [1]    H_2n = [[H_n, H_n], [H_n, -H_n]] / sqrt 2    symmetric, and H @ H = 1
+
+Blocks are of the largest power of two that divides K, at most 4096; along a row they lie side by side. The product
+with a block of 2**n is n stages, which add and subtract elements that lie 1, 2, 4, ... apart:
+
+    x          |    a    |    b    |    c    |    d    |    / 2, the square root of 4
+    1 apart    |  a + b  |  a - b  |  c + d  |  c - d  |
+    2 apart    | a+b+c+d | a-b+c-d | a+b-c-d | a-b-c+d |
+
+A warp holds whole blocks, so a stage is sums in a thread's registers, or with those of another thread of the warp.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .host import (
+    BLOCKS,
+    FLOATS,
+    SCALE_LAYOUTS,
+    TileConfig,
+    as_matrix,
+    cdiv,
+    check_one_of,
+    check_tensor,
+    empty_scale,
+    launch,
+    next_power_of_2,
+    operator,
+    tile_shape,
+    with_contiguous_rows,
+)
+from .numerics import (
+    INTERPRETED,
+    absmax_and_inverse,
+    load_tile,
+    magnitude_bits,
+    quantize_blocks_ref,
+    round_to_int32,
+    scale_of,
+    store_tile,
+    to_dtype,
+    to_float32,
+    wait_if_early,
+)
+from .plans import planned
+
+__all__ = ["hadamard", "hadamard_quant", "hadamard_quant_ref", "hadamard_ref"]
+
+_LARGEST = 4096  # elements of a block: what the registers of a warp hold
+
+# One warp a program, whatever its tile. Not timed. The interpreter takes large tiles: it pays by the program.
+_CONFIGS = {
+    "compiled": TileConfig(elements=1024, columns=1024, thread=128),
+    "interpreted": TileConfig(elements=65536, columns=65536, thread=2048),
+}
+
+
+def _hadamard_size(K):
+    """The largest power of two that divides K, at most _LARGEST; of K = 0, 1."""
+    return min(K & -K, _LARGEST) or 1
+
+
+@triton.jit
+def _hadamard_kernel(
+    x_ptr,
+    out_ptr,
+    scale_ptr,  # None: out is not quantized
+    M,
+    K,
+    programs,  # of a row
+    groups,  # scales of a row
+    stride_xm,
+    stride_sm,
+    stride_sk,
+    STAGES: tl.constexpr,  # 2**STAGES elements are a block
+    QUANT_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,  # no tile reaches beyond M or K
+    EARLY: tl.constexpr,  # launched before the end of the kernel before: see host.launch
+):
+    wait_if_early(EARLY)
+    pid = tl.program_id(0)
+    row = (pid // programs).to(tl.int64) * ROWS
+    chunk = (pid % programs).to(tl.int64)
+    stride_om = K
+    if WHOLE:  # the compiler sees that no mask is needed: with one, a block of 4096 takes all registers that there are
+        M, K = row + ROWS, (chunk + 1) * BLOCK
+    x = to_float32(load_tile(x_ptr, row, chunk * BLOCK, M, K, stride_xm, ROWS, BLOCK))
+    x *= 2.0 ** (-0.5 * STAGES)
+    signs = tl.where(tl.arange(0, 2)[None, :, None] == 0, 1.0, -1.0)
+    for stage in tl.static_range(STAGES):
+        pairs = tl.reshape(x, (ROWS * BLOCK // 2 ** (stage + 1), 2, 2**stage))
+        # The sum of both as integers, less one's own, is the other. The compiler makes a shuffle of that, or nothing
+        # where both are in one thread; tl.split would go through shared memory.
+        bits = pairs.to(tl.int32, bitcast=True)
+        others = (tl.sum(bits, 1, keep_dims=True) - bits).to(tl.float32, bitcast=True)
+        x = tl.reshape(tl.fma(pairs, signs, others), (ROWS, BLOCK))
+    if scale_ptr is None:
+        out = to_dtype(x, out_ptr.dtype.element_ty)
+    else:
+        GROUPS: tl.constexpr = BLOCK // QUANT_BLOCK
+        x = tl.reshape(x, (ROWS, GROUPS, QUANT_BLOCK))
+        absmax, inverse, finite = absmax_and_inverse(tl.max(magnitude_bits(x), 2), 127.0, 3.8e-37)
+        store_tile(scale_ptr, row, chunk * GROUPS, M, groups, stride_sm, stride_sk, scale_of(absmax, 127.0))
+        codes = tl.where(finite[:, :, None], round_to_int32(x * inverse[:, :, None]), 0)
+        out = tl.reshape(codes.to(tl.int8), (ROWS, BLOCK))
+    store_tile(out_ptr, row, chunk * BLOCK, M, K, stride_om, 1, out)
+
+
+def _launch(x, out, scale=None, block_size=1):
+    """scale None: out is not quantized."""
+    if out.numel() == 0:
+        return
+    size = _hadamard_size(x.shape[-1])
+    x, scale = with_contiguous_rows(x), None if scale is None else as_matrix(scale)
+    if x.is_contiguous() and x.shape[1] % block_size == 0 and (scale is None or scale.is_contiguous()):
+        # one row: the same bytes, and no tile is cut off at a row's end
+        x, scale = x.view(1, -1), None if scale is None else scale.view(1, -1)
+    groups, *strides = (0, 0, 0) if scale is None else (scale.shape[1], *scale.stride())
+    M, K = x.shape
+    config = _CONFIGS["interpreted" if INTERPRETED.value else "compiled"]
+    rows, block, num_warps = tile_shape(K, config, max(size, block_size), next_power_of_2(M))
+    programs = cdiv(K, block)
+    launch(
+        x.device, _hadamard_kernel, (cdiv(M, rows) * programs,),
+        x, out, scale, M, K, programs, groups, x.stride(0), *strides,
+        STAGES=size.bit_length() - 1, QUANT_BLOCK=block_size, ROWS=rows, BLOCK=block,
+        WHOLE=M % rows == 0 and K % block == 0, early=True, num_warps=num_warps,
+    )  # fmt: skip
+
+
+def _empty_hadamard(x, out_dtype):
+    return x.new_empty(x.shape, dtype=out_dtype)
+
+
+@operator(_empty_hadamard)
+def _hadamard(x: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    out = _empty_hadamard(x, out_dtype)
+    _launch(x, out)
+    return out
+
+
+@planned()
+def hadamard(x, out_dtype=None):
+    """Multiplies the last dimension by a block-diagonal, normalized Walsh-Hadamard matrix, in Sylvester's order.
+
+    x: [..., K] float16, bfloat16 or float32, any strides (copied first where no view [M, K] has contiguous rows).
+    Blocks are of the largest power of two that divides K, at most 4096; of an odd K, 1: out is x.
+    Returns [..., K] in out_dtype: float16, bfloat16, float32, or None, which is x's. Computed in float32, in which the
+    relative error is below 1e-6, and rounded to nearest even.
+    The matrix is orthogonal and symmetric: a second call gives x again, up to rounding, and x @ w.T stays what it is if
+    the rows of both are rotated (QuaRot, arXiv 2404.00456). NaN and Inf spread over their block, and no further.
+    Bit-equal to `hadamard_ref`, on the GPU and interpreted. Raises ValueError for bad arguments.
+    """
+    check_tensor("x", x, FLOATS, "[..., K]")
+    out_dtype = x.dtype if out_dtype is None else out_dtype
+    check_one_of("out_dtype", out_dtype, FLOATS)
+    return _hadamard(x.detach(), out_dtype)
+
+
+def _empty_hadamard_quant(x, block_size, scale_layout):
+    return x.new_empty(x.shape, dtype=torch.int8), empty_scale(x, cdiv(x.shape[-1], block_size), scale_layout)
+
+
+@operator(_empty_hadamard_quant)
+def _hadamard_quant(x: torch.Tensor, block_size: int, scale_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    q, scale = _empty_hadamard_quant(x, block_size, scale_layout)
+    _launch(x, q, scale, block_size)
+    return q, scale
+
+
+@planned()
+def hadamard_quant(x, block_size=128, *, scale_layout="row"):
+    """`act_quant(hadamard(x, out_dtype=torch.float32))`, to the bit, in one pass over memory.
+
+    x: as of `hadamard`. block_size: 32, 64, 128 or 256, whatever the blocks of the matrix. scale_layout: "row", or
+    "column", as of `act_quant`.
+    Returns codes, int8 [..., K], and scale, float32 [..., ceil(K / block_size)]; zero, NaN and Inf as in `act_quant`.
+    Bit-equal to `hadamard_quant_ref`, on the GPU and interpreted. Raises ValueError for bad arguments.
+    """
+    check_tensor("x", x, FLOATS, "[..., K]")
+    check_one_of("block_size", block_size, BLOCKS)
+    check_one_of("scale_layout", scale_layout, SCALE_LAYOUTS)
+    return _hadamard_quant(x.detach(), block_size, scale_layout)
+
+
+def hadamard_ref(x, out_dtype=None):
+    size = _hadamard_size(x.shape[-1])
+    out = x.detach().float() * size**-0.5
+    for stage in range(size.bit_length() - 1):
+        a, b = out.unflatten(-1, (-1, 2, 2**stage)).unbind(-2)
+        out = torch.stack((a + b, a - b), -2).flatten(-3)
+    return out.to(out_dtype or x.dtype)
+
+
+def hadamard_quant_ref(x, block_size=128, *, scale_layout="row"):
+    return quantize_blocks_ref(hadamard_ref(x, torch.float32), block_size, scale_layout)
