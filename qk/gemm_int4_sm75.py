@@ -134,7 +134,8 @@ def _int4_gemm_sm75_kernel(
     MT: tl.constexpr, NT: tl.constexpr, WM: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr,
     GROUP_M: tl.constexpr,  # rows of tiles that are gone through column by column
 ):  # fmt: skip
-    tl.static_assert(GROUP is None or GROUP % STEP == 0, "a sum's columns share their scale")
+    if GROUP is not None:
+        tl.static_assert(GROUP % STEP == 0, "a sum's columns share their scale")
     BLOCK_M: tl.constexpr = 8 * MT * WM
     BLOCK_N: tl.constexpr = 16 * NT * WN
     tiles_m = tl.cdiv(M, BLOCK_M)

@@ -515,7 +515,10 @@ def test_no_two_cases_are_the_same():
     assert len(keys) == len(set(keys)) > 0
 
 
-@pytest.mark.parametrize("case", list(jobs.JOBS["versions"]()), ids=lambda case: case.op)
+QUANTIZERS = [case for case in jobs.JOBS["versions"]() if case.op != "versions of int4_gemm"]
+
+
+@pytest.mark.parametrize("case", QUANTIZERS, ids=lambda case: case.op)
 def test_versions_are_right(case):
     x = case.inputs()[0][:64, :256].contiguous()
     grown = [name for name in case.contenders if name not in ("qk", "eager", "compile")]
@@ -524,6 +527,17 @@ def test_versions_are_right(case):
         call, truth = case.contenders[name]
         for got, want in zip(call(x), truth(x), strict=True):
             assert torch.equal(got, want), name
+
+
+def test_versions_of_int4_gemm_are_right():
+    case = jobs.int4_versions_case(dict(jobs.grown()["int4_gemm"]), 64, 512)
+    operands = case.inputs()
+    assert list(case.contenders) == ["naive", "magic", "pairs", "qk", "bf16"]
+    for name, (call, truth) in case.contenders.items():
+        error = bench.error_of(call(*operands).float(), truth(*operands))
+        assert error < (1e-6 if name in ("naive", "magic", "pairs") else 5e-3), name
+    packed = sum(part.nbytes for part in operands[1:3])
+    assert case.bytes == packed + 2 * 512 + 2 * 64
 
 
 def test_cases_of_a_dtype():

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from cases import DEVICE
 
+import qk
 from qk import course, data
 from qk.course import charts, exercises, figures, trace
 
@@ -87,7 +88,9 @@ WALL_RECORD = RECORD | {
         }
     ]
     + [{"op": "chain", "shape": [1, 64, 64], "contender": "bf16", "unavailable": "refused"}]
+    + [{"op": "decode", "shape": [1, 512], "contender": "bf16", "us": 1.0, "wall_us": 9.0, "date": "2026-01-01"}]
 }
+POINTS = torch.tensor([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 9.0]])
 CODES8 = torch.tensor([[0x1F, 0xF1], [0x70, 0x09]], dtype=torch.uint8)
 SCALES = torch.rand(256, 12), torch.rand(3, 12)
 
@@ -122,6 +125,7 @@ def moved(programs, n, out=None):
 PLOTS = {
     "bytes": lambda: course.bit_layout(CODES),
     "word": lambda: course.bit_layout(torch.tensor(CODES), packing="int32"),
+    "bit steps": lambda: course.bit_steps({"word": (0xF0, {(4, 4): ("code", course.SKY)}), ">> 4": (0xF, {})}),
     "histogram": lambda: course.grid_histogram(ROW.half(), bits=4),
     "histogram of zeros": lambda: course.grid_histogram(torch.zeros(64)),
     "round trip": lambda: course.round_trip(ROW, ROW.round(decimals=1), group_size=128),
@@ -150,10 +154,16 @@ PLOTS = {
     "gemm of one token": lambda: course.gemm_speed(GEMM_RECORD, "int8_gemm", (1, 8192, 8192)),
     "roofline": lambda: course.roofline(GEMM_RECORD, (16, 8192, 8192)),
     "before and after": lambda: course.before_after(ROW.view(16, 24), ROW.round(decimals=1).view(16, 24)),
+    "layer grid": lambda: course.layer_grid({"0": {"query": 0.01, "key": 5.0}}, "Errors", "error", (0.02, 1)),
+    "embedding map": lambda: course.embedding_map(POINTS, POINTS + 0.1, {"a": [0, 2], "b": [3]}, "Sentences"),
     "before and after of zeros": lambda: course.before_after(torch.zeros(3, 5), torch.zeros(3, 5)),
     "path": lambda: course.path(
         {"once": [("", "a", ROW[None]), ("01", "b", (CODES8, ROW[:5]))], "often": [("", "c", ROW[None])]}
     ),
+    "signals": lambda: course.signals({"one": torch.rand(30), "other": 100 * torch.rand(30)}, "t", marks=[3, 9]),
+    "rotation": lambda: course.rotation(ROW.view(16, 24), torch.eye(24)),
+    "rotation of zeros": lambda: course.rotation(torch.zeros(3, 5), torch.zeros(5, 5)),
+    "compensation": lambda: course.compensation(torch.rand(9, 40), 7, {"a": range(41), "b": torch.rand(41)}, 1),
     "windows": lambda: course.windows([3, 0, -1, 2, 5, 6, 0, 7], [3, 0, -1, 0, 0, 2, 5, 0, 0, 6, 0, 7], 2),
     "windows of zeros": lambda: course.windows(torch.zeros(4), torch.zeros(4)),
     "traffic": lambda: course.traffic({"eager": [("a", 2, 4), ("b", 4, 2)], "one": [("all", 2, 2)]}),
@@ -165,6 +175,8 @@ PLOTS = {
     "yardsticks": lambda: course.curves({}, "t", "x", "y", {"N": [(1, 3)]}, yardsticks={"peak": [(1, 9), (2, 9)]}),
     "speedups": lambda: course.speedups(SPEED_RECORD),
     "host times": lambda: course.host_times(WALL_RECORD),
+    "gains": lambda: course.gemm_gains(GAIN_RECORD, "int4_gemm", (64, 32), {"qk": "int4", "other": "another"}),
+    "instructions": lambda: course.instructions({"one": {"integers": 2.8, "other": 1.0}}, {"time for all": 4.0}, "t"),
     "memory levels": lambda: course.memory_levels({"T4": {"memory": (16e9, 3e11), "registers": (1e7, 5e13)}}),
     "compiler": lambda: course.compiler_table({"one": COMPILED}),
     "programs": lambda: course.programs(moved(3, 20)),
@@ -213,6 +225,15 @@ def test_bits_are_those_of_the_packed_word():
     assert "pad: 0" in texts(course.bit_layout([1]))
 
 
+def test_bit_steps_point_out_parts():
+    fig = course.bit_steps({"word": (0xA0000001, {(0, 4): ("low", course.SKY), (28, 4): ("high", course.BLUE)})})
+    ax = fig.axes[0]
+    digits = [text.get_text() for text in ax.texts if text.get_text() in ("0", "1")]
+    assert "".join(digits[::-1]) == f"{0xA0000001:032b}"
+    parts = [(part.get_x(), part.get_width()) for part in ax.patches if part.get_fill()]
+    assert parts == [(28, 4), (0, 4)] and {"low", "high"} <= set(texts(fig))
+
+
 def test_memory_is_exact_to_the_byte():
     fig = course.memory_bars({"float16": {"weights": 33554432}, "int4": {"codes": 8388608, "absmax": 16384}})
     assert "  33,554,432 bytes" in texts(fig)
@@ -224,6 +245,8 @@ def test_error_profile_is_the_root_mean_square():
     tokens, channels = course.error_profile({"one": error}).axes
     assert tokens.lines[0].get_ydata() == pytest.approx([12.5**0.5, 0.5**0.5])
     assert channels.lines[0].get_ydata() == pytest.approx([5**0.5, 8**0.5])
+    tokens, channels = course.error_profile({"one": error}, mark=1).axes
+    assert list(channels.lines[1].get_xdata()) == [1, 1] and len(tokens.lines) == 1
 
 
 def test_histogram_counts_codes():
@@ -371,6 +394,37 @@ def test_gemm_speed_shows_tops_or_where_memory_decides_times():
     assert list(ax.lines[0].get_xdata()) == [5, 5]
 
 
+GAINS = {"bf16": 20.0, "qk": 5.0, "other": 40.0}
+COPIED = {1: {"copy": 4.0}, 128: {"copy": 0.1}}
+GAIN_RECORD = RECORD | {
+    "results": [
+        {"op": "int4_gemm", "shape": [M, *weight], "options": {"group_size": group}, "contender": name, "us": us * M}
+        for weight in ([64, 32], [128, 32])
+        for group in (128, None)
+        for M in (128, 16, 1)
+        for name, us in (GAINS | {"qk": 10.0 if weight[0] == 64 else 2.0} | COPIED.get(M, {})).items()
+    ]
+    + [{"op": "int4_gemm", "shape": [1, 64, 32], "options": {"group_size": 128}, "contender": "none"}]
+}
+
+
+def test_gemm_gains_are_those_over_bf16():
+    names = {"qk": "int4", "other": "another", "none": "refused"}
+    ax = course.gemm_gains(GAIN_RECORD, "int4_gemm", (64, 32), names, group_size=128).axes[0]
+    assert ax.get_title(loc="left") == "int4_gemm, weight of 64 x 32, NVIDIA H200, 2026-02-01"
+    lines = {line.get_label(): [*zip(*line.get_data(), strict=True)] for line in ax.lines}
+    assert lines["int4"] == [(1, 2), (16, 2), (128, 2)] and lines["another"] == [(1, 0.5), (16, 0.5), (128, 0.5)]
+    assert lines["a copy of as many bytes"] == [(1, 5)] and "refused" not in lines
+    other = course.gemm_gains(GAIN_RECORD, "int4_gemm", (128, 32), names, group_size=128).axes[0]
+    assert other.get_ylim() == ax.get_ylim() == (0, pytest.approx(11))
+
+
+@pytest.mark.parametrize(("record", "weight"), [(None, (64, 32)), (GEMM_RECORD, (64, 32)), (GAIN_RECORD, (32, 32))])
+def test_gemm_gains_without_measurements_says_so(record, weight):
+    fig = course.gemm_gains(record, "int4_gemm", weight, {"qk": "int4"})
+    assert any(f"No measurement of int4_gemm, weight of {weight[0]} x 32" in text for text in texts(fig))
+
+
 @pytest.mark.parametrize("record", [None, RECORD, GEMM_RECORD])
 def test_gemm_speed_without_measurements_says_so(record):
     fig = course.gemm_speed(record, "ladder", (8192, 8192, 8192))
@@ -381,6 +435,8 @@ def test_gemm_bytes():
     assert course.gemm_bytes(16, 256, 384) == (16 + 256) * 384 + 4 * (16 * 3 + 2 * 3) + 2 * 16 * 256
     assert course.gemm_bytes(1, 3, 130) == 4 * 130 + 4 * (2 + 2) + 2 * 3
     assert course.gemm_bytes(16, 256, 384, "bf16") == 2 * (16 * 384 + 256 * 384 + 16 * 256)
+    assert course.gemm_bytes(16, 256, 384, "int4") == 2 * 16 * 384 + 256 * 192 + 2 * 256 * 3 + 2 * 16 * 256
+    assert course.gemm_bytes(1, 3, 129, "int4") == 2 * 129 + 3 * 65 + 2 * 3 * 2 + 2 * 3
 
 
 def test_roofline_is_drawn_from_the_record_or_says_that_there_is_none():
@@ -397,6 +453,45 @@ def test_roofline_is_drawn_from_the_record_or_says_that_there_is_none():
 
 def test_before_after_says_what_was_lost():
     assert "what was lost: 20.0%" in texts(course.before_after([[3.0, 4.0]], [[3.0, 5.0]]))
+
+
+def test_layer_grid_writes_what_it_colours():
+    fig = course.layer_grid({"0": {"a": 0.014, "b": 5.0}, "1": {"a": 0.5, "b": 0.2}}, "Errors", "error", (0.02, 1))
+    assert {"1.4%", "500.0%", "50.0%", "20.0%", "a", "b", "0", "1"} <= set(texts(fig))
+    image = fig.axes[0].images[0]
+    assert image.get_array().ravel().tolist() == pytest.approx([0.02, 1.0, 0.5, 0.2])
+    assert image.get_clim() == (0.02, 1)
+
+
+def test_embedding_map_keeps_its_axes():
+    near, far = (course.embedding_map(POINTS, POINTS + by, {"a": [0, 2]}, "Sentences").axes[0] for by in (0.1, 50.0))
+    assert near.get_xlim() == far.get_xlim() and near.get_ylim() == far.get_ylim() and near.get_ylim()[1] < 10
+    filled = {line.get_label(): line.get_xydata().tolist() for line in far.lines if line.get_label()[0] != "_"}
+    assert filled == {"the others": (POINTS[[1, 3]] + 50).tolist(), "a": (POINTS[[0, 2]] + 50).tolist()}
+
+
+def test_signals_are_drawn_below_each_other():
+    fig = course.signals({"one": [1, 2], "other": [30, -4]}, marks=[1])
+    assert [ax.lines[-1].get_ydata().tolist() for ax in fig.axes] == [[1, 2], [30, -4]]
+    assert [ax.lines[0].get_xdata() for ax in fig.axes] == [[1, 1], [1, 1]]
+    assert [ax.get_title(loc="left") for ax in fig.axes] == ["one", "other"]
+
+
+def test_rotation_shows_the_product():
+    w, matrix = torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 1.0], [-1.0, 0.0]])
+    fig = course.rotation(w, matrix, top=2)
+    left, middle, right = (ax.images[0] for ax in fig.axes[:3])
+    assert right.get_array().tolist() == [[-4, 3]] and middle.get_array().tolist() == matrix.tolist()
+    assert left.get_clim() == right.get_clim() == (-2, 2) and middle.get_clim() == (-1.6, 1.6)
+    assert {"the weights w: up to 4.00", "w H: up to 4.00"} <= set(texts(fig))
+
+
+def test_compensation_marks_the_column():
+    fig = course.compensation(torch.rand(3, 4), 2, {"a": [0, 1, 2, 3, 4], "b": [0, 5, 6, 7, 8]}, 0.5)
+    above, below = fig.axes[:2]
+    assert above.images[0].get_clim() == (-0.5, 0.5) and above.lines[0].get_xdata() == [2, 2]
+    dots = [(line.get_xdata()[0], line.get_ydata()[0]) for line in below.lines if line.get_marker() == "o"]
+    assert dots == [(2, 2), (2, 6)] and above.get_xlim() == below.get_xlim() == (0, 4)
 
 
 def test_path_counts_bytes_and_unpacks_int4():
@@ -423,6 +518,14 @@ def test_times_are_summed_and_compared():
     assert {"  4 µs", "  2.5 µs, 1.60x"} <= set(found)
 
 
+def test_instructions_are_stacked_beside_their_limits():
+    ax = course.instructions({"a": {"x": 2.0, "y": 1.5}, "b": {"y": 1.0}}, {"few": 2.0, "all": 4.0}, "t").axes[0]
+    bars = [(bar.get_x(), bar.get_width()) for bar in ax.patches if bar.get_width()]
+    assert bars == [(0, 2.0), (2.0, 1.5), (0, 1.0)]
+    assert [text.get_text() for text in ax.texts] == ["3.5", "1.0"]
+    assert [(line.get_xdata()[0], line.get_label()) for line in ax.lines] == [(2.0, "few: 2.0"), (4.0, "all: 4.0")]
+
+
 def test_speedups_shows_gains_and_losses():
     ax = course.speedups(SPEED_RECORD).axes[0]
     assert ax.get_title(loc="left").endswith("NVIDIA H200, 2026-02-01")
@@ -443,6 +546,31 @@ def test_host_times_are_those_of_one_token():
     dots = {line.get_label(): (*line.get_xdata(), *line.get_ydata()) for line in ax.lines}
     assert dots == {"qk": (13.0, 1), "torch.compile": (40.0, 1), "qk under torch.compile": (70.0, 0)}
     assert any("No measurement" in text for text in texts(course.host_times(None)))
+
+
+def test_model_gains_are_those_over_bf16():
+    weights = {"bf16": 16_000, "bf16 eager": 16_000, "qk int8": 8_000, "qk int4": 5_000}
+    speeds = {"bf16": 100.0, "bf16 eager": 70.0, "qk int8": 150.0, "qk int4": 300.0}
+    rows = [
+        {"op": op, "shape": shape, "contender": name, "tokens_per_s": speed, "weights": weights[name] * 10**6}
+        for op, shape in (("decode", [1, 512]), ("decode", [8, 512]), ("prefill", [1, 2048]))
+        for name, speed in speeds.items()
+        if (op, name) != ("prefill", "qk int4")
+    ]
+    rows.append({"op": "prefill", "shape": [1, 2048], "contender": "qk int4", "unavailable": "refused"})
+    rows.append({"op": "decode", "shape": [1, 512], "contender": "copy", "us": 1.0})
+    ax = course.model_gains(RECORD | {"results": rows}).axes[0]
+    assert [label.get_text() for label in ax.get_yticklabels()] == [
+        "decode, 1 sequence\nof 512 tokens",
+        "decode, 8 sequences\nof 512 tokens",
+        "prefill, 2048 tokens",
+        "memory of weights",
+    ]
+    bars = [bar.get_width() for bar in ax.patches if bar.get_width()]
+    assert bars == pytest.approx([1, 1.5, 3, 1, 1.5, 3, 1, 1.5, 1, 2, 3.2])
+    assert {"1.50x (150 tokens/s)", "3.20x (5.0 GB)"} <= {text.get_text() for text in ax.texts}
+    for record in None, RECORD, SPEED_RECORD:
+        assert any("No measurement of model" in text for text in texts(course.model_gains(record)))
 
 
 def test_two_times_says_which_decides():
@@ -620,13 +748,14 @@ def test_source_is_folded_and_highlighted(monkeypatch):
     shown = []
     monkeypatch.setattr(exercises, "display", lambda data, raw: shown.append(data))
     course.source(_add_largest, double, unfolded=True)
-    course.source(double)
-    kernel, function, folded = shown
+    course.source(double, data.embed)
+    kernel, function, folded, far = shown
     assert kernel["text/plain"].startswith("@triton.jit\ndef _add_largest(")
     assert "\n\n```python\n@triton.jit" in kernel["text/markdown"]
     assert function["text/plain"] == "def double(x):\n    return 2 * x"
     assert function["text/markdown"].startswith("<details open><summary><code>double</code>, 2 lines of ")
     assert folded["text/markdown"].startswith("<details><summary>")
+    assert "lines of <code>qk/data/sentences.py</code>" in far["text/markdown"]
 
 
 def test_names_get_a_dropdown(monkeypatch):
@@ -674,6 +803,30 @@ def test_compiled_says_what_is_in_the_code():
     narrow, wide = (course.compiled(_move_kernel, x, x, 4096, BLOCK=block, arch=90) for block in (128, 1024))
     assert narrow["instructions"]["ld.global.32"] == 1 and wide["instructions"]["ld.global.128"] == 2
     assert narrow["registers"] <= wide["registers"] and wide["spilled"] == 0
+    assert narrow["loop"] == {}
+
+
+@triton.jit
+def _loop_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for i in range(n):
+        acc += tl.sqrt(tl.load(x_ptr + i * BLOCK + offs))
+        for j in range(n):
+            acc = tl.fma(acc, tl.load(x_ptr + j * n + i + offs), acc)
+    tl.store(out_ptr + offs, acc)
+
+
+def test_compiled_counts_what_the_innermost_loop_has():
+    x = torch.zeros(4096)
+    loop = course.compiled(_loop_kernel, x, x, 64, BLOCK=128, arch=90)["loop"]
+    assert loop["FFMA"] >= 1 and loop["FFMA"] == loop["LDG"] and loop["BRA"] == 1 and "MUFU" not in loop
+
+
+def test_compiled_takes_a_function_of_the_package():
+    x, scale = torch.zeros(64, 256), torch.zeros(64, 2)
+    row = course.compiled(qk.act_dequant, x.to(torch.int8), scale, arch=90)
+    assert "dequant" in row["kernel"] and row["registers"] > 0
 
 
 def test_import_qk_does_without_plotting():

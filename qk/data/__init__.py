@@ -1,4 +1,4 @@
-"""The course's real tensors and the recorded measurements. README.md says where they come from.
+"""The course's real tensors, its sentences and the recorded measurements. README.md says where they come from.
 
 `minilm.safetensors` holds, in float16, the feed-forward part (FFN) of layer 0 of all-MiniLM-L6-v2 and its input:
 
@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+
+from .sentences import *  # noqa: F403
 
 FOLDER = Path(__file__).parent
 FILE = FOLDER / "minilm.safetensors"

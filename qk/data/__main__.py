@@ -99,7 +99,7 @@ def main(argv=None):
     try:
         tensors, metadata = make()
     except ImportError as error:
-        raise SystemExit(f'{error}. Install what this needs: pip install -e ".[data]"') from error
+        raise SystemExit(f'{error}. Install what this needs: pip install -e ".[notebooks]"') from error
     for key, value in metadata.items():
         print(f"{key}: {value}")
     different = differences(tensors)
