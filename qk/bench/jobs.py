@@ -560,8 +560,6 @@ def int4_gemm_case(M, N, K, group_size=128):
             lambda o: qk.int8_gemm(*_act_quant(o.x), *o.int8, out_dtype=torch.bfloat16),
             lambda o: product(*_act_quant(o.x), *o.int8),
         ),
-        # as many bytes as the weight's codes, half of them read and half written
-        "copy": (lambda o: o.int4[0][: N // 2].clone(), lambda o: o.int4[0][: N // 2]),
     }
     if group_size:
         contenders["_weight_int4pack_mm"] = (
