@@ -1,0 +1,106 @@
+def changed(right, *pairs):
+    """right, with each (old, new) of pairs replaced."""
+    for old, new in pairs:
+        assert right.count(old) == 1, old
+        right = right.replace(old, new)
+    return right
+
+
+def tokens(expression):
+    return f"def crossover(bits, other_bits, bandwidth, speed, other_speed):\n    return {expression}"
+
+
+UNPACK = """
+@triton.jit
+def unpack_kernel(words_ptr, pairs_ptr, n, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    words = tl.load(words_ptr + offs, mask=offs < n, other=0)
+    for p in tl.static_range(4):
+        pair = ((words >> 4 * p) & 0x000F000F) ^ 0x64086408
+        tl.store(pairs_ptr + 4 * offs + p, pair, mask=offs < n)
+"""
+PAIR = "((words >> 4 * p) & 0x000F000F) ^ 0x64086408"
+
+GEMV = """
+@triton.jit
+def gemv_kernel(x_ptr, words_ptr, scale_ptr, out_ptr, N, K, GROUP: tl.constexpr):
+    n = tl.program_id(0) * 16 + tl.arange(0, 16)
+    word = tl.arange(0, GROUP // 8)
+    groups = tl.cdiv(K, GROUP)
+    acc = tl.zeros((16,), tl.float32)
+    for g in range(groups):
+        place = g * (GROUP // 8) + word
+        inside = place < K // 8
+        mask = (n < N)[:, None] & inside[None, :]
+        words = tl.load(words_ptr + n[:, None] * (K // 8) + place[None, :], mask=mask, other=0)
+        products = tl.zeros((16, GROUP // 8), tl.float32)
+        for i in tl.static_range(8):
+            x = tl.load(x_ptr + 8 * place + i, mask=inside, other=0.0)
+            products += code_of(words, i) * x[None, :]
+        scale = tl.load(scale_ptr + n * groups + g, mask=n < N, other=0.0)
+        acc += tl.sum(products, 1) * scale
+    tl.store(out_ptr + n, acc, mask=n < N)
+"""
+BEYOND = "load's mask"
+
+ANSWERS = {
+    "unpack": [
+        ("flip the top bit of each code", changed(UNPACK, (PAIR, "((words >> 4 * p) & 0x000F000F) ^ 0x64006400"))),
+        ("not flip one", changed(UNPACK, ("^ 0x64086408", "| 0x64086408"))),
+        ("bfloat16's constant", changed(UNPACK, ("0x64086408", "0x43084308"))),
+        ("what does your mask keep?", changed(UNPACK, ("0x000F000F", "0x00FF00FF"))),
+        ("other codes get into the number", changed(UNPACK, (PAIR, "(words >> 4 * p) ^ 0x64086408"))),
+        ("how far is it to the next pair?", changed(UNPACK, ("words >> 4 * p", "words >> 8 * p"))),
+        ("4 p bits up, not p", changed(UNPACK, ("words >> 4 * p", "words >> p"))),
+        ("in the high half, too", changed(UNPACK, ("0x000F000F", "0x0000000F"))),
+        ("side by side, not n apart", changed(UNPACK, ("4 * offs + p", "p * n + offs"))),
+        ("where does yours begin?", changed(UNPACK, ("tl.program_id(0) * BLOCK + ", ""))),
+        (BEYOND, changed(UNPACK, (", mask=offs < n, other=0", ""))),
+        ("past the end of pairs_ptr", changed(UNPACK, ("pair, mask=offs < n)", "pair)"))),
+        ("past the end of pairs_ptr", changed(UNPACK, ("pair, mask=offs < n)", "pair, mask=offs < 4 * n)"))),
+        ("", changed(UNPACK, ("4 * offs + p", "offs + p"))),
+        ("", changed(UNPACK, (PAIR, "((((words >> 4 * p) & 15) ^ 8) - 8)"))),
+    ],
+    "crossover": [
+        ("stops waiting for its memory", tokens("math.ceil(speed * bits / 16 / bandwidth)")),
+        ("two operations", tokens("math.ceil(speed * other_bits / 8 / bandwidth)")),
+        ("a byte has eight bits", tokens("math.ceil(speed * other_bits / bandwidth / 2)")),
+        ("B is still slower: round up", tokens("speed * other_bits // (16 * bandwidth)")),
+        ("a whole number of tokens", tokens("speed * other_bits / 16 / bandwidth")),
+        ("B is no slower", tokens("int(speed * other_bits / 16 / bandwidth) + 1")),
+        ("at its own speed", tokens("math.ceil(other_speed * other_bits / 16 / bandwidth)")),
+        ("its bits don't matter", tokens("math.ceil(speed * (other_bits - bits) / 16 / bandwidth)")),
+        ("doesn't depend on A's bits", tokens("math.ceil(speed * (other_bits + bits) / 16 / bandwidth)")),
+        ("", tokens("math.ceil(bandwidth / speed)")),
+        ("", tokens("16")),
+    ],
+    "small_gemv": [
+        ("no scale is used", changed(GEMV, ("tl.sum(products, 1) * scale", "tl.sum(products, 1)"))),
+        ("its column is the group", changed(GEMV, ("n * groups + g", "n * groups"))),
+        (
+            "belongs inside the loop",
+            changed(
+                GEMV,
+                ("    for g", "    scale = tl.zeros((16,), tl.float32)\n    for g"),
+                ("tl.sum(products, 1) * scale", "tl.sum(products, 1)"),
+                ("    tl.store", "    acc *= scale\n    tl.store"),
+            ),
+        ),
+        ("only the last group", changed(GEMV, ("acc += ", "acc = "))),
+        (
+            "all of them count",
+            changed(GEMV, ("for i in tl.static_range(8)", "for i in tl.static_range(1)")),
+        ),
+        ("the eighth code", changed(GEMV, ("for i in tl.static_range(8)", "for i in tl.static_range(7)"))),
+        ("16 rows of its own", changed(GEMV, ("tl.program_id(0) * 16 + ", ""))),
+        ("the last, short group", changed(GEMV, ("for g in range(groups)", "for g in range(K // GROUP)"))),
+        (BEYOND, changed(GEMV, ("(n < N)[:, None] & inside[None, :]", "(n < N)[:, None]"))),
+        (BEYOND, changed(GEMV, (" & inside[None, :]", " & (word < K // 8)[None, :]"))),
+        (BEYOND, changed(GEMV, ("x_ptr + 8 * place + i, mask=inside, other=0.0", "x_ptr + 8 * place + i"))),
+        (BEYOND, changed(GEMV, ("n * groups + g, mask=n < N, other=0.0", "n * groups + g"))),
+        ("missing or too wide?", changed(GEMV, ("out_ptr + n, acc, mask=n < N", "out_ptr + n, acc"))),
+        (BEYOND, changed(GEMV, ("n[:, None] * (K // 8)", "n[:, None] * K"))),
+        ("", changed(GEMV, ("8 * place + i", "place + i"))),
+        ("", changed(GEMV, ("place = g * (GROUP // 8) + word", "place = word"))),
+    ],
+}
