@@ -31,6 +31,7 @@ _ORDER = (
     "gemm_sm75",
     "gemm_sm80",
     "gemm_sm90",
+    "gemm_sm90_decode",
     "gemm_int4_sm75",
     "gemm_int4_sm90",
     *ROOMS,

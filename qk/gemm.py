@@ -2,7 +2,8 @@
 
     out[m, n] = f(bias[n] + sum over K blocks of (a[m, block] . b[n, block]) * a_scale[m, block] * b_scale[n', block])
 
-         n' = n // B, where b has a scale for each B x B block; with one for each of its rows, n' = n
+         n' = n // B, where b has a scale for each B x B block; with one for each of its rows, n' = n. In training a
+         has a scale for each B x B block, too, m // B for m: the same codes, transposed, are another product's operand.
 
          b [N, K], a scale for each B x B      Products inside a block of K are summed exactly, in int32. Each block has
             +-----+-----+-----+                scales of its own: its sum is converted to float32, multiplied by
@@ -12,7 +13,8 @@
        |     |#####|     |    | tile  |        of b: int32 over the whole of K, one rescale after the loop.
        +-----+-----+-----+    +-------+
     [M, K], a scale for each 1 x B             A tile leaves the registers once: biased, activated, and rounded, or
-                                               quantized again in groups of 1 x out_block: what the next layer takes.
+                                               quantized again in groups of 1 x out_block, or in squares: what the
+                                               next layer takes.
 
 Here are the checks, the choice of a kernel, and the references. The kernels stand in rooms by instruction set:
 `qk/gemm_sm80.py` runs on GPUs of capability 8.0 or more and in the interpreter, `qk/gemm_sm90.py` on Hopper,
@@ -21,8 +23,10 @@ Here are the checks, the choice of a kernel, and the references. The kernels sta
     "portable"     sm80: tl.dot of int8, operands by TMA where the GPU has it
     "pointers"     sm80: tl.dot of int8, operands by ordinary loads
     "sm75_float"   sm80: tl.dot of float32 that hold int8, whose sums go no further than they are exact
-    "sm75"         mma.sync by inline assembly: block_size 128, K a multiple of it
-    "sm90"         wgmma and TMA in Gluon: block_size 128 or None, N * out's itemsize a multiple of 16
+    "sm75"         mma.sync by inline assembly: block_size 128, K a multiple of it, no out_square
+    "sm90"         wgmma and TMA in Gluon: block_size 128 or None, N * out's itemsize a multiple of 16, of out_square
+                   squares of 128
+    "sm90_decode"  the same for few tokens, out not quantized; not timed yet, so it is never chosen by itself
 """
 
 import math
@@ -34,6 +38,7 @@ from .gemm_epilogue import Problem
 from .gemm_sm75 import int8_gemm_sm75, supports_sm75
 from .gemm_sm80 import int8_gemm_sm80
 from .gemm_sm90 import int8_gemm_sm90, supports_sm90
+from .gemm_sm90_decode import int8_gemm_sm90_decode, supports_sm90_decode
 from .host import (
     BLOCKS,
     FLOATS,
@@ -45,9 +50,10 @@ from .host import (
     check_tensor,
     empty_scale,
     gpu,
+    listed,
     operator,
 )
-from .numerics import activate_ref, quantize_blocks_ref
+from .numerics import activate_ref, quantize_blocks_ref, quantize_squares_ref
 from .plans import planned
 
 __all__ = [
@@ -63,7 +69,7 @@ __all__ = [
 
 _LARGEST_SIZE = 2**31 - 2**12  # of M, N and K: kernels count rows and columns in int32, to the end of a tile
 _ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu")
-_PATHS = ("portable", "pointers", "sm75_float", "sm75", "sm90")
+_PATHS = ("portable", "pointers", "sm75_float", "sm75", "sm90", "sm90_decode")
 
 
 def _check_operands(a, a_scale, b, b_scale, bias, block_size, path, exact):
@@ -84,7 +90,12 @@ def _check_operands(a, a_scale, b, b_scale, bias, block_size, path, exact):
         raise ValueError(f"K is {K}; {takes}")
     blocks = 1 if block_size is None else cdiv(K, block_size)
     rows = N if block_size is None else cdiv(N, block_size)
-    check_tensor("a_scale", a_scale, (torch.float32,), (*leading, blocks), like=("a", a))
+    check_tensor("a_scale", a_scale, (torch.float32,), like=("a", a))
+    shapes = [[*leading, blocks]]
+    if a.ndim == 2 and block_size is not None:
+        shapes.append([cdiv(a.shape[0], block_size), blocks])
+    if list(a_scale.shape) not in shapes:
+        raise ValueError(f"a_scale has shape {list(a_scale.shape)}; it takes {listed(shapes)}")
     check_tensor("b_scale", b_scale, (torch.float32,), (rows, blocks), like=("a", a))
     if bias is not None:
         check_tensor("bias", bias, FLOATS, (N,), like=("a", a))
@@ -103,6 +114,8 @@ def _with_aligned_rows(x):
 def _can(path, problem):
     if path == "sm90":
         return supports_sm90(problem)
+    if path == "sm90_decode":
+        return supports_sm90_decode(problem)
     if path == "sm75":
         return supports_sm75(problem)
     return path == "sm75_float" or gpu(problem.a.device).capability >= (8, 0)
@@ -128,7 +141,8 @@ def _choose_path(path, problem):
     if not _can(asked, p):
         raise ValueError(
             f"path is {asked!r}; it can't take a {list(p.a.shape)}, b {list(p.b.shape)}, block_size {p.block_size}, "
-            f"out_block_size {p.out_block_size} and out of {p.out.dtype} on {p.a.device}: see the top of qk/gemm.py"
+            f"out_block_size {p.out_block_size}, out_square {p.out_square} and out of {p.out.dtype} on {p.a.device}: "
+            "see the top of qk/gemm.py"
         )
     return asked
 
@@ -149,6 +163,8 @@ def _solve(problem, path):
     path = _choose_path(path, problem)
     if path == "sm90":
         int8_gemm_sm90(problem)
+    elif path == "sm90_decode":
+        int8_gemm_sm90_decode(problem)
     elif path == "sm75":
         int8_gemm_sm75(problem)
     else:
@@ -179,8 +195,9 @@ def int8_addmm(a, a_scale, b, b_scale, bias=None, block_size=128, out_dtype=torc
     """dequant(a) @ dequant(b).T + bias, [..., N], in float32, rounded to out_dtype: float16, bfloat16 or float32.
 
     a: int8 [..., K]; b: int8 [N, K]. block_size B: 32, 64, 128 or 256; a_scale, b_scale: float32 [..., ceil(K / B)] and
-    [ceil(N / B), ceil(K / B)]. block_size None: one scale a row, [..., 1] and [N, 1], and K <= 133144. M, N and K are
-    at most 2**31 - 4096. bias: [N] float16, bfloat16, float32, or None.
+    [ceil(N / B), ceil(K / B)]; of a [M, K], a_scale may also be that of squares, [ceil(M / B), ceil(K / B)] (Jetfire,
+    arXiv 2403.12422). block_size None: one scale a row, [..., 1] and [N, 1], and K <= 133144. M, N and K are at most
+    2**31 - 4096. bias: [N] float16, bfloat16, float32, or None.
     With float32 output the relative Frobenius error is below 1e-6, as long as a_scale * b_scale stays a normal number
     of float32, 1.2e-38 to 3.4e38: with scales of 1e-20 digits are lost.
     Any strides; but of operands whose rows don't begin at multiples of 16 bytes (K not divisible by 16, a transposed or
@@ -194,19 +211,24 @@ def int8_addmm(a, a_scale, b, b_scale, bias=None, block_size=128, out_dtype=torc
     return _int8_gemm(*operands, block_size, out_dtype, path, exact)
 
 
-def _empty_gemm_quant(a, a_scale, b, b_scale, bias, out_block_size, activation, block_size, scale_layout, path, exact):
+def _empty_gemm_quant(
+    a, a_scale, b, b_scale, bias, out_block_size, activation, block_size, scale_layout, out_square, path, exact
+):
     N = b.shape[0]
-    return a.new_empty((*a.shape[:-1], N), dtype=torch.int8), empty_scale(a, cdiv(N, out_block_size), scale_layout)
+    out, groups = a.new_empty((*a.shape[:-1], N), dtype=torch.int8), cdiv(N, out_block_size)
+    if out_square:
+        return out, a.new_empty((cdiv(a.shape[0], out_block_size), groups), dtype=torch.float32)
+    return out, empty_scale(a, groups, scale_layout)
 
 
 @operator(_empty_gemm_quant, _asked_path)
 def _int8_gemm_quant(
     a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, bias: torch.Tensor | None,
-    out_block_size: int, activation: str | None, block_size: int | None, scale_layout: str, path: str | None,
-    exact: bool,
+    out_block_size: int, activation: str | None, block_size: int | None, scale_layout: str, out_square: bool,
+    path: str | None, exact: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     out, scale = _empty_gemm_quant(
-        a, a_scale, b, b_scale, bias, out_block_size, activation, block_size, scale_layout, path, exact
+        a, a_scale, b, b_scale, bias, out_block_size, activation, block_size, scale_layout, out_square, path, exact
     )
     problem = Problem(a, a_scale, b, b_scale, bias, out, scale, block_size, out_block_size, activation, exact)
     _solve(problem, path)
@@ -214,17 +236,18 @@ def _int8_gemm_quant(
 
 
 def int8_gemm_quant(
-    a, a_scale, b, b_scale, out_block_size=128, block_size=128, *, scale_layout="row", path=None, exact=True
+    a, a_scale, b, b_scale, out_block_size=128, block_size=128,
+    *, scale_layout="row", out_square=False, path=None, exact=True,
 ):  # fmt: skip
     """`int8_addmm_quant` without bias and activation."""
-    how = {"scale_layout": scale_layout, "path": path, "exact": exact}
+    how = {"scale_layout": scale_layout, "out_square": out_square, "path": path, "exact": exact}
     return int8_addmm_quant(a, a_scale, b, b_scale, None, out_block_size, None, block_size, **how)
 
 
 @planned(_asked_path)
 def int8_addmm_quant(
     a, a_scale, b, b_scale, bias=None, out_block_size=128, activation=None, block_size=128,
-    *, scale_layout="row", path=None, exact=True,
+    *, scale_layout="row", out_square=False, path=None, exact=True,
 ):  # fmt: skip
     """activation(dequant(a) @ dequant(b).T + bias), quantized before it leaves the registers.
 
@@ -232,14 +255,21 @@ def int8_addmm_quant(
     "gelu_tanh" or "silu", in float32; scale_layout "row", or "column" for the same scales laid out K-major.
     Returns what `act_quant` would make of the float32 result: int8 codes [..., N] and float32 scales
     [..., ceil(N / out_block_size)]; groups of zeros have scale 0, groups with NaN or Inf scale NaN, both codes 0.
-    Raises ValueError for bad arguments.
+    out_square=True: what `weight_quant` would make of it, a scale for each square of out_block_size 32, 64 or 128 (of
+    256, its sums fit no multiprocessor's registers): [ceil(M / out_block_size), ceil(N / out_block_size)]; a is [M, K],
+    scale_layout "row". Raises ValueError for bad arguments.
     """
     _check_operands(a, a_scale, b, b_scale, bias, block_size, path, exact)
     check_one_of("out_block_size", out_block_size, BLOCKS)
     check_one_of("activation", activation, _ACTIVATIONS)
     check_one_of("scale_layout", scale_layout, SCALE_LAYOUTS)
+    check_one_of("out_square", out_square, (True, False))
+    if out_square:
+        check_tensor("a", a, (torch.int8,), "[M, K]")
+        check_one_of("out_block_size", out_block_size, BLOCKS[:-1], " with out_square")
+        check_one_of("scale_layout", scale_layout, ("row",), " with out_square")
     operands = a, a_scale.detach(), b, b_scale.detach(), None if bias is None else bias.detach()
-    return _int8_gemm_quant(*operands, out_block_size, activation, block_size, scale_layout, path, exact)
+    return _int8_gemm_quant(*operands, out_block_size, activation, block_size, scale_layout, out_square, path, exact)
 
 
 def int8_gemm_ref(a, a_scale, b, b_scale, block_size=128, out_dtype=torch.float16, *, path=None, exact=True):
@@ -251,6 +281,8 @@ def int8_addmm_ref(
 ):
     K, N = a.shape[-1], b.shape[0]
     out = a.new_zeros((*a.shape[:-1], N), dtype=torch.float32)
+    if a.ndim == 2 and a_scale.shape[0] != a.shape[0]:
+        a_scale = a_scale.repeat_interleave(block_size, 0)[: a.shape[0]]
     b_scale = b_scale.detach().repeat_interleave(block_size or 1, 0)[:N]
     block = block_size or max(K, 1)
     for i, k in enumerate(range(0, K, block)):
@@ -261,15 +293,18 @@ def int8_addmm_ref(
 
 
 def int8_gemm_quant_ref(
-    a, a_scale, b, b_scale, out_block_size=128, block_size=128, *, scale_layout="row", path=None, exact=True
+    a, a_scale, b, b_scale, out_block_size=128, block_size=128,
+    *, scale_layout="row", out_square=False, path=None, exact=True,
 ):  # fmt: skip
-    operands = a, a_scale, b, b_scale, None
-    return int8_addmm_quant_ref(*operands, out_block_size, None, block_size, scale_layout=scale_layout)
+    how = {"scale_layout": scale_layout, "out_square": out_square}
+    return int8_addmm_quant_ref(a, a_scale, b, b_scale, None, out_block_size, None, block_size, **how)
 
 
 def int8_addmm_quant_ref(
     a, a_scale, b, b_scale, bias=None, out_block_size=128, activation=None, block_size=128,
-    *, scale_layout="row", path=None, exact=True,
+    *, scale_layout="row", out_square=False, path=None, exact=True,
 ):  # fmt: skip
-    x = int8_addmm_ref(a, a_scale, b, b_scale, bias, block_size, torch.float32)
-    return quantize_blocks_ref(activate_ref(x, activation), out_block_size, scale_layout)
+    x = activate_ref(int8_addmm_ref(a, a_scale, b, b_scale, bias, block_size, torch.float32), activation)
+    if out_square:
+        return quantize_squares_ref(x, out_block_size)
+    return quantize_blocks_ref(x, out_block_size, scale_layout)

@@ -29,14 +29,18 @@ import triton.language as tl
 from .hopper import (
     AVAILABLE,
     barrier,
+    barriers,
     descriptor,
     fence_async_shared,
+    first_step,
+    give_sums,
     gl,
     jit,
+    keep_full,
     layout_function,
     mbarrier,
+    take_sums,
     tile_of,
-    tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -118,65 +122,6 @@ def _seventh(absmax):
 
 
 @jit
-def _load(
-    x_desc, w_desc, x_bufs, w_bufs, ready, stage, tile_m, tile_n, k,
-    X: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, DOT_K: tl.constexpr,
-    DOTS: tl.constexpr,
-):  # fmt: skip
-    """Step k of a tile, of x or the weight or both, into a stage of the ring."""
-    for d in gl.static_range(DOTS):
-        column = (k * DOTS + d) * DOT_K
-        if W:
-            tma_load(w_desc, [tile_n * ROWS, column // 8], ready, w_bufs.index(stage * DOTS + d))
-        if X:
-            tma_load(x_desc, [tile_m * BLOCK_M, column], ready, x_bufs.index(stage * DOTS + d))
-
-
-@jit
-def _produce(
-    operands,
-    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr,
-    GROUP_M: tl.constexpr, PERMUTE: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Keeps the ring full by TMA, which fills in zeros beyond the matrices."""
-    x_desc, w_desc, x_bufs, w_bufs, full, empty, M, N, K = operands
-    BYTES: tl.constexpr = DOTS * (ROWS * DOT_K // 2 + BLOCK_M * DOT_K * 2)
-    tiles_m = gl.cdiv(M, BLOCK_M)
-    tiles_n = gl.cdiv(N, ROWS)
-    steps = gl.cdiv(K, DOTS * DOT_K)
-    tile_m, tile_n = tile_of(gl.program_id(0), tiles_m, tiles_n, GROUP_M)
-    ahead = gl.minimum(STAGES, steps)
-    if EARLY and PERMUTE:
-        gdc_wait()
-    for k in range(ahead):
-        mbarrier.expect(full.index(k), BYTES)
-        _load(
-            x_desc, w_desc, x_bufs, w_bufs, full.index(k), k, tile_m, tile_n, k,
-            False, True, ROWS, BLOCK_M, DOT_K, DOTS,
-        )  # fmt: skip
-    # The kernel before this one had waited for all before itself, and writes x in its new order: only x is waited for.
-    if EARLY and not PERMUTE:
-        gdc_wait()
-    for k in range(ahead):
-        _load(
-            x_desc, w_desc, x_bufs, w_bufs, full.index(k), k, tile_m, tile_n, k,
-            True, False, ROWS, BLOCK_M, DOT_K, DOTS,
-        )  # fmt: skip
-    taken = ahead
-    for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        tile_m, tile_n = tile_of(t, tiles_m, tiles_n, GROUP_M)
-        for k in range(gl.where(t == gl.program_id(0), ahead, 0), steps):
-            stage = taken % STAGES
-            mbarrier.wait(empty.index(stage), (taken // STAGES & 1) ^ 1)
-            mbarrier.expect(full.index(stage), BYTES)
-            _load(
-                x_desc, w_desc, x_bufs, w_bufs, full.index(stage), stage, tile_m, tile_n, k,
-                True, True, ROWS, BLOCK_M, DOT_K, DOTS,
-            )  # fmt: skip
-            taken += 1
-
-
-@jit
 def _permute(operands, ROWS: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr):
     """Puts the columns of x in the ring, where they are, into the order in which `_codes` has the weight's."""
     x_bufs, full, x_full, M, N, K = operands
@@ -238,8 +183,8 @@ def _consume(
         absmax_ptrs = absmax_ptr + offs_n.to(gl.int64) * stride_an
         acc = gl.full([_WG_N, BLOCK_M], 0.0, gl.float32, layout)
         first = 0
-        if SHARE_K:  # in turn, on from one tile to the next, so that each consumer has stages of its own
-            first += (WG + WGS - taken % WGS) % WGS
+        if SHARE_K:
+            first += first_step(taken, WG, WGS)
         if GROUP > 0:
             scales = _scales(absmax_ptrs, stride_ag, mask_n, first, K, GROUP, DOT_K, DOTS)
         for k in range(first, steps, STRIDE):
@@ -274,17 +219,10 @@ def _consume(
             scale, _ = gl.broadcast(scale.expand_dims(1), acc)
             acc *= scale
         if SHARE_K and WG > 0:
-            mbarrier.wait(sums_empty.index(WG - 1), (round & 1) ^ 1)
-            sum_bufs.index(WG - 1).store(acc)
-            barrier()
-            mbarrier.arrive(sums_full.index(WG - 1), count=1)
+            give_sums(acc, sum_bufs, sums_full, sums_empty, round, WG)
         else:
             if SHARE_K:
-                for other in gl.static_range(WGS - 1):
-                    mbarrier.wait(sums_full.index(other), round & 1)
-                    acc += sum_bufs.index(other).load(layout)
-                    barrier()
-                    mbarrier.arrive(sums_empty.index(other), count=1)
+                acc = take_sums(acc, sum_bufs, sums_full, sums_empty, round, WGS)
             if HAS_BIAS:
                 acc += gl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(gl.float32).expand_dims(1)
             offs_m = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
@@ -292,14 +230,6 @@ def _consume(
             mask = (offs_m < M).expand_dims(0) & mask_n.expand_dims(1)
             gl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
         round += 1
-
-
-@jit
-def _barriers(COUNT: tl.constexpr, ARRIVALS: tl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=ARRIVALS)
-    return barriers
 
 
 @jit(do_not_specialize=["M", "K"])
@@ -320,22 +250,23 @@ def _int4_gemm_sm90_kernel(
     ROWS: tl.constexpr = _WG_N if SHARE_K else WGS * _WG_N
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES * DOTS, BLOCK_M, DOT_K], x_desc.layout)
     w_bufs = gl.allocate_shared_memory(gl.int32, [STAGES * DOTS, ROWS, DOT_K // 8], w_desc.layout)
-    full = _barriers(STAGES, 1)
-    x_full = _barriers(STAGES, 1)
-    empty = _barriers(STAGES, 1 if SHARE_K else WGS)
+    full = barriers(STAGES, 1)
+    x_full = barriers(STAGES, 1)
+    empty = barriers(STAGES, 1 if SHARE_K else WGS)
     sum_bufs = x_bufs
     sums_full = full
     sums_empty = full
     if SHARE_K:
         plain: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         sum_bufs = gl.allocate_shared_memory(gl.float32, [WGS - 1, _WG_N, BLOCK_M], plain)
-        sums_full = _barriers(WGS - 1, 1)
-        sums_empty = _barriers(WGS - 1, 1)
+        sums_full = barriers(WGS - 1, 1)
+        sums_empty = barriers(WGS - 1, 1)
     consume = (
         x_bufs, w_bufs, sum_bufs, full, x_full, empty, sums_full, sums_empty,
         absmax_ptr, bias_ptr if HAS_BIAS else absmax_ptr, out_ptr, M, N, K, stride_an, stride_ag,
     )  # fmt: skip
-    produce = (x_desc, w_desc, x_bufs, w_bufs, full, empty, M, N, K)
+    # without PERMUTE the kernel before is `_permute_kernel`, which had waited for all before itself
+    produce = ((x_desc, x_bufs), (w_desc, w_bufs), (), full, empty, M, N, K)
     if PERMUTE:
         gl.static_assert(SHARE_K and WGS == 3)
         permute = (x_bufs, full, x_full, M, N, K)
@@ -351,7 +282,7 @@ def _int4_gemm_sm90_kernel(
                     2, consume, GROUP, WGS, SHARE_K, PERMUTE, BLOCK_M, DOT_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY,
                 )),
                 (_permute, (permute, ROWS, DOT_K, DOTS, STAGES)),
-                (_produce, (produce, ROWS, BLOCK_M, DOT_K, DOTS, STAGES, GROUP_M, PERMUTE, EARLY)),
+                (keep_full, (produce, DOTS, STAGES, GROUP_M, PERMUTE, EARLY)),
             ],
             [4, 4, 4, 1], [REGISTERS, REGISTERS, 64, 32],
         )  # fmt: skip
@@ -367,7 +298,7 @@ def _int4_gemm_sm90_kernel(
                 (_consume, (
                     2, consume, GROUP, WGS, SHARE_K, PERMUTE, BLOCK_M, DOT_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY,
                 )),
-                (_produce, (produce, ROWS, BLOCK_M, DOT_K, DOTS, STAGES, GROUP_M, PERMUTE, EARLY)),
+                (keep_full, (produce, DOTS, STAGES, GROUP_M, PERMUTE, EARLY)),
             ],
             [4, 4, 1], [REGISTERS, REGISTERS, 32],
         )  # fmt: skip
@@ -381,7 +312,7 @@ def _int4_gemm_sm90_kernel(
                 (_consume, (
                     1, consume, GROUP, WGS, SHARE_K, PERMUTE, BLOCK_M, DOT_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY,
                 )),
-                (_produce, (produce, ROWS, BLOCK_M, DOT_K, DOTS, STAGES, GROUP_M, PERMUTE, EARLY)),
+                (keep_full, (produce, DOTS, STAGES, GROUP_M, PERMUTE, EARLY)),
             ],
             [4, 1], [REGISTERS, 32],
         )  # fmt: skip

@@ -82,6 +82,7 @@ def _int8_gemm_sm75_kernel(
     out_ptr, out_scale_ptr, M, N, K,
     stride_am, stride_bn, stride_asm, stride_ask, stride_bsn, stride_bsk, stride_osm, stride_osg,
     OUT_BLOCK: tl.constexpr,  # None: out is not quantized again
+    A_SQUARE: tl.constexpr,  # 128 rows of a share a scale
     ACTIVATION: tl.constexpr,
     MT: tl.constexpr, NT: tl.constexpr, WM: tl.constexpr, WN: tl.constexpr,
 ):  # fmt: skip
@@ -89,6 +90,7 @@ def _int8_gemm_sm75_kernel(
     BLOCK_N: tl.constexpr = 8 * NT * WN
     THREADS: tl.constexpr = 32 * WM * WN
     tl.static_assert(128 % (8 * NT) == 0, "a warp's columns share their scales")
+    tl.static_assert(128 % BLOCK_M == 0, "and the rows of a tile theirs, if they are of squares")
     tiles_n = tl.cdiv(N, BLOCK_N)
     tile_row = tl.program_id(0) // tiles_n * BLOCK_M
     tile_column = tl.program_id(0) % tiles_n * BLOCK_N
@@ -103,7 +105,10 @@ def _int8_gemm_sm75_kernel(
     for i in tl.static_range(MT):
         offs_m = tl.minimum(row + 8 * i, M - 1).to(tl.int64)
         addresses += ((a_ptr + offs_m * stride_am + lane % 4 * 16).to(tl.int64),)
-        a_scale_ptrs += (a_scale_ptr + offs_m * stride_asm,)
+        if A_SQUARE:
+            a_scale_ptrs += (a_scale_ptr + (tile_row // 128).to(tl.int64) * stride_asm,)
+        else:
+            a_scale_ptrs += (a_scale_ptr + offs_m * stride_asm,)
     for j in tl.static_range(NT):
         offs_n = tl.minimum(column + 8 * j + lane // 4, N - 1).to(tl.int64)
         addresses += ((b_ptr + offs_n * stride_bn + lane % 4 * 16).to(tl.int64),)
@@ -148,9 +153,9 @@ def _int8_gemm_sm75_kernel(
 
 
 def supports_sm75(problem):
-    """Whether `int8_gemm_sm75` can solve it: compiled, sm_75 or newer, K in blocks of 128."""
+    """Whether `int8_gemm_sm75` can solve it: compiled, sm_75 or newer, K in blocks of 128, out not in squares."""
     K = problem.a.shape[1]
-    if INTERPRETED.value or problem.block_size != 128 or K == 0 or K % 128:
+    if INTERPRETED.value or problem.block_size != 128 or K == 0 or K % 128 or problem.out_square:
         return False
     return torch.cuda.get_device_capability(problem.a.device) >= (7, 5)
 
@@ -167,5 +172,6 @@ def int8_gemm_sm75(problem):
         p.a.device, _int8_gemm_sm75_kernel, (cdiv(M, 8 * mt * wm) * cdiv(N, 8 * nt * wn),),
         p.a, p.b, p.a_scale, p.b_scale, p.bias, p.out, p.out_scale, M, N, p.a.shape[1],
         p.a.stride(0), p.b.stride(0), *p.a_scale.stride(), *p.b_scale.stride(), *out_scale_strides,
-        OUT_BLOCK=p.out_block_size, ACTIVATION=p.activation, MT=mt, NT=nt, WM=wm, WN=wn, num_warps=wm * wn,
+        OUT_BLOCK=p.out_block_size, A_SQUARE=p.a_square, ACTIVATION=p.activation,
+        MT=mt, NT=nt, WM=wm, WN=wn, num_warps=wm * wn,
     )  # fmt: skip

@@ -69,7 +69,7 @@ def _block_scales(
     a_scale_ptrs, b_scale_ptrs, stride_ask, stride_bsk, offs_m, offs_n, M, N, K, k,
     EXACT_K: tl.constexpr, K_STEP: tl.constexpr, QUANT_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The scales of K_STEP columns from k on, as pairs, one for EXACT_K columns: of a's rows; of b, one or its rows."""
+    """The scales of K_STEP columns from k on, as pairs, one for EXACT_K columns: of a and b, one or their rows'."""
     scales = ()
     for i in tl.static_range(K_STEP // EXACT_K):
         first = k + i * EXACT_K
@@ -77,7 +77,10 @@ def _block_scales(
         # columns beyond K have no scales
         mask_m = offs_m < tl.where(K > first, M, 0)
         mask_n = offs_n < tl.where(K > first, N, 0)
-        a_scale = tl.load(a_scale_ptrs + block * stride_ask, mask=mask_m, other=0.0)
+        if a_scale_ptrs.shape == ():
+            a_scale = tl.load(a_scale_ptrs + block * stride_ask, mask=K > first, other=0.0)
+        else:
+            a_scale = tl.load(a_scale_ptrs + block * stride_ask, mask=mask_m, other=0.0)
         if b_scale_ptrs.shape == ():
             b_scale = tl.load(b_scale_ptrs + block * stride_bsk, mask=K > first, other=0.0)
         else:
@@ -96,7 +99,9 @@ def _int8_gemm_sm80_kernel(
     out_scale_ptr, M, N, K,
     stride_am, stride_bn, stride_asm, stride_ask, stride_bsn, stride_bsk, stride_osm, stride_osg,
     QUANT_BLOCK: tl.constexpr,  # None: one scale a row
+    A_SQUARE: tl.constexpr,  # QUANT_BLOCK rows of a share a scale
     OUT_BLOCK: tl.constexpr,  # None: out is not quantized again
+    OUT_SQUARE: tl.constexpr,  # in squares; else in groups of a row
     ACTIVATION: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     FLOAT_DOT: tl.constexpr,  # multiply in float32
@@ -133,7 +138,12 @@ def _int8_gemm_sm80_kernel(
         offs_n = column.to(tl.int64) + tl.arange(0, BLOCK_N)
         mask_m = offs_m < M
         mask_n = offs_n < N
-        a_scale_ptrs = a_scale_ptr + offs_m * stride_asm
+        if not A_SQUARE:
+            a_scale_ptrs = a_scale_ptr + offs_m * stride_asm
+        elif QUANT_BLOCK % BLOCK_M == 0:
+            a_scale_ptrs = a_scale_ptr + (row // QUANT_BLOCK).to(tl.int64) * stride_asm
+        else:
+            a_scale_ptrs = a_scale_ptr + offs_m // QUANT_BLOCK * stride_asm
         if PER_ROW:
             b_scale_ptrs = b_scale_ptr + offs_n * stride_bsn
         elif QUANT_BLOCK % BLOCK_N == 0:
@@ -183,7 +193,11 @@ def _int8_gemm_sm80_kernel(
                                 a_scale_ptrs, b_scale_ptrs, stride_ask, stride_bsk, offs_m, offs_n, M, N, K,
                                 k + BLOCK_K - EXACT_K, EXACT_K, EXACT_K, QUANT_BLOCK,
                             )[0]  # fmt: skip
-                        if QUANT_BLOCK % BLOCK_N == 0:
+                        if a_scale.shape == () and b_scale.shape == ():
+                            scale = tl.broadcast_to(a_scale * b_scale, (BLOCK_M, BLOCK_N))
+                        elif a_scale.shape == ():
+                            scale = tl.broadcast_to((a_scale * b_scale)[None, :], (BLOCK_M, BLOCK_N))
+                        elif b_scale.shape == ():
                             scale = tl.broadcast_to((a_scale * b_scale)[:, None], (BLOCK_M, BLOCK_N))
                         else:
                             scale = a_scale[:, None] * b_scale[None, :]
@@ -200,7 +214,7 @@ def _int8_gemm_sm80_kernel(
             acc = acc.to(tl.float32) * a_scale[:, None] * b_scale[None, :]
         finish_tile(
             acc, row, column, M, N, bias_ptr, out_ptr, out_desc, out_scale_ptr, stride_osm, stride_osg,
-            ACTIVATION, OUT_BLOCK,
+            ACTIVATION, OUT_BLOCK, OUT_SQUARE,
         )  # fmt: skip
 
 
@@ -216,6 +230,11 @@ def _choose(problem, float_dot):
         block_k, unroll = min(max(next_power_of_2(K), 16), 1024), 1
     if problem.out_block_size:
         warps, unroll = max(warps, 4), 1
+    if problem.out_square:  # lies in one tile
+        block_m = max(block_m, min(problem.out_block_size, next_power_of_2(M)))
+        block_n = max(block_n, problem.out_block_size)
+        warps = max(warps, block_m * block_n // 2048)
+        programs = programs and max(programs * 4 // warps, 1)
     while block_n < (problem.out_block_size or 0):  # a group lies in one tile
         block_n *= 2
         if warps < 8 and block_m < 128:
@@ -251,8 +270,9 @@ def int8_gemm_sm80(problem, descriptors=True, float_dot=False, config=None):
         (min(tiles, device.multiprocessors * c.programs) if c.programs else tiles,),
         a, b, p.a_scale, p.b_scale, p.bias, p.out, out_desc, p.out_scale, M, N, K,
         p.a.stride(0), p.b.stride(0), *p.a_scale.stride(), *p.b_scale.stride(), *out_scale_strides,
-        QUANT_BLOCK=p.block_size, OUT_BLOCK=p.out_block_size, ACTIVATION=p.activation, DESCRIPTORS=descriptors,
-        FLOAT_DOT=float_dot, PERSISTENT=c.programs is not None, PREFETCH=p.block_size is not None and not wgmma,
+        QUANT_BLOCK=p.block_size, A_SQUARE=p.a_square, OUT_BLOCK=p.out_block_size, OUT_SQUARE=p.out_square,
+        ACTIVATION=p.activation, DESCRIPTORS=descriptors, FLOAT_DOT=float_dot,
+        PERSISTENT=c.programs is not None, PREFETCH=p.block_size is not None and not wgmma,
         BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, UNROLL=c.unroll, GROUP_M=c.group_m,
         early=M <= 16,  # elsewhere it gains nothing, and a persistent grid loses balance
         num_warps=c.warps, num_stages=c.stages,

@@ -2,7 +2,8 @@
 
     out[m, n] = sum over blocks of 128 along K of (a[m, block] . b[n, block]) * a_scale[m, block] * b_scale[n', block]
 
-or, with one scale per token and per channel, out[m, n] = (a[m, :] . b[n, :]) * a_scale[m] * b_scale[n].
+or with a_scale[m', block], m' = m // 128, where a's scales are those of squares, too, or, with one scale per token and
+per channel, out[m, n] = (a[m, :] . b[n, :]) * a_scale[m] * b_scale[n].
 
 One CTA an SM takes tile after tile of 128 x 256 outputs (128 x 128 where there are few). A producer warp fills a ring
 of K blocks in shared memory by TMA; two consumer warpgroups own 64 rows of the tile each, in halves of 128 columns.
@@ -28,16 +29,16 @@ With one scale a row there is nothing to rescale in the loop: the int32 sums sta
 
 The sums of a tile get bias and activation where they are, are rounded to out's dtype or quantized to int8 with a scale
 for each 1 x OUT_BLOCK (four threads hold a row), and leave by TMA through shared memory, 128 bytes of a row at a time.
+A square of 128 x 128 has 64 rows in each consumer: the two write their warps' maxima down and wait for each other's.
 """
 
 from typing import NamedTuple
 
-import torch
-import triton
 import triton.language as tl
 
 from .hopper import (
     AVAILABLE,
+    barrier,
     descriptor,
     fence_async_shared,
     gl,
@@ -50,9 +51,9 @@ from .hopper import (
     tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
+    with_aligned_rows,
 )
-from .host import cdiv, gpu, launch, temporary
-from .numerics import store_tile, tile_at
+from .host import cdiv, gpu, launch
 
 __all__ = []
 
@@ -69,7 +70,8 @@ _BLOCK_M = tl.constexpr(128)
 _BLOCK_K = tl.constexpr(128)  # also the block of the scales
 _WG_M = tl.constexpr(64)  # rows of a consumer
 _HALF = tl.constexpr(128)  # columns of a product
-_SCALES = tl.constexpr(32)  # of b, loaded at a time for the two that are used: TMA writes to multiples of 128 bytes
+_WARPS = tl.constexpr(4)  # of a consumer
+_SCALES = tl.constexpr(32)  # of squares, loaded at a time for two that are used: TMA writes to multiples of 128 bytes
 _SPAN = tl.constexpr(16)  # fast mode: K blocks between two corrections
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23
 _MAGIC_BITS = tl.constexpr(0x4B400000)
@@ -91,11 +93,14 @@ def _stage_before(stage, STAGES: tl.constexpr):
 @jit
 def _producer(
     a_desc, b_desc, a_scale_desc, b_scale_desc, a_bufs, b_bufs, scale_bufs, b_scale_bufs, full, empty, M, N, KB,
-    PER_TOKEN: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
+    PER_TOKEN: tl.constexpr, A_SQUARE: tl.constexpr,
+    HALVES: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """Keeps the ring full. A stage is a pair of K blocks; beyond the matrix, TMA fills in zeros."""
     BLOCK_N: tl.constexpr = HALVES * _HALF
-    BYTES: tl.constexpr = (_BLOCK_M + BLOCK_N) * _BLOCK_K + (0 if PER_TOKEN else 4 * _BLOCK_M)
+    ROW_SCALES: tl.constexpr = not PER_TOKEN and not A_SQUARE
+    BYTES: tl.constexpr = (_BLOCK_M + BLOCK_N) * _BLOCK_K + (4 * _BLOCK_M if ROW_SCALES else 0)
+    SQUARES: tl.constexpr = HALVES + (1 if A_SQUARE else 0)
     tiles_m = gl.cdiv(M, _BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N)
     stage = 0
@@ -108,14 +113,16 @@ def _producer(
                 mbarrier.wait(empty[u].index(stage), phase)
                 if PER_TOKEN or u == 1:
                     mbarrier.expect(ready, BYTES)
-                else:  # b's scales of both K blocks come with the first, from a multiple of 4: elsewhere TMA faults
-                    mbarrier.expect(ready, BYTES + HALVES * 4 * _SCALES)
+                else:  # squares' scales of both K blocks come first, from a multiple of 4: elsewhere TMA faults
+                    mbarrier.expect(ready, BYTES + SQUARES * 4 * _SCALES)
                     tma_load(b_scale_desc, [tile_n * HALVES, k & -4], ready, b_scale_bufs.index(stage))
+                    if A_SQUARE:
+                        tma_load(a_scale_desc, [tile_m, k & -4], ready, scale_bufs.index(stage))
                 block = 2 * stage + u
                 tma_load(b_desc, [tile_n * BLOCK_N, (k + u) * _BLOCK_K], ready, b_bufs.index(block))
                 for wg in gl.static_range(2):
                     row = tile_m * _BLOCK_M + wg * _WG_M
-                    if not PER_TOKEN:
+                    if ROW_SCALES:
                         tma_load(a_scale_desc, [k + u, row], ready, scale_bufs.index(2 * block + wg))
                     tma_load(a_desc, [row, (k + u) * _BLOCK_K], ready, a_bufs.index(2 * block + wg))
             stage, phase = _next_stage(stage, phase, STAGES)
@@ -141,7 +148,7 @@ def _begin(product, last_sums, never, EXACT: tl.constexpr):
 
 @jit
 def _rescale(sums, product, scale, EXACT: tl.constexpr):
-    """sums + product * scale, a row's scale for each row."""
+    """sums + product * scale, a row's scale for each row, or one for all."""
     # Volatile assembly stays between the wait for the product and the next product into the same registers. LLVM would
     # move a conversion below that, and copy all of the product first.
     scale, _ = gl.broadcast(scale.expand_dims(1), sums)
@@ -161,11 +168,16 @@ def _rescale(sums, product, scale, EXACT: tl.constexpr):
 @jit
 def _scales(
     scale_bufs, b_scale_bufs, stage, k, offset,
-    WG: tl.constexpr, half: tl.constexpr, HALVES: tl.constexpr, layout: tl.constexpr, EXACT: tl.constexpr,
+    WG: tl.constexpr, half: tl.constexpr, HALVES: tl.constexpr, A_SQUARE: tl.constexpr, layout: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
-    """-> what the two products of a pair are multiplied by, and the fast mode's offset, both for each row."""
-    s1 = scale_bufs.index(4 * stage + WG).reshape([_WG_M]).load(layout)
-    s2 = scale_bufs.index(4 * stage + 2 + WG).reshape([_WG_M]).load(layout)
+    """-> what the two products of a pair are multiplied by, and the fast mode's offset: for each row, or for all."""
+    if A_SQUARE:
+        s1 = scale_bufs.index(stage * _SCALES + (k & 2)).load(layout)
+        s2 = scale_bufs.index(stage * _SCALES + (k & 2) + 1).load(layout)
+    else:
+        s1 = scale_bufs.index(4 * stage + WG).reshape([_WG_M]).load(layout)
+        s2 = scale_bufs.index(4 * stage + 2 + WG).reshape([_WG_M]).load(layout)
     place = (HALVES * stage + half) * _SCALES + (k & 2)
     s1 *= b_scale_bufs.index(place).load(layout)
     s2 *= b_scale_bufs.index(place + 1).load(layout)
@@ -178,7 +190,8 @@ def _scales(
 @jit
 def _sum_scaled_blocks(
     stage, phase, a_bufs, b_bufs, scale_bufs, b_scale_bufs, full, empty, turn, KB, never,
-    WG: tl.constexpr, EXACT: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr, layout: tl.constexpr,
+    WG: tl.constexpr, EXACT: tl.constexpr, A_SQUARE: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr,
+    layout: tl.constexpr,
 ):  # fmt: skip
     """-> float32 sums [64, 128] of the two halves (of one: the second stays 0), stage, phase."""
     row_layout: tl.constexpr = gl.SliceLayout(1, layout)
@@ -191,9 +204,10 @@ def _sum_scaled_blocks(
     sums0 = gl.full([_WG_M, _HALF], 0.0, gl.float32, layout)
     sums1 = gl.full([_WG_M, _HALF], 0.0, gl.float32, layout)
     SPAN: tl.constexpr = 1 << 24 if EXACT else _SPAN
+    SCALED: tl.constexpr = 1 if A_SQUARE else _WG_M.value
     for first in range(0, KB, SPAN):
-        offset0 = gl.full([_WG_M], 0.0, gl.float32, row_layout)
-        offset1 = gl.full([_WG_M], 0.0, gl.float32, row_layout)
+        offset0 = gl.full([SCALED], 0.0, gl.float32, row_layout)
+        offset1 = gl.full([SCALED], 0.0, gl.float32, row_layout)
         for k in range(first, gl.minimum(first + SPAN, KB), 2):
             b1 = b_bufs.index(2 * stage)
             b2 = b_bufs.index(2 * stage + 1)
@@ -206,7 +220,9 @@ def _sum_scaled_blocks(
             product = _multiply(a1, b1.slice(0, 128, 0), product, use_first)
             mbarrier.arrive(other, count=1)
             mbarrier.wait(full[1].index(stage), phase)
-            s1, s2, offset0 = _scales(scale_bufs, b_scale_bufs, stage, k, offset0, WG, 0, HALVES, row_layout, EXACT)
+            s1, s2, offset0 = _scales(
+                scale_bufs, b_scale_bufs, stage, k, offset0, WG, 0, HALVES, A_SQUARE, row_layout, EXACT
+            )
             product = warpgroup_mma_wait(0, (product,))
             if HALVES == 1:
                 mbarrier.arrive(empty[0].index(stage), count=1)
@@ -225,7 +241,9 @@ def _sum_scaled_blocks(
                 mbarrier.wait(mine, FIRST)
                 product = _multiply(a1, b1.slice(128, 128, 0), product, use_first)
                 mbarrier.arrive(other, count=1)
-                s1, s2, offset1 = _scales(scale_bufs, b_scale_bufs, stage, k, offset1, WG, 1, HALVES, row_layout, EXACT)
+                s1, s2, offset1 = _scales(
+                    scale_bufs, b_scale_bufs, stage, k, offset1, WG, 1, HALVES, A_SQUARE, row_layout, EXACT
+                )
                 product = warpgroup_mma_wait(0, (product,))
                 mbarrier.arrive(empty[0].index(stage), count=1)
                 sums1 = _rescale(sums1, product, s1, EXACT)
@@ -357,6 +375,27 @@ def _magnitude_bits(x, column, N, GROUP: tl.constexpr, RAGGED: tl.constexpr):
 
 
 @jit
+def _largest(a, b):
+    return gl.maximum(a, b)
+
+
+@jit
+def _write_maximum(bits, maxima, row, M, place, WG: tl.constexpr):
+    """The largest of the bits [64, 1] of each warp's rows before M -> a consumer's place in shared memory."""
+    rows = gl.arange(0, _WG_M, gl.SliceLayout(1, bits.type.layout)).expand_dims(1)
+    bits = gl.where(rows < M - row, bits, 0)
+    maxima.index(2 * place + WG).store(gl.reduce(bits.reshape([_WARPS, _WG_M // _WARPS]), 1, _largest))
+
+
+@jit
+def _read_maximum(bits, maxima, place):
+    """-> the largest of both consumers' rows, for each row."""
+    layout: tl.constexpr = gl.BlockedLayout([_WARPS], [32], [_WARPS], [0])
+    both = gl.maximum(maxima.index(2 * place).load(layout), maxima.index(2 * place + 1).load(layout))
+    return gl.full(bits.shape, gl.reduce(both, 0, _largest), gl.int32, bits.type.layout)
+
+
+@jit
 def _divide(QMAX: tl.constexpr, x):
     """QMAX / x, correctly rounded, for normal x > 0 whose quotient is normal too."""
     # The steps of div.rn, less its slow path for other operands, which would cost registers: with the mantissa in
@@ -372,7 +411,8 @@ def _divide(QMAX: tl.constexpr, x):
 
 @jit
 def _scale(
-    bits, out_scale_ptr, row, column, M, N, OUT_BLOCK: tl.constexpr, K_MAJOR: tl.constexpr
+    bits, out_scale_ptr, row, column, M, N,
+    OUT_BLOCK: tl.constexpr, OUT_SQUARE: tl.constexpr, K_MAJOR: tl.constexpr,
 ):  # fmt: skip
     """What _magnitude_bits found -> 127 / absmax, 1 where that is 0, 0 where it isn't finite; stores the scales."""
     layout: tl.constexpr = bits.type.layout
@@ -387,7 +427,11 @@ def _scale(
     groups = gl.arange(0, bits.shape[1], gl.SliceLayout(0, layout)).expand_dims(0)
     count = gl.cdiv(N, OUT_BLOCK)
     first = column // OUT_BLOCK
-    if K_MAJOR:
+    if OUT_SQUARE:  # all rows have the same: the first of a square stores it
+        M = gl.where(row % OUT_BLOCK == 0, row + 1, 0)
+        out_scale_ptr += (row // OUT_BLOCK).to(gl.int64) * count + first
+        offsets = rows.to(gl.int64) * count + groups
+    elif K_MAJOR:
         out_scale_ptr += first.to(gl.int64) * M + row
         offsets = groups.to(gl.int64) * M + rows
     else:
@@ -427,17 +471,39 @@ def _store(x, out_desc, out_bufs, row, column, WG: tl.constexpr, FIRST: tl.const
 
 @jit
 def _finish(
-    sums, a_scale, b_scale_ptr, bias_ptr, out_desc, out_bufs, out_scale_ptr, row, column, M, N,
+    sums, a_scale, b_scale_ptr, bias_ptr, out_desc, out_bufs, out_scale_ptr, exchange, t, row, column, M, N,
     WG: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    OUT_BLOCK: tl.constexpr, K_MAJOR: tl.constexpr, RAGGED: tl.constexpr,
+    OUT_BLOCK: tl.constexpr, OUT_SQUARE: tl.constexpr, K_MAJOR: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """The sums of the tile's halves -> out and, if it is quantized, out_scale."""
-    if OUT_BLOCK == 256:
+    if OUT_SQUARE:
+        HALVES: tl.constexpr = len(sums)
+        maxima, written = exchange
+        # Tiles take turns at two places. Before a consumer writes to one again, it has waited for the other at the tile
+        # between, where that one came after it had read this one.
+        turn = t // gl.num_programs(0) & 1
+        xs = ()
+        all_bits = ()
+        for half in gl.static_range(HALVES):
+            first = column + half * _HALF
+            x = _values(sums[half], a_scale, b_scale_ptr, bias_ptr, first, N, PER_TOKEN, HAS_BIAS, ACTIVATION)
+            bits = _magnitude_bits(x, first, N, 128, RAGGED)
+            _write_maximum(bits, maxima, row, M, turn * HALVES + half, WG)
+            xs = xs + (x,)
+            all_bits = all_bits + (bits,)
+        barrier()  # all warps have written; one thread says so
+        mbarrier.arrive(written, count=1)
+        mbarrier.wait(written, turn)
+        for half in gl.static_range(HALVES):
+            bits = _read_maximum(all_bits[half], maxima, turn * HALVES + half)
+            inverse = _scale(bits, out_scale_ptr, row, column + half * _HALF, M, N, 128, True, False)
+            _store(_codes(xs[half], inverse), out_desc, out_bufs, row, column, WG, half * _HALF)
+    elif OUT_BLOCK == 256:
         x0 = _values(sums[0], a_scale, b_scale_ptr, bias_ptr, column, N, PER_TOKEN, HAS_BIAS, ACTIVATION)
         x1 = _values(sums[1], a_scale, b_scale_ptr, bias_ptr, column + _HALF, N, PER_TOKEN, HAS_BIAS, ACTIVATION)
         bits = _magnitude_bits(x0, column, N, 128, RAGGED)
         bits = gl.maximum(bits, _magnitude_bits(x1, column + _HALF, N, 128, RAGGED))
-        inverse = _scale(bits, out_scale_ptr, row, column, M, N, 256, K_MAJOR)
+        inverse = _scale(bits, out_scale_ptr, row, column, M, N, 256, False, K_MAJOR)
         _store(_codes(x0, inverse), out_desc, out_bufs, row, column, WG, 0)
         _store(_codes(x1, inverse), out_desc, out_bufs, row, column, WG, 128)
     else:
@@ -448,18 +514,18 @@ def _finish(
                 out = x.to(out_desc.dtype)
             else:
                 bits = _magnitude_bits(x, first, N, OUT_BLOCK, RAGGED)
-                inverse = _scale(bits, out_scale_ptr, row, first, M, N, OUT_BLOCK, K_MAJOR)
+                inverse = _scale(bits, out_scale_ptr, row, first, M, N, OUT_BLOCK, False, K_MAJOR)
                 out = _codes(x, inverse)
             _store(out, out_desc, out_bufs, row, column, WG, half * _HALF)
 
 
 @jit
 def _consumer(
-    WG: tl.constexpr, a_bufs, b_bufs, scale_bufs, b_scale_bufs, out_bufs, full, empty, turn,
+    WG: tl.constexpr, a_bufs, b_bufs, scale_bufs, b_scale_bufs, out_bufs, full, empty, turn, exchange,
     out_desc, out_scale_ptr, a_scale_ptr, b_scale_ptr, bias_ptr, M, N, KB,
-    EXACT: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    OUT_BLOCK: tl.constexpr, K_MAJOR: tl.constexpr, RAGGED: tl.constexpr,
-    HALVES: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
+    EXACT: tl.constexpr, PER_TOKEN: tl.constexpr, A_SQUARE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, OUT_BLOCK: tl.constexpr, OUT_SQUARE: tl.constexpr, K_MAJOR: tl.constexpr,
+    RAGGED: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     layout: tl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     BLOCK_N: tl.constexpr = HALVES * _HALF
@@ -484,12 +550,12 @@ def _consumer(
         else:
             sums0, sums1, stage, phase = _sum_scaled_blocks(
                 stage, phase, a_bufs, b_bufs, scale_bufs, b_scale_bufs, full, empty, turn, KB, never,
-                WG, EXACT, HALVES, STAGES, layout,
+                WG, EXACT, A_SQUARE, HALVES, STAGES, layout,
             )  # fmt: skip
         sums = (sums0, sums1) if HALVES == 2 else (sums0,)
         _finish(
-            sums, a_scale, b_scale_ptr, bias_ptr, out_desc, out_bufs, out_scale_ptr,
-            row, column, M, N, WG, PER_TOKEN, HAS_BIAS, ACTIVATION, OUT_BLOCK, K_MAJOR, RAGGED,
+            sums, a_scale, b_scale_ptr, bias_ptr, out_desc, out_bufs, out_scale_ptr, exchange, t,
+            row, column, M, N, WG, PER_TOKEN, HAS_BIAS, ACTIVATION, OUT_BLOCK, OUT_SQUARE, K_MAJOR, RAGGED,
         )  # fmt: skip
     tma.store_wait(0)
 
@@ -508,22 +574,27 @@ def _barriers(STAGES: tl.constexpr, COUNT: tl.constexpr):
 @jit(do_not_specialize=["M", "N", "KB"])
 def _int8_gemm_sm90_kernel(
     a_desc, b_desc, out_desc, out_scale_ptr, a_scale, b_scale, bias_ptr, M, N, KB,
-    EXACT: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    OUT_BLOCK: tl.constexpr, K_MAJOR: tl.constexpr, RAGGED: tl.constexpr,
-    HALVES: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
+    EXACT: tl.constexpr, PER_TOKEN: tl.constexpr, A_SQUARE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, OUT_BLOCK: tl.constexpr, OUT_SQUARE: tl.constexpr, K_MAJOR: tl.constexpr,
+    RAGGED: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """a_scale, b_scale: descriptors of block scales, a's K-major [KB, M]; with PER_TOKEN pointers to [M] and [N]."""
+    """a_scale, b_scale: descriptors of block scales, of a's rows K-major [KB, M]; with PER_TOKEN pointers, [M], [N]."""
     a_bufs = gl.allocate_shared_memory(gl.int8, [4 * STAGES, _WG_M, _BLOCK_K], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(gl.int8, [2 * STAGES, HALVES * _HALF, _BLOCK_K], b_desc.layout)
     out_bufs = gl.allocate_shared_memory(out_desc.dtype, [2 * HALVES, _WG_M, out_desc.block_shape[1]], out_desc.layout)
+    one: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     scale_bufs = out_bufs
-    if not PER_TOKEN:
+    if A_SQUARE:
+        scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 1, _SCALES], a_scale.layout)
+    elif not PER_TOKEN:
         scale_bufs = gl.allocate_shared_memory(gl.float32, [4 * STAGES, 1, _WG_M], a_scale.layout)
     b_scale_bufs = scale_bufs
+    a_scales = scale_bufs
     b_scales = scale_bufs
+    if A_SQUARE:
+        a_scales = reinterpret(scale_bufs, gl.float32, [STAGES * _SCALES, 1], one)
     if not PER_TOKEN:
         b_scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, HALVES, _SCALES], b_scale.layout)
-        one: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         b_scales = reinterpret(b_scale_bufs, gl.float32, [HALVES * STAGES * _SCALES, 1], one)
     full = _barriers(STAGES, 1)
     empty = _barriers(STAGES, 2)
@@ -532,21 +603,29 @@ def _int8_gemm_sm90_kernel(
     mbarrier.init(turn0, count=1)
     mbarrier.init(turn1, count=1)
     turn = (turn0, turn1)
+    exchange = ()
+    if OUT_SQUARE:
+        maxima = gl.allocate_shared_memory(gl.int32, [4 * HALVES, _WARPS], one)
+        written = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(written, count=2)
+        exchange = (maxima, written)
     gl.warp_specialize(
         [
             (_consumer, (
-                0, a_bufs, b_bufs, scale_bufs, b_scales, out_bufs, full, empty, turn,
+                0, a_bufs, b_bufs, a_scales, b_scales, out_bufs, full, empty, turn, exchange,
                 out_desc, out_scale_ptr, a_scale, b_scale, bias_ptr, M, N, KB,
-                EXACT, PER_TOKEN, HAS_BIAS, ACTIVATION, OUT_BLOCK, K_MAJOR, RAGGED, HALVES, STAGES, GROUP_M,
+                EXACT, PER_TOKEN, A_SQUARE, HAS_BIAS, ACTIVATION, OUT_BLOCK, OUT_SQUARE, K_MAJOR,
+                RAGGED, HALVES, STAGES, GROUP_M,
             )),
             (_consumer, (
-                1, a_bufs, b_bufs, scale_bufs, b_scales, out_bufs, full, empty, turn,
+                1, a_bufs, b_bufs, a_scales, b_scales, out_bufs, full, empty, turn, exchange,
                 out_desc, out_scale_ptr, a_scale, b_scale, bias_ptr, M, N, KB,
-                EXACT, PER_TOKEN, HAS_BIAS, ACTIVATION, OUT_BLOCK, K_MAJOR, RAGGED, HALVES, STAGES, GROUP_M,
+                EXACT, PER_TOKEN, A_SQUARE, HAS_BIAS, ACTIVATION, OUT_BLOCK, OUT_SQUARE, K_MAJOR,
+                RAGGED, HALVES, STAGES, GROUP_M,
             )),
             (_producer, (
                 a_desc, b_desc, a_scale, b_scale, a_bufs, b_bufs, scale_bufs, b_scale_bufs, full, empty, M, N, KB,
-                PER_TOKEN, HALVES, STAGES, GROUP_M,
+                PER_TOKEN, A_SQUARE, HALVES, STAGES, GROUP_M,
             )),
         ],
         [4, 1],
@@ -554,52 +633,28 @@ def _int8_gemm_sm90_kernel(
     )  # fmt: skip
 
 
-@triton.jit
-def _copy_scales_kernel(
-    x_ptr, out_ptr, R, C, stride_xr, stride_xc, stride_or, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    """out [R, C], whose rows TMA can read, is x [R, C] of any strides."""
-    tiles = tl.cdiv(C, COLUMNS)
-    row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS
-    column = (tl.program_id(0) % tiles).to(tl.int64) * COLUMNS
-    ptrs, mask = tile_at(x_ptr, row, column, R, C, stride_xr, stride_xc, ROWS, COLUMNS)
-    store_tile(out_ptr, row, column, R, C, stride_or, 1, tl.load(ptrs, mask=mask))
-
-
-def _with_aligned_rows(x):
-    """A matrix -> the same with rows that start at multiples of 16 bytes, as TMA wants them, and their stride."""
-    rows, columns = x.shape
-    padded = cdiv(columns, 4) * 4
-    if (columns == 1 or x.stride(1) == 1) and x.data_ptr() % 16 == 0:
-        if rows == 1 or x.stride(0) % 4 == 0 and x.stride(0) >= columns:
-            return x, x.stride(0) if rows > 1 else padded
-    out = temporary(x, (rows, padded), torch.float32)
-    launch(
-        x.device, _copy_scales_kernel, (cdiv(rows, 32) * cdiv(columns, 64),),
-        x, out, rows, columns, *x.stride(), padded, ROWS=32, COLUMNS=64, num_warps=4,
-    )  # fmt: skip
-    return out, padded
-
-
-def _choose(M, N, multiprocessors, out_block_size):
-    """The narrow tile where the wide one leaves multiprocessors without work for longer."""
+def _choose(problem, multiprocessors):
+    """The narrow tile where the wide one leaves multiprocessors without work for longer, or takes too much memory."""
+    M, N = problem.out.shape
+    if problem.out_square and problem.block_size is not None and not problem.a_square:
+        return "narrow"
     tiles_m = cdiv(M, 128)
     wide = 2 * cdiv(tiles_m * cdiv(N, 256), multiprocessors)
     narrow = cdiv(tiles_m * cdiv(N, 128), multiprocessors)
-    return "narrow" if narrow < wide and out_block_size != 256 else "wide"
+    return "narrow" if narrow < wide and problem.out_block_size != 256 else "wide"
 
 
 def supports_sm90(problem):
     """Whether `int8_gemm_sm90` can solve it.
 
     That is on Hopper, with K >= 1; rows of a, b and out without gaps, of multiples of 16 bytes, a and b at addresses
-    that are; block_size 128 or None, out_block_size 32, 64, 128, 256 or (out not quantized) None.
+    that are; block_size 128 or None, out_block_size 32, 64, 128, 256 or (out not quantized) None; out_square with 128.
     """
     a, b, out = problem.a, problem.b, problem.out
     return (
         AVAILABLE
         and problem.block_size in (None, 128)
-        and problem.out_block_size in (None, 32, 64, 128, 256)
+        and problem.out_block_size in ((128,) if problem.out_square else (None, 32, 64, 128, 256))
         and a.is_cuda
         and min(*a.shape, b.shape[0]) > 0
         and a.shape[1] % 16 == 0
@@ -614,23 +669,28 @@ def supports_sm90(problem):
 def int8_gemm_sm90(problem, config=None):
     """Writes out and, if there is one, out_scale, of a problem that it supports; checks nothing.
 
-    a_scale is best K-major (strides (1, M), M a multiple of 4): other scales are copied first. So is b_scale where its
-    rows don't begin at multiples of 16 bytes, as when ceil(K / 128) is not a multiple of 4. out: 16-byte aligned.
-    out_scale: it or its transpose is contiguous. config: a key or entry of _CONFIGS, a wide one for out_block_size 256.
+    a_scale of rows is best K-major (strides (1, M), M a multiple of 4): other scales are copied first. So are scales of
+    squares that are a transposed view, or whose rows don't begin at multiples of 16 bytes, as when ceil(K / 128) is not
+    a multiple of 4. out: 16-byte aligned. out_scale: it or its transpose is contiguous. config: a key or entry of
+    _CONFIGS, a wide one for out_block_size 256.
     """
     p = problem
     (M, K), N = p.a.shape, p.b.shape[0]
     multiprocessors = gpu(p.a.device).multiprocessors
-    config = config or _choose(M, N, multiprocessors, p.out_block_size)
+    config = config or _choose(p, multiprocessors)
     block_n, stages, group_m = _CONFIGS[config] if isinstance(config, str) else config
     KB = cdiv(K, 128)
     per_token = p.block_size is None
     if per_token:
         a_scale, b_scale = p.a_scale.contiguous(), p.b_scale.contiguous()
     else:
-        rows, stride = _with_aligned_rows(p.a_scale.t())
-        a_scale = descriptor(rows, KB, M, stride, (1, 64))
-        rows, stride = _with_aligned_rows(p.b_scale)
+        if p.a_square:
+            rows, stride = with_aligned_rows(p.a_scale)
+            a_scale = descriptor(rows, *p.a_scale.shape, stride, (1, _SCALES.value))
+        else:
+            rows, stride = with_aligned_rows(p.a_scale.t())
+            a_scale = descriptor(rows, KB, M, stride, (1, 64))
+        rows, stride = with_aligned_rows(p.b_scale)
         b_scale = descriptor(rows, *p.b_scale.shape, stride, (block_n // 128, _SCALES.value))
     launch(
         p.a.device, _int8_gemm_sm90_kernel, (min(multiprocessors, cdiv(M, 128) * cdiv(N, block_n)),),
@@ -638,8 +698,9 @@ def int8_gemm_sm90(problem, config=None):
         descriptor(p.b, N, K, K, (block_n, 128)),
         descriptor(p.out, M, N, N, (64, 128 // p.out.itemsize)),
         p.out_scale, a_scale, b_scale, p.bias, M, N, KB,
-        EXACT=p.exact, PER_TOKEN=per_token, HAS_BIAS=p.bias is not None, ACTIVATION=p.activation,
-        OUT_BLOCK=p.out_block_size, K_MAJOR=p.out_scale is not None and p.out_scale.stride(0) == 1,
+        EXACT=p.exact, PER_TOKEN=per_token, A_SQUARE=p.a_square, HAS_BIAS=p.bias is not None, ACTIVATION=p.activation,
+        OUT_BLOCK=p.out_block_size, OUT_SQUARE=p.out_square,
+        K_MAJOR=p.out_scale is not None and not p.out_square and p.out_scale.stride(0) == 1,
         RAGGED=p.out_block_size is not None and N % p.out_block_size > 0,
         HALVES=block_n // 128, STAGES=stages, GROUP_M=group_m, num_warps=4,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the kernels of Hopper (sm_90) share: Gluon's names in each Triton, matrices for TMA, the order of tiles."""
+"""What the kernels of Hopper (sm_90) share: Gluon's names in each Triton, matrices for TMA, order of tiles, a ring."""
 
 import functools
 
@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .numerics import INTERPRETED
+from .host import cdiv, launch, temporary
+from .numerics import INTERPRETED, gdc_wait, store_tile, tile_at
 
 try:
     from triton.experimental import gluon
@@ -65,6 +66,98 @@ def tile_of(t, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     return group * GROUP_M + t % rows, t // rows
 
 
+@jit
+def barriers(COUNT: tl.constexpr, ARRIVALS: tl.constexpr):
+    """An array of COUNT mbarriers whose phases end after as many arrivals."""
+    array = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(array.index(i), count=ARRIVALS)
+    return array
+
+
+@jit
+def _load_step(
+    x, w, scales, ready, stage, tile_m, tile_n, k, X: tl.constexpr, W: tl.constexpr, DOTS: tl.constexpr
+):  # fmt: skip
+    """Step k of a tile, of x or the weight or both, into a stage of the ring."""
+    for d in gl.static_range(DOTS):
+        buf = stage * DOTS + d
+        step = k * DOTS + d
+        if W:
+            tma_load(w[0], [tile_n * w[1].shape[1], step * w[1].shape[2]], ready, w[1].index(buf))
+        if X:
+            tma_load(x[0], [tile_m * x[1].shape[1], step * x[1].shape[2]], ready, x[1].index(buf))
+            if len(scales) > 0:
+                tma_load(scales[0], [step, tile_m * x[1].shape[1]], ready, scales[1].index(buf))
+
+
+@jit
+def keep_full(
+    operands, DOTS: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr, WEIGHT_WAITS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Keeps a ring of x and a weight full by TMA, which fills in zeros beyond the matrices. One warp does.
+
+    x, w: descriptor and buffers, [STAGES * DOTS, tokens or rows, elements along K]: a stage is DOTS products long along
+    K, and a buffer holds what one takes. scales: of x, K-major, as [STAGES * DOTS, 1, tokens], or (). WEIGHT_WAITS:
+    the kernel before this one may have written the weight, too; otherwise only x.
+    """
+    x, w, scales, full, empty, M, N, K = operands
+    BLOCK_M: tl.constexpr = x[1].shape[1]
+    X_BYTES: tl.constexpr = BLOCK_M * x[1].shape[2] * x[1].dtype.primitive_bitwidth // 8
+    W_BYTES: tl.constexpr = w[1].shape[1] * w[1].shape[2] * w[1].dtype.primitive_bitwidth // 8
+    BYTES: tl.constexpr = DOTS * (X_BYTES + W_BYTES + (4 * BLOCK_M if len(scales) > 0 else 0))
+    tiles_m = gl.cdiv(M, BLOCK_M)
+    tiles_n = gl.cdiv(N, w[1].shape[1])
+    steps = gl.cdiv(K, DOTS * x[1].shape[2])
+    tile_m, tile_n = tile_of(gl.program_id(0), tiles_m, tiles_n, GROUP_M)
+    ahead = gl.minimum(STAGES, steps)
+    if EARLY and WEIGHT_WAITS:
+        gdc_wait()
+    for k in range(ahead):
+        mbarrier.expect(full.index(k), BYTES)
+        _load_step(x, w, scales, full.index(k), k, tile_m, tile_n, k, False, True, DOTS)
+    if EARLY and not WEIGHT_WAITS:
+        gdc_wait()
+    for k in range(ahead):
+        _load_step(x, w, scales, full.index(k), k, tile_m, tile_n, k, True, False, DOTS)
+    taken = ahead
+    for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        tile_m, tile_n = tile_of(t, tiles_m, tiles_n, GROUP_M)
+        for k in range(gl.where(t == gl.program_id(0), ahead, 0), steps):
+            stage = taken % STAGES
+            mbarrier.wait(empty.index(stage), (taken // STAGES & 1) ^ 1)
+            mbarrier.expect(full.index(stage), BYTES)
+            _load_step(x, w, scales, full.index(stage), stage, tile_m, tile_n, k, True, True, DOTS)
+            taken += 1
+
+
+@jit
+def first_step(taken, WG: tl.constexpr, WGS: tl.constexpr):
+    """Of consumers that share K, taken steps having gone before: in turn, so that each has stages of its own."""
+    return (WG + WGS - taken % WGS) % WGS
+
+
+@jit
+def give_sums(sums, bufs, given, free, round, WG: tl.constexpr):
+    """Of consumers that share K, one but the first: hands its sums of a tile, the round-th, to the first."""
+    mbarrier.wait(free.index(WG - 1), (round & 1) ^ 1)
+    bufs.index(WG - 1).store(sums)
+    barrier()
+    mbarrier.arrive(given.index(WG - 1), count=1)
+
+
+@jit
+def take_sums(sums, bufs, given, free, round, WGS: tl.constexpr):
+    """The first of consumers that share K -> the sums of all, added in their order."""
+    for other in gl.static_range(WGS - 1):
+        mbarrier.wait(given.index(other), round & 1)
+        sums += bufs.index(other).load(sums.type.layout)
+        barrier()
+        mbarrier.arrive(free.index(other), count=1)
+    return sums
+
+
 @functools.cache
 def _shared_layout(rows, columns, dtype):
     if dtype == torch.float32 and rows == 1:
@@ -76,3 +169,30 @@ def descriptor(x, rows, columns, row_stride, block):
     """What TMA reads or writes x by, in pieces of shape `block`."""
     # strides are spelled out: torch reports arbitrary ones for dimensions of size 1
     return _Descriptor(x, [rows, columns], [row_stride, 1], list(block), _shared_layout(*block, x.dtype))
+
+
+@triton.jit
+def _copy_scales_kernel(
+    x_ptr, out_ptr, R, C, stride_xr, stride_xc, stride_or, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """out [R, C], whose rows TMA can read, is x [R, C] of any strides."""
+    tiles = tl.cdiv(C, COLUMNS)
+    row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS
+    column = (tl.program_id(0) % tiles).to(tl.int64) * COLUMNS
+    ptrs, mask = tile_at(x_ptr, row, column, R, C, stride_xr, stride_xc, ROWS, COLUMNS)
+    store_tile(out_ptr, row, column, R, C, stride_or, 1, tl.load(ptrs, mask=mask))
+
+
+def with_aligned_rows(x):
+    """A matrix -> the same with rows that start at multiples of 16 bytes, as TMA wants them, and their stride."""
+    rows, columns = x.shape
+    padded = cdiv(columns, 4) * 4
+    if (columns == 1 or x.stride(1) == 1) and x.data_ptr() % 16 == 0:
+        if rows == 1 or x.stride(0) % 4 == 0 and x.stride(0) >= columns:
+            return x, x.stride(0) if rows > 1 else padded
+    out = temporary(x, (rows, padded), torch.float32)
+    launch(
+        x.device, _copy_scales_kernel, (cdiv(rows, 32) * cdiv(columns, 64),),
+        x, out, rows, columns, *x.stride(), padded, ROWS=32, COLUMNS=64, num_warps=4,
+    )  # fmt: skip
+    return out, padded

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from .numerics import INTERPRETED, gdc_wait
+from .numerics import INTERPRETED, ROUNDINGS, gdc_wait
 from .plans import called_operator, planned_operator, recording
 
 if triton.__version__.startswith("3.4."):
@@ -91,6 +91,23 @@ def check_tensor(name, x, dtypes, shape=None, like=None):
                 raise ValueError(f"{name} is a {type(x).__name__}; it takes what {other} is, a {type(tensor).__name__}")
 
 
+def check_rounding(rounding, seed, like):
+    """-> the seed as a tensor, None for rounding to nearest. like: (name, tensor) of another argument."""
+    check_one_of("rounding", rounding, ROUNDINGS)
+    if rounding == "nearest":
+        if seed is not None:
+            raise ValueError(f"seed is a {type(seed).__name__}; it takes None where rounding is 'nearest'")
+        return None
+    if not isinstance(seed, torch.Tensor):
+        if not isinstance(seed, (int, torch.SymInt)) or isinstance(seed, bool) or not -(2**63) <= seed < 2**63:
+            raise ValueError(f"seed is {seed!r}; it takes an integer of 64 bits, or an int64 tensor of one element")
+        return torch.full((1,), seed, dtype=torch.int64, device=like[1].device)
+    check_tensor("seed", seed, (torch.int64,), like=like)
+    if seed.numel() != 1:
+        raise ValueError(f"seed has shape {list(seed.shape)}; it takes one element")
+    return seed
+
+
 def check_code_dtype(dtype, device):
     """That kernels on this device can write codes of a dtype, which is int8 or float8_e4m3fn."""
     if dtype == torch.int8:
@@ -139,10 +156,10 @@ class TileConfig(NamedTuple):
     held: int = 1  # tiles that a program holds at most
 
 
-def tile_shape(columns, config, narrowest, tallest=None):
+def tile_shape(columns, config, narrowest, tallest=None, shortest=1):
     """-> rows and columns of a tile, and the warps of its program."""
     block = max(min(next_power_of_2(columns), config.columns), narrowest)
-    rows = max(config.elements // block, 1)
+    rows = max(config.elements // block, shortest)
     rows = min(rows, tallest or rows)
     return rows, block, max(rows * block // (32 * config.thread), 1)
 
@@ -162,22 +179,39 @@ def operator(fake, *depends, launches=True):
     """
 
     def register(function):
-        name = function.__name__.lstrip("_")
-        package = __name__.removesuffix(".host").replace(".", "_")
-        for number in itertools.count(1):
-            namespace = package if number == 1 else f"{package}_{number}"
-            if not torch._C._jit_get_schemas_for_operator(f"{namespace}::{name}"):
-                break
-        library = torch.library.Library(namespace, "FRAGMENT")
-        library.define(name + torch.library.infer_schema(function, mutates_args=()))
         implementation = planned_operator(function, depends) if launches else called_operator(function)
-        library.impl(name, implementation, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
-        overload = getattr(getattr(torch.ops, namespace), name).default
-        _LIBRARIES.append(library)
+        return _registered(function, implementation, fake)
+
+    return register
+
+
+def differentiable(fake, save, backward):
+    """Makes a function that calls others an operator with a gradient: these keep their plans, it has none of its own.
+
+    save(ctx, inputs, output), backward(ctx, *grads): as of torch.library.register_autograd.
+    """
+
+    def register(function):
+        overload = _registered(function, function, fake)
+        torch.library.register_autograd(overload, backward, setup_context=save, lib=_LIBRARIES[-1])
         return overload
 
     return register
+
+
+def _registered(function, implementation, fake):
+    name = function.__name__.lstrip("_")
+    package = __name__.removesuffix(".host").replace(".", "_")
+    for number in itertools.count(1):
+        namespace = package if number == 1 else f"{package}_{number}"
+        if not torch._C._jit_get_schemas_for_operator(f"{namespace}::{name}"):
+            break
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.define(name + torch.library.infer_schema(function, mutates_args=()))
+    library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
+    _LIBRARIES.append(library)
+    return getattr(getattr(torch.ops, namespace), name).default
 
 
 class Gpu(NamedTuple):

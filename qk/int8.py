@@ -14,6 +14,11 @@
 Short blocks at the right and lower edge have scales of their own. FP8 (e4m3, per token) has 448 in place of 127. A
 quantizing program reads its part of x tile by tile and keeps the tiles in registers until absmax is known; of a long
 row, or a large square, only the first HELD ones: the others are read twice.
+
+`square_quant` quantizes as weight_quant does, and writes the codes' transpose too: int8 products read both operands
+along K, and those of a linear layer's gradients have K where the forward product has rows. Squares stay squares when
+transposed, so that their scales do for both (Jetfire, arXiv 2403.12422). It can round stochastically: to one of the two
+codes around x * (127 / absmax), to the nearer one more often, so that the mean of many roundings is x.
 """
 
 import torch
@@ -29,6 +34,7 @@ from .host import (
     cdiv,
     check_code_dtype,
     check_one_of,
+    check_rounding,
     check_tensor,
     empty_scale,
     launch,
@@ -45,8 +51,12 @@ from .numerics import (
     magnitude_bits,
     quantize_blocks_ref,
     quantize_ref,
+    quantize_squares,
+    quantize_squares_ref,
     round_to_int32,
+    rounding_noise_ref,
     scale_of,
+    square_maximum,
     store_tile,
     to_dtype,
     to_float32,
@@ -61,6 +71,8 @@ __all__ = [
     "act_quant_ref",
     "quantize_per_token",
     "quantize_per_token_ref",
+    "square_quant",
+    "square_quant_ref",
     "weight_dequant",
     "weight_dequant_ref",
     "weight_quant",
@@ -72,9 +84,11 @@ _CONFIGS = {
     "act_quant": TileConfig(elements=2048, columns=1024, thread=32),
     "weight_quant": TileConfig(elements=8192, columns=128, thread=16, held=4),
     "per_token": TileConfig(elements=8192, columns=8192, thread=16, held=4),
+    "square_quant": TileConfig(elements=16384, columns=128, thread=64),
     "dequantize": TileConfig(elements=1024, columns=1024, thread=8, held=4),
     "dequantize_float32": TileConfig(elements=1024, columns=1024, thread=4, held=4),
     "interpreted": TileConfig(elements=65536, columns=65536, thread=2048),
+    "square_quant interpreted": TileConfig(elements=65536, columns=512, thread=2048),
 }
 
 
@@ -267,6 +281,123 @@ def quantize_per_token(x, dtype=torch.int8):
 
 
 @triton.jit
+def _square_quant_kernel(
+    x_ptr,
+    q_ptr,
+    q_t_ptr,
+    scale_ptr,
+    sums_ptr,
+    seed_ptr,
+    M,
+    K,
+    programs,  # of a row of squares
+    stride_xm,
+    QUANT_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,  # of a program, one below the other; of more than one the second reading finds x in the cache
+    EARLY: tl.constexpr,  # launched before the end of the kernel before: see host.launch
+):
+    wait_if_early(EARLY)
+    tl.static_assert(TILES == 1 or ROWS * TILES == QUANT_BLOCK, "a program has whole squares")
+    DOWN: tl.constexpr = ROWS * TILES // QUANT_BLOCK
+    ACROSS: tl.constexpr = BLOCK // QUANT_BLOCK
+    pid = tl.program_id(0)
+    chunk = (pid % programs).to(tl.int64)
+    square_row, square_column = (pid // programs).to(tl.int64) * DOWN, chunk * ACROSS
+    row, column = square_row * QUANT_BLOCK, chunk * BLOCK
+    squares_down, squares_across = tl.cdiv(M, QUANT_BLOCK), tl.cdiv(K, QUANT_BLOCK)
+
+    bits = tl.zeros((DOWN, ACROSS), tl.int32)
+    sums = tl.zeros((DOWN, BLOCK), tl.float32)
+    x = tl.zeros((ROWS, BLOCK), x_ptr.dtype.element_ty)
+    for i in range(TILES):
+        x = load_tile(x_ptr, row + i * ROWS, column, M, K, stride_xm, ROWS, BLOCK)
+        bits = tl.maximum(bits, square_maximum(x, QUANT_BLOCK))
+        if sums_ptr is not None:
+            sums += tl.sum(tl.reshape(to_float32(x), (DOWN, ROWS // DOWN, BLOCK)), 1)
+    if sums_ptr is not None:
+        store_tile(sums_ptr, square_row, column, squares_down, K, K, 1, sums)
+    absmax, inverse, _ = absmax_and_inverse(bits, 127.0, 3.8e-37)
+    scale = scale_of(absmax, 127.0)
+    store_tile(scale_ptr, square_row, square_column, squares_down, squares_across, squares_across, 1, scale)
+
+    for i in range(TILES):
+        if TILES > 1:
+            x = load_tile(x_ptr, row + i * ROWS, column, M, K, stride_xm, ROWS, BLOCK)
+        codes = quantize_squares(x, absmax, inverse, seed_ptr, row + i * ROWS, column)
+        store_tile(q_ptr, row + i * ROWS, column, M, K, K, 1, codes)
+        store_tile(q_t_ptr, column, row + i * ROWS, K, M, M, 1, tl.trans(codes))
+
+
+def _empty_square_quant(x, block_size, rounding, seed):
+    (M, K), scale = x.shape, [cdiv(size, block_size) for size in x.shape]
+    return (
+        x.new_empty((M, K), dtype=torch.int8),
+        x.new_empty((K, M), dtype=torch.int8),
+        x.new_empty(scale, dtype=torch.float32),
+    )
+
+
+def _launch_square_quant(x, results, sums, block_size, rounding, seed):
+    if x.numel() == 0:
+        return
+    x = with_contiguous_rows(x)
+    M, K = x.shape
+    config = _CONFIGS["square_quant interpreted" if INTERPRETED.value else "square_quant"]
+    rows, block, num_warps = tile_shape(K, config, block_size, shortest=32)
+    tiles = max(block_size // rows, 1)
+    programs = cdiv(K, block)
+    launch(
+        x.device, _square_quant_kernel, (cdiv(M, rows * tiles) * programs,),
+        x, *results, sums, seed if rounding == "stochastic" else None, M, K, programs, x.stride(0),
+        QUANT_BLOCK=block_size, ROWS=rows, BLOCK=block, TILES=tiles, early=True, num_warps=num_warps,
+    )  # fmt: skip
+
+
+@operator(_empty_square_quant)
+def _square_quant(
+    x: torch.Tensor, block_size: int, rounding: str, seed: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    results = _empty_square_quant(x, block_size, rounding, seed)
+    _launch_square_quant(x, results, None, block_size, rounding, seed)
+    return results
+
+
+def _empty_square_quant_sums(x, block_size, rounding, seed):
+    results = _empty_square_quant(x, block_size, rounding, seed)
+    return *results, x.new_empty((results[2].shape[0], x.shape[1]), dtype=torch.float32)
+
+
+@operator(_empty_square_quant_sums)
+def _square_quant_sums(
+    x: torch.Tensor, block_size: int, rounding: str, seed: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Also the sums of x over the rows of each row of squares, float32 [ceil(M / block_size), K], in a fixed order."""
+    *results, sums = _empty_square_quant_sums(x, block_size, rounding, seed)
+    _launch_square_quant(x, results, sums, block_size, rounding, seed)
+    return *results, sums
+
+
+@planned()
+def square_quant(x, block_size=128, *, rounding="nearest", seed=None):
+    """Quantizes a matrix to int8 in squares of block_size rows and columns, and transposes the codes, in one pass.
+
+    x: [M, K] float16, bfloat16 or float32, any strides (copied first where its rows aren't contiguous). block_size: 32,
+    64, 128 or 256. rounding: "nearest", as `weight_quant`, or "stochastic": the mean over seeds of `code * scale` is x,
+    to 2**-16 of a scale. seed: for stochastic rounding alone, an integer of 64 bits, or an int64 tensor of one element
+    on x's device, which the kernel reads: a CUDA graph sees what it holds at each replay.
+    Returns codes, int8 [M, K], their transpose, int8 [K, M], contiguous, and scale, float32 [ceil(M / block_size),
+    ceil(K / block_size)], whose transpose belongs to the transpose; zero, NaN and Inf as in `act_quant`. Bit-equal to
+    `square_quant_ref`, on the GPU and interpreted, in both roundings: the noise of an element depends on seed, row and
+    column alone (Philox-4x32-10; Salmon et al. 2011). Raises ValueError for bad arguments.
+    """
+    check_tensor("x", x, FLOATS, "[M, K]")
+    check_one_of("block_size", block_size, BLOCKS)
+    return _square_quant(x.detach(), block_size, rounding, check_rounding(rounding, seed, ("x", x)))
+
+
+@triton.jit
 def _dequantize_int8_kernel(
     q_ptr,
     scale_ptr,
@@ -379,13 +510,13 @@ def act_dequant_ref(x, x_scale, block_size=128, out_dtype=None):
 
 
 def weight_quant_ref(w, block_size=128):
-    N, K = w.shape
-    rows, columns = cdiv(N, block_size), cdiv(K, block_size)
-    # not pad: that of torch 2.7 takes no empty matrix
-    padded = w.new_zeros(rows * block_size, columns * block_size, dtype=torch.float32)
-    padded[:N, :K] = w.detach()
-    codes, scale = quantize_ref(padded.view(rows, block_size, columns, block_size), (1, 3))
-    return codes.flatten(2).flatten(0, 1)[:N, :K].contiguous(), scale.view(rows, columns)
+    return quantize_squares_ref(w.detach().float(), block_size)
+
+
+def square_quant_ref(x, block_size=128, *, rounding="nearest", seed=None):
+    noise = None if seed is None else rounding_noise_ref(seed, *x.shape, x.device)
+    codes, scale = quantize_squares_ref(x.detach().float(), block_size, noise)
+    return codes, codes.t().contiguous(), scale
 
 
 def weight_dequant_ref(w, w_scale, block_size=128, out_dtype=None):

@@ -97,6 +97,12 @@ TABLE = {
         {"x": "[..., K]", "x_scale": None},
         wrong={"block_size": [None]},
     ),
+    "square_quant": Row(
+        lambda M: {"x": x(M), "block_size": 32, "rounding": "stochastic", "seed": SEED},
+        {"x": FLOATS, "seed": (torch.int64,)},
+        {"x": "[M, K]", "seed": None},
+        wrong={"seed": [2**63]},
+    ),
     "weight_quant": Row(lambda N: {"w": w(N), "block_size": 32}, {"w": FLOATS}, {"w": "[N, K]"}),
     "weight_dequant": Row(
         lambda N: named("w w_scale", qk.weight_quant(w(N), 32), block_size=32, out_dtype=BF16[0]),
@@ -122,11 +128,20 @@ TABLE = {
         GEMM_SHAPES | {"bias": None},
     ),
     "int8_gemm_quant": Row(
-        lambda M: gemm(M, out_block_size=64, scale_layout="column", path=None, exact=True), GEMM, GEMM_SHAPES
+        lambda M: gemm(M, out_block_size=64, scale_layout="column", out_square=False, path=None, exact=True),
+        GEMM,
+        GEMM_SHAPES,
     ),
     "int8_addmm_quant": Row(
         lambda M: gemm(
-            M, bias=randn(48), out_block_size=32, activation="gelu", scale_layout="row", path=None, exact=True
+            M,
+            bias=randn(48),
+            out_block_size=32,
+            activation="gelu",
+            scale_layout="row",
+            out_square=True,
+            path=None,
+            exact=True,
         ),
         GEMM | {"bias": FLOATS},
         GEMM_SHAPES | {"bias": None},
@@ -137,6 +152,17 @@ TABLE = {
         {"x": INT8, "x_scale": (torch.float32,)},
         {"x": "[..., K]", "x_scale": None},
         wrong={"block_size": [None], "activation": [None]},
+    ),
+    "int8_gelu_backward": Row(
+        lambda M: (
+            named("grad grad_scale", qk.weight_quant(x(M), 32))
+            | named("x x_scale", qk.weight_quant(w(M), 32))
+            | {"block_size": 32, "activation": "silu", "rounding": "stochastic", "seed": SEED}
+        ),
+        {"grad": (*INT8, *FLOATS), "x": INT8, "seed": (torch.int64,)}
+        | dict.fromkeys(("grad_scale", "x_scale"), (torch.float32,)),
+        {"grad": "[M, K]", "grad_scale": None, "x": "[M, K]", "x_scale": None, "seed": None},
+        wrong={"activation": [None]},
     ),
     "dequant_bias": Row(
         lambda M: {
@@ -180,6 +206,7 @@ TABLE = {
     ),
 }
 SLIDE_WEIGHT = qk.compress_slide(pruned(20))
+SEED = torch.tensor([-5], device=DEVICE)
 PUBLIC = [name for name in qk.__all__ if not name.endswith("_ref") and name not in ("backend", "device")]
 every = pytest.mark.parametrize("name", PUBLIC)
 OPTIONAL = ("bias", "out_dtype")
@@ -195,8 +222,10 @@ WRONG = {
     "out_block_size": [*NO_BLOCKS, None],
     "group_size": NO_BLOCKS,
     "packing": [*NO_TEXTS, None, "int8", "INT32"],
+    "out_square": [None, "yes", 0, 1, [False], np.False_],
     "scale_layout": [*NO_TEXTS, None, "Row", "rows"],
     "activation": [*NO_TEXTS, "relu", "tanh", torch.nn.functional.gelu],
+    "rounding": [*NO_TEXTS, None, "Nearest", "up"],
     "path": [*NO_TEXTS, "triton", "sm_90"],
     "exact": [None, "no", 0, 1, 1.0, [True], np.True_],
     "columns": [*NO_INTEGERS, None, -1],
@@ -282,7 +311,8 @@ def test_reference(name):
     assert set(call) <= set(parameters)
     if name == "sparse_linear":
         call["sw"] = qk.compress_slide_ref(pruned(20))
-    if name not in ("int8_gemm_quant", "int8_addmm_quant", "int8_gelu"):  # float32 sums may differ in the last bits
+    # float32 sums may differ in the last bits
+    if name not in ("int8_gemm_quant", "int8_addmm_quant", "int8_gelu", "int8_gelu_backward"):
         assert_same(function(**call), reference(**call))
 
 

@@ -49,6 +49,14 @@ def gelu(x):
     return x
 
 
+def training(x):
+    for _ in range(4):
+        codes, _, scale = qk.square_quant(x)
+        codes, codes_t, scale, _, _, sums = qk.int8_gelu_backward(codes, scale, *qk.int8_gelu(codes, scale))
+        x = qk.weight_dequant(codes, scale, out_dtype=torch.float32) * 4 + codes_t.t() * 1e-3 + sums[:1]
+    return x
+
+
 @functools.cache
 def weight():
     return qk.weight_quant(randn(256, 256) / 16)
@@ -61,7 +69,15 @@ def gemm(x):
     return qk.int8_gemm(codes, scale, *weight())
 
 
-CHAINS = [*itertools.product((bias, blocks, tokens, rotation, windows, gelu), (1, 64, 2048)), (gemm, 1), (gemm, 16)]
+def squares(x):
+    codes, scale = qk.weight_quant(x)
+    for _ in range(4):
+        codes, scale = qk.int8_gemm_quant(codes, scale, *weight(), out_square=True)
+    return qk.int8_gemm(codes, scale, *weight())
+
+
+CHAINS = [*itertools.product((bias, blocks, tokens, rotation, windows, gelu, training), (1, 64, 2048))]
+CHAINS += [(gemm, 1), (gemm, 16), (squares, 16)]
 
 
 @gpu
@@ -105,9 +121,12 @@ def test_the_gpu_decides(monkeypatch):
     qk.hadamard(x)
     qk.dequant_bias(x, 1.0, 1.0)
     qk.int8_gemm(codes, scale, *weight(), path="pointers" if DEVICE == "cuda" and EARLY else None)
+    codes, _, scale = qk.square_quant(x.repeat(2, 1))
+    qk.int8_gelu(codes, scale)
     qk.weight_quant(x)
     early = {kernel.__name__: options.get("launch_pdl", False) for kernel, _, _, _, options in launched}
     names = "_int8_gelu_kernel", "_quant_slide_kernel", "_hadamard_kernel", "_dequant_bias_kernel"
-    assert [early[name] for name in names] == [EARLY] * 4
+    names += "_square_quant_kernel", "_int8_gelu_square_kernel"
+    assert [early[name] for name in names] == [EARLY] * 6
     assert not early["_quantize_int8_kernel"], "a weight is quantized once"
     assert {options["EARLY"] for _, _, _, _, options in launched if "EARLY" in options} == {EARLY, False}

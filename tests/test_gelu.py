@@ -2,11 +2,13 @@ import math
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from cases import BLOCKS, DEVICE, EMPTY, MATRICES, filled, gpu, layouts, randn, rough, same
 
-from qk import data, gelu, gemm, int8
-from qk.gelu import int8_gelu, int8_gelu_ref
-from qk.int8 import act_dequant_ref, act_quant_ref
+from qk import data, gelu, gemm, host, int8, numerics
+from qk.gelu import int8_gelu, int8_gelu_backward, int8_gelu_backward_ref, int8_gelu_ref
+from qk.int8 import act_dequant_ref, act_quant_ref, square_quant_ref, weight_dequant_ref, weight_quant_ref
 
 NAN, INF = math.nan, math.inf
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu")
@@ -25,14 +27,18 @@ def activate(x, activation):
 
 
 def assert_near(results, expected, values):
-    """At most 0.1 % of codes off, by one, and scales by at most 1e-6 of the row's rms; the same blocks NaN and zero."""
+    """At most 0.1 % of codes off, by one, and scales by at most 1e-6 of the row's rms; the same blocks NaN and zero.
+
+    Of squares, by at most 1e-6 of the whole's rms.
+    """
     (codes, scale), (codes_ref, scale_ref) = results, expected
     assert codes.dtype == torch.int8 and scale.dtype == torch.float32
     assert codes.shape == codes_ref.shape and scale.shape == scale_ref.shape
     assert torch.equal(scale.isnan(), scale_ref.isnan()) and torch.equal(scale == 0, scale_ref == 0)
     moved = (codes.int() - codes_ref.int()).abs()
     assert not moved.numel() or moved.max() <= 1 and moved.count_nonzero() <= moved.numel() / 1000
-    rms = values.nan_to_num().double().square().mean(-1, keepdim=True).sqrt()
+    rows = values if len(scale) == len(values) else values.flatten()
+    rms = rows.nan_to_num(posinf=0, neginf=0).double().square().mean(-1, keepdim=True).sqrt()
     off = (scale.double() - scale_ref.double()).abs().nan_to_num()
     assert (off <= 1e-6 * rms).all()
 
@@ -218,6 +224,145 @@ def test_a_real_feed_forward_layer():
     for flow in (halves, separate, fused):
         errors.append((gemm.int8_addmm(*flow, *q2, b2) - truth).norm().item() / truth.norm().item())
     assert max(errors[1:]) <= 1.3 * errors[0] < 0.03
+
+
+def squares(M, K, block_size=128, size=2.0, seed=0):
+    return weight_quant_ref(randn(M, K, seed=seed) * size, block_size)
+
+
+def gradient(x, activation):
+    """The derivative in float64, by its formula."""
+    x = x.double()
+    if activation == "gelu":
+        density = (-x * x / 2).exp() / math.sqrt(2 * math.pi)
+        return torch.special.erfc(-x / math.sqrt(2)) / 2 + x * density
+    c = math.sqrt(8 / math.pi)
+    inner, slope = (x, 1) if activation == "silu" else (c * (x + 0.044715 * x**3), c * (1 + 3 * 0.044715 * x * x))
+    return torch.sigmoid(inner) + x * torch.sigmoid(inner) * torch.sigmoid(-inner) * slope
+
+
+def assert_backward(grad, grad_scale, x, x_scale, block_size=128, activation="gelu", **rounding):
+    """Kernel, reference, int8_gelu, and the steps of which it is one, agree. Returns its results."""
+    arguments = grad, grad_scale, x, x_scale, block_size
+    results, reference = (
+        f(*arguments, activation=activation, **rounding) for f in (int8_gelu_backward, int8_gelu_backward_ref)
+    )
+    dx, dx_t, dx_scale, out_t, out_scale, sums = results
+    values = weight_dequant_ref(x, x_scale, block_size, torch.float32)
+    upstream = grad.float() if grad_scale is None else weight_dequant_ref(grad, grad_scale, block_size, torch.float32)
+    derivative = gradient(values, activation)
+    derivative[~values.isfinite()] = torch.nan
+    true = upstream.double() * derivative
+    assert_near((dx, dx_scale), reference[::2][:2], true)
+    assert same(dx_t, dx.t().contiguous()) and same(reference[1], reference[0].t().contiguous())
+    out, scale = int8_gelu(x, x_scale, block_size, activation=activation)
+    if scale.shape == out_scale.shape and x.shape[0] > 1:
+        assert same(out_t, out.t().contiguous()) and same(out_scale, scale)
+    assert_near((out_t.t(), out_scale), (reference[3].t(), reference[4]), values)
+    for a, b in zip(reference[:3], square_quant_ref(true.float(), block_size, **rounding), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+    assert sums.shape == reference[5].shape == (math.ceil(x.shape[0] / block_size), x.shape[1])
+    for got in (sums, reference[5]):
+        for i, part in enumerate(true.split(block_size) if x.numel() else []):
+            limit = 3e-7 * (upstream[i * block_size :][:block_size].abs().sum(0).double() + 1)
+            assert ((got[i] - part.sum(0)).abs() <= limit).logical_or(part.sum(0).isnan() & got[i].isnan()).all()
+    return results
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.usefixtures("poison")
+def test_squares_equal_the_reference(activation):
+    for M, K, block_size in ((1, 1, 32), (3, 5, 64), (130, 257, 32), (64, 384, 128), (300, 200, 256), (0, 5, 32)):
+        x, x_scale = squares(M, K, block_size)
+        out, scale = results = int8_gelu(x, x_scale, block_size, activation=activation)
+        reference = int8_gelu_ref(x, x_scale, block_size, activation=activation)
+        assert scale.shape == x_scale.shape and out.is_contiguous() and scale.is_contiguous()
+        values = activate(weight_dequant_ref(x, x_scale, block_size, torch.float32), activation)
+        assert_near(results, reference, values)
+        for a, b in zip(reference, weight_quant_ref(values, block_size), strict=True):
+            assert same(a, b)
+        stochastic = {"rounding": "stochastic", "seed": M}
+        assert_backward(*squares(M, K, block_size, 1e-3, 1), x, x_scale, block_size, activation)
+        assert_backward(randn(M, K, seed=1), None, x, x_scale, block_size, activation, **stochastic)
+    assert_backward(randn(3, 0).bfloat16(), None, *squares(3, 0))
+    assert_backward(randn(40, 70, dtype=torch.float16), None, *squares(40, 70), activation=activation)
+
+
+@pytest.mark.parametrize("config", [(2048, 64, 64), (4096, 4096, 64)], ids=str)
+@pytest.mark.usefixtures("poison")
+def test_backward_of_any_tiles(config, configure):
+    x, grad = squares(260, 70, 256), squares(260, 70, 256, seed=1)
+    before = int8_gelu_backward(*grad, *x, 256, rounding="stochastic", seed=5)
+    configure(gelu, *config)
+    after = assert_backward(*grad, *x, 256, rounding="stochastic", seed=5)
+    assert all(map(same, before[:5], after[:5])), "all but the sums, whose order is the tile's"
+    x = squares(70, 300, 32)
+    assert_backward(randn(70, 300), None, *x, 32)
+
+
+def test_backward_of_any_layout():
+    x, grad = squares(40, 300, 32), squares(40, 300, 32, seed=1)
+    expected = assert_backward(*grad, *x, 32)
+    for views in zip(*map(layouts, (*grad, *x)), strict=True):
+        assert all(map(same, int8_gelu_backward(*(view for _, view in views), 32), expected)), views[0][0]
+
+
+def test_backward_of_zero_and_bad_squares():
+    (x, x_scale), (grad, grad_scale) = squares(70, 300, 32), squares(70, 300, 32, seed=1)
+    clean = int8_gelu_backward(grad, grad_scale, x, x_scale, 32)
+    x[:32, :32] = 0
+    grad[:32, 32:64] = 0
+    x_scale[1, 1], x_scale[1, 2], grad_scale[2, 3] = NAN, INF, NAN
+    for activation in ACTIVATIONS:
+        dx, _, dx_scale, out_t, out_scale, sums = assert_backward(grad, grad_scale, x, x_scale, 32, activation)
+        assert dx_scale.isnan().nonzero().tolist() == [[1, 1], [1, 2], [2, 3]]
+        assert out_scale.isnan().nonzero().tolist() == [[1, 1], [1, 2]]
+        assert (out_scale == 0).nonzero().tolist() == [[0, 0]] and (dx_scale == 0).nonzero().tolist() == [[0, 1]]
+        assert not dx[32:64, 32:96].any() and not dx[64:, 96:128].any() and not out_t[32:96, 32:64].any()
+        assert sums.isnan().sum() == 96 and sums[1, 32:96].isnan().all() and sums[2, 96:128].isnan().all()
+        if activation == "gelu":
+            assert same(dx[:, 128:], clean[0][:, 128:]) and same(out_t[128:], clean[3][128:])
+
+
+def test_backward_writes_nothing_outside(windows):
+    for M, K, block_size in ((5, 300, 32), (1, 1, 64), (130, 257, 128)):
+        int8_gelu(*squares(M, K, block_size), block_size)
+        int8_gelu_backward(randn(M, K), None, *squares(M, K, block_size), block_size)
+    windows.assert_untouched(outputs=3 * (2 + 6))
+
+
+def test_what_squares_refuse():
+    (x, x_scale), grad = squares(70, 300, 32), randn(70, 300)
+    with pytest.raises(ValueError, match="^scale_layout is 'column'; it takes 'row' where x_scale is of squares"):
+        int8_gelu(x, x_scale, 32, scale_layout="column")
+    with pytest.raises(ValueError, match=r"^x_scale has shape \[3, 10\]; it takes \[70, 5\]"):
+        int8_gelu(x, x_scale, 64)
+    with pytest.raises(ValueError, match="^grad_scale is a Tensor; it takes None where grad is torch.float32"):
+        int8_gelu_backward(grad, x_scale, x, x_scale, 32)
+    with pytest.raises(ValueError, match="^grad_scale is a NoneType; it takes a tensor"):
+        int8_gelu_backward(x, None, x, x_scale, 32)
+    with pytest.raises(ValueError, match=r"^x_scale has shape \[70, 10\]; it takes \[3, 10\]"):
+        int8_gelu_backward(grad, None, *quantized(70, 300, block_size=32), 32)
+
+
+@triton.jit
+def _gradient_kernel(x_ptr, out_ptr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + offs, numerics.activation_gradient(tl.load(x_ptr + offs), ACTIVATION))
+
+
+def test_derivatives():
+    """From one power of two to the next, over all that float32 holds; 14 is where polynomials end."""
+    x = torch.cat((torch.linspace(-15, 15, 2**18 - 2**12), 2.0 ** torch.linspace(-149, 127.99, 2**11)))
+    x = torch.cat((x, -x[-(2**11) :])).to(DEVICE)
+    x[:5] = torch.tensor([NAN, INF, -INF, 0, -0.0])
+    for activation in ACTIVATIONS:
+        out = torch.empty_like(x)
+        host.launch(x.device, _gradient_kernel, (4,), x, out, activation, 2**16)
+        assert out[:3].isnan().all() and same(out[3], out[4])
+        finite = x[3:].clamp(-1e4, 1e4)  # beyond, x**3 of float64 gives NaN
+        for got in (out[3:], numerics.activation_gradient_ref(finite, activation)):
+            assert ((got - gradient(finite, activation)).abs() < 2e-7).all()
 
 
 def test_same_bits_every_run():

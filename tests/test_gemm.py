@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from cases import BLOCKS, DEVICE, FLOATS, gpu, layouts, randn, same
 
-from qk import gemm, gemm_sm90, int8, numerics
+from qk import gemm, gemm_sm80, gemm_sm90, gemm_sm90_decode, host, int8, numerics
 
 NAN, INF = math.nan, math.inf
 # M, N, K: one element, decode, ragged in every dimension, whole blocks
@@ -28,6 +28,13 @@ def operands(M, N, K, block_size=128, seed=0, lowest=-127):
     return tuple(x.to(DEVICE) for x in (a, a_scale / max(K, 1) ** 0.5, b, b_scale / 5000))
 
 
+def square_operands(M, N, K, block_size=128, **how):
+    """-> a, a's scales of squares, b, b's, and a's scales again, spelled out for its rows."""
+    a, a_scale, b, b_scale = operands(M, N, K, block_size, **how)
+    squares = a_scale[::block_size].contiguous()
+    return a, squares, b, b_scale, squares.repeat_interleave(block_size, 0)[:M]
+
+
 def float64_product(a, a_scale, b, b_scale, block_size=128):
     K = a.shape[-1]
     block = block_size or max(K, 1)
@@ -41,15 +48,15 @@ def error(out, expected):
     return ((out.double() - expected).norm() / expected.norm()).item() if out.numel() else 0.0
 
 
-def assert_quantized(result, x, out_block_size):
+def assert_quantized(result, x, out_block_size, square=False):
     """Codes and scales are those of the float32 matrix x, but for what the last bits of x may move."""
     codes, scale = result
-    codes_ref, scale_ref = int8.act_quant_ref(x, out_block_size)
+    codes_ref, scale_ref = (int8.weight_quant_ref if square else int8.act_quant_ref)(x, out_block_size)
     assert codes.dtype == torch.int8 and scale.dtype == torch.float32
     assert codes.shape == codes_ref.shape and scale.shape == scale_ref.shape
     moved = (codes.int() - codes_ref.int()).abs()
     assert moved.max() <= 1 and moved.count_nonzero() <= max(moved.numel() / 1000, 1)
-    rms = x.double().square().mean(-1, keepdim=True).sqrt()
+    rms = x.double().square().mean(None if square else -1, keepdim=True).sqrt()
     assert ((scale.double() - scale_ref.double()).abs() <= 1e-6 * rms).all()
 
 
@@ -321,6 +328,107 @@ def test_zeros():
     assert (scale == 0).all() and (codes == 0).all()
 
 
+@pytest.mark.parametrize("path", ("portable", "sm75_float"))
+@pytest.mark.parametrize("block_size", BLOCKS)
+def test_scales_of_squares(path, block_size, poison):
+    """The same bits as with the scales spelled out for each row."""
+    if DEVICE == "cuda" and torch.cuda.get_device_capability() < (8, 0) and path != "sm75_float":
+        pytest.skip("needs int8 tl.dot")
+    how = {"block_size": block_size, "out_dtype": torch.float32}
+    for M, N, K in ((0, 5, 40), (1, 40, 64), (40, 300, 0), (130, 70, 300), (300, 33, 100)):
+        a, a_scale, b, b_scale, rows = square_operands(M, N, K, block_size)
+        assert M < 2 or a_scale.shape[0] == -(-M // block_size)
+        out = gemm.int8_gemm(a, a_scale, b, b_scale, **how, path=path)
+        assert same(out, gemm.int8_gemm(a, rows, b, b_scale, **how, path=path))
+        assert same(gemm.int8_gemm_ref(a, a_scale, b, b_scale, **how), gemm.int8_gemm_ref(a, rows, b, b_scale, **how))
+        expected = float64_product(a, rows, b, b_scale, block_size)
+        assert K == 0 or error(out, expected) < 1e-6
+        # as the product of transposes has them: views
+        views = a_scale.t().contiguous().t(), b_scale.t().contiguous().t()
+        assert same(gemm.int8_gemm(a, views[0], b, views[1], **how, path=path), out)
+
+
+@pytest.mark.parametrize("path", ("portable", "sm75_float"))
+@pytest.mark.parametrize("out_block_size", (32, 64, 128))
+def test_quantized_in_squares(out_block_size, path, poison):
+    if DEVICE == "cuda" and torch.cuda.get_device_capability() < (8, 0) and path != "sm75_float":
+        pytest.skip("needs int8 tl.dot")
+    sizes = ((0, 5, 40), 128), ((5, 0, 40), 32), ((40, 300, 0), 128), ((1, 40, 64), None), ((70, 100, 300), 256)
+    for (M, N, K), block_size in (*sizes, ((300, 140, 100), 64)):
+        a, a_scale, b, b_scale = operands(M, N, K, block_size)
+        bias, how = randn(N), {"out_square": True, "path": path}
+        x = gemm.int8_addmm(a, a_scale, b, b_scale, bias, block_size, torch.float32, path=path)
+        result = gemm.int8_addmm_quant(a, a_scale, b, b_scale, bias, out_block_size, None, block_size, **how)
+        assert all(map(same, result, int8.weight_quant_ref(x, out_block_size)))
+        if K == 300:
+            result = gemm.int8_addmm_quant(a, a_scale, b, b_scale, bias, out_block_size, "gelu", block_size, **how)
+            assert_quantized(result, activate(x, "gelu"), out_block_size, square=True)
+            result = gemm.int8_gemm_quant(a, a_scale, b, b_scale, out_block_size, block_size, **how)
+            reference = gemm.int8_gemm_quant_ref(a, a_scale, b, b_scale, out_block_size, block_size, out_square=True)
+            x = gemm.int8_gemm(a, a_scale, b, b_scale, block_size, torch.float32, path=path)
+            for each in (result, reference):
+                assert_quantized(each, x, out_block_size, square=True)
+
+
+def squares_with_something_in_them(path=None):
+    """300 x 304 outputs in squares of 128, some of them zero, bad, or with more in the tile than in the matrix."""
+    a, a_scale, b, b_scale, _ = square_operands(300, 304, 256)
+    bias = torch.full((304,), 3.0, device=DEVICE)
+    b[:128], bias[:128] = 0, 0
+    a_scale[1, 1] = NAN
+    bias[300] = INF
+    # the last rows and bias cancel out: below them, where there is none, bias alone would be the largest
+    a[256:], b[128:256], a_scale[2], b_scale[1] = 1, -1, 1 / 128, 1.0
+    bias[128:256] = 2.0
+    codes, scale = gemm.int8_addmm_quant(a, a_scale, b, b_scale, bias, out_square=True, path=path)
+    x = gemm.int8_addmm_ref(a, a_scale, b, b_scale, bias, out_dtype=torch.float32)
+    assert (x[256:, 128:256] == 0).all()
+    bad = torch.tensor([[0, 0, 1], [1, 1, 1], [0, 0, 1]], dtype=torch.bool)
+    assert torch.equal(scale.isnan().cpu(), bad)
+    assert (codes[bad.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :304].to(DEVICE)] == 0).all()
+    assert scale[0, 0] == scale[2, 0] == scale[2, 1] == 0 and scale[0, 1] > 0
+    codes_ref, scale_ref = int8.weight_quant_ref(x, 128)
+    assert same(scale[0], scale_ref[0]) and same(codes[:128], codes_ref[:128])
+
+
+def test_squares_with_something_in_them():
+    squares_with_something_in_them()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"a_scale": (3, 2)}, r"a_scale has shape \[3, 2\]; it takes \[130, 2\] or \[2, 2\]"),
+        ({"a": (1, 130, 256), "a_scale": (1, 2, 2)}, r"a_scale has shape \[1, 2, 2\]; it takes \[1, 130, 2\]$"),
+        ({"block_size": None, "a_scale": (2, 1), "b_scale": (40, 1)}, r"a_scale .* it takes \[130, 1\]$"),
+        ({"a": (1, 130, 256), "a_scale": (1, 130, 2)}, r"a has shape \[1, 130, 256\]; it takes \[M, K\]"),
+        ({"scale_layout": "column"}, "scale_layout is 'column'; it takes 'row' with out_square"),
+        ({"out_block_size": 256}, "out_block_size is 256; it takes 32, 64 or 128 with out_square"),
+        ({"path": "sm75"}, "path is 'sm75'; .* out_square True"),
+    ],
+)
+def test_what_squares_do_not_go_with(change, message):
+    call = dict(zip(("a", "a_scale", "b", "b_scale"), operands(130, 40, 256), strict=True)) | {"out_square": True}
+    for name, value in change.items():
+        call[name] = call.get(name, torch.zeros(1)).new_zeros(value) if isinstance(value, tuple) else value
+    with pytest.raises(ValueError, match=f"^{message}"):
+        gemm.int8_gemm_quant(**call)
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0), (12, 0)])
+def test_a_square_lies_in_one_tile(capability, monkeypatch):
+    """Of compiled kernels, whose tiles are smaller than the interpreter's."""
+    monkeypatch.setattr(gemm_sm80, "INTERPRETED", tl.constexpr(False))
+    monkeypatch.setattr(gemm_sm80, "gpu", lambda device: host.Gpu(capability, 100))
+    for M, out_block_size in itertools.product((2, 16, 17, 40, 65, 128, 129, 4096), (32, 64, 128)):
+        a, b = torch.zeros(M, 256, dtype=torch.int8), torch.zeros(300, 256, dtype=torch.int8)
+        scale = torch.zeros(-(-M // out_block_size), -(-300 // out_block_size))
+        problem = gemm.Problem(a, None, b, None, None, a.new_zeros(M, 300), scale, 128, out_block_size)
+        tile = gemm_sm80._choose(problem, capability < (8, 0))
+        assert problem.out_square and tile.block_n % out_block_size == 0
+        assert tile.block_m % out_block_size == 0 or tile.block_m >= M
+
+
 @triton.jit
 def _activate_kernel(x_ptr, out_ptr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     offs = tl.arange(0, BLOCK)
@@ -380,7 +488,7 @@ def _play_assembly(self, assembly, constraints, values, types, is_pure, pack):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the kernels are compiled here")
-@pytest.mark.parametrize("M, N, K, out_block_size", [(70, 200, 256, None), (5, 130, 128, 32), (64, 300, 128, 256)])
+@pytest.mark.parametrize("M, N, K, out_block_size", [(170, 90, 256, None), (5, 130, 128, 32), (64, 300, 128, 256)])
 def test_sm75_without_a_gpu(M, N, K, out_block_size, monkeypatch, windows):
     from triton.runtime import interpreter
 
@@ -391,11 +499,14 @@ def test_sm75_without_a_gpu(M, N, K, out_block_size, monkeypatch, windows):
     if out_block_size is None:
         out = gemm.int8_addmm(a, a_scale, b, b_scale, bias, out_dtype=torch.float32, path="sm75")
         assert error(out, float64_product(a, a_scale, b, b_scale) + bias.double()) < 1e-6
+        a, a_scale, b, b_scale, rows = square_operands(M, N, K)
+        out = gemm.int8_gemm(a, a_scale, b, b_scale, out_dtype=torch.float32, path="sm75")
+        assert error(out, float64_product(a, rows, b, b_scale)) < 1e-6
     else:
         result = gemm.int8_addmm_quant(a, a_scale, b, b_scale, bias, out_block_size, "gelu", path="sm75")
         x = gemm.int8_addmm_ref(a, a_scale, b, b_scale, bias, out_dtype=torch.float32)
         assert_quantized(result, activate(x, "gelu"), out_block_size)
-    windows.assert_untouched(outputs=1 if out_block_size is None else 2)
+    windows.assert_untouched(outputs=2)
 
 
 # ---- on a GPU ----------------------------------------------------------------------------------------------------
@@ -451,6 +562,101 @@ def test_every_path_is_exact_and_repeats_itself():
         for _ in range(25):
             again = gemm.int8_addmm_quant(a, a_scale, b, b_scale, randn(384), 128, "gelu", path=path)
             assert same(again[0], first[0]) and same(again[1], first[1]), path
+
+
+@gpu
+@pytest.mark.parametrize("path", gemm._PATHS)
+def test_every_path_in_squares(path, poison):
+    """Operands and out, in more tiles than there are multiprocessors, ragged, and of every kind of K."""
+    if path not in paths_here():
+        pytest.skip(f"path {path} does not run here")
+    shapes = (1, 128, 128), (300, 400, 1152), (1000, 1040, 640), (257, 640, 272), (2100, 5200, 384), (4096, 4096, 2304)
+    for M, N, K in shapes[: 4 if path == "sm75_float" else None]:
+        if path not in paths_here(K):
+            continue
+        a, a_scale, b, b_scale, rows = square_operands(M, N, K)
+        bias = randn(N)
+        views = a_scale.t().contiguous().t(), b_scale.t().contiguous().t()
+        out = gemm.int8_addmm(a, a_scale, b, b_scale, bias, out_dtype=torch.float32, path=path)
+        assert same(out, gemm.int8_addmm(a, rows, b, b_scale, bias, out_dtype=torch.float32, path=path))
+        assert same(out, gemm.int8_addmm(a, views[0], b, views[1], bias, out_dtype=torch.float32, path=path))
+        assert error(out, float64_product(a, rows, b, b_scale) + bias.double()) < 1e-6
+        fast = gemm.int8_addmm(a, a_scale, b, b_scale, bias, out_dtype=torch.float32, path=path, exact=False)
+        assert error(fast, out.double()) < 1e-3
+        for out_block_size in (32, 64, 128) if path != "sm75" else ():
+            if path == "sm90" and out_block_size < 128:
+                continue
+            expected = int8.weight_quant_ref(out, out_block_size)
+            for scale in (a_scale, rows):
+                result = gemm.int8_addmm_quant(a, scale, b, b_scale, bias, out_block_size, out_square=True, path=path)
+                assert all(map(same, result, expected))
+            result = gemm.int8_addmm_quant(
+                a, a_scale, b, b_scale, bias, out_block_size, "gelu", out_square=True, path=path
+            )
+            assert_quantized(result, activate(out, "gelu"), out_block_size, square=True)
+            result = gemm.int8_addmm_quant(
+                a, a_scale, b, b_scale, bias, out_block_size, out_square=True, path=path, exact=False
+            )
+            assert all(map(same, result, int8.weight_quant_ref(fast, out_block_size)))
+        if path != "sm75":  # one scale a row, out in squares
+            x = operands(M, N, K, None)
+            out = gemm.int8_gemm(*x, None, torch.float32, path=path)
+            result = gemm.int8_gemm_quant(*x, 128, None, out_square=True, path=path)
+            assert all(map(same, result, int8.weight_quant_ref(out, 128)))
+    if path != "sm75":
+        squares_with_something_in_them(path)
+
+
+@gpu
+@pytest.mark.parametrize("path", gemm._PATHS)
+def test_squares_are_exact_and_repeat_themselves(path, poison):
+    if path not in paths_here() or path == "sm75":
+        pytest.skip(f"path {path} does not run here, or has no squares out")
+    # K of 1, 2 and 5 blocks: short tiles, of which one consumer could be far ahead of the other
+    for M, N, K in ((1500, 1552, 640), (2048, 6144, 128), (4000, 4096, 256)):
+        if path == "sm75_float" and M > 1500:
+            continue
+        a, a_scale, b, b_scale, rows = square_operands(M, N, K)
+        a, b = a % 16 - 8, b % 16 - 8
+        powers = [2.0 ** (x * 1e6 % 5).floor().sub(2) for x in (a_scale, b_scale)]
+        expected = float64_product(a, powers[0].repeat_interleave(128, 0)[:M], b, powers[1])
+        out = gemm.int8_gemm(a, powers[0], b, powers[1], out_dtype=torch.float32, path=path)
+        assert torch.equal(out.double(), expected)
+        first = gemm.int8_gemm_quant(a, powers[0], b, powers[1], out_square=True, path=path)
+        assert all(map(same, first, int8.weight_quant_ref(out, 128)))
+        per_token = operands(M, N, K, None)
+        first_of_tokens = gemm.int8_gemm_quant(*per_token, block_size=None, out_square=True, path=path)
+        for _ in range(25):
+            again = gemm.int8_gemm_quant(a, powers[0], b, powers[1], out_square=True, path=path)
+            assert all(map(same, again, first))
+            again = gemm.int8_gemm_quant(*per_token, block_size=None, out_square=True, path=path)
+            assert all(map(same, again, first_of_tokens))
+
+
+@gpu
+def test_the_path_of_few_tokens(poison):
+    """Every entry of its table: ragged, more tiles than multiprocessors, fewer steps along K than consumers."""
+    if "sm90" not in paths_here():
+        pytest.skip("path sm90_decode does not run here")
+    path = "sm90_decode"
+    tokens, sizes = (1, 17, 32, 33, 64, 65, 128, 200), ((64, 16), (200, 272), (1040, 1152), (20000, 640))
+    for M, (N, K), block_size in itertools.product(tokens, sizes, (128, None)):
+        a, a_scale, b, b_scale = operands(M, N, K, block_size, lowest=-128)
+        expected, bias = float64_product(a, a_scale, b, b_scale, block_size), randn(N)
+        out = gemm.int8_addmm(a, a_scale, b, b_scale, bias, block_size, torch.float32, path=path)
+        assert error(out, expected + bias.double()) < 1e-6, (M, N, K, block_size)
+        column = a_scale.t().contiguous().t()
+        for _ in range(5):
+            again = gemm.int8_addmm(a, column, b, b_scale, bias, block_size, torch.float32, path=path)
+            assert same(again, out)
+        assert same(gemm.int8_addmm(a, column, b, b_scale, bias, block_size, path=path), out.half())
+    a, a_scale, b, b_scale = operands(50, 3000, 4096, lowest=-128)
+    ones = torch.ones_like(a_scale), torch.ones_like(b_scale)
+    integers = (a.double() @ b.double().T).float()
+    for tile in gemm_sm90_decode._CONFIGS:
+        out = torch.full_like(integers, torch.nan)
+        gemm_sm90_decode.int8_gemm_sm90_decode(gemm.Problem(a, ones[0], b, ones[1], None, out), tile)
+        assert torch.equal(out, integers), tile
 
 
 @gpu

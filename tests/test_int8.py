@@ -17,6 +17,8 @@ from qk.int8 import (
     act_quant_ref,
     quantize_per_token,
     quantize_per_token_ref,
+    square_quant,
+    square_quant_ref,
     weight_dequant,
     weight_dequant_ref,
     weight_quant,
@@ -57,6 +59,22 @@ def assert_weight(w, block_size=128):
     return q, s
 
 
+def assert_square(x, block_size=128, **rounding):
+    q, q_t, s = assert_equals_the_reference(square_quant, square_quant_ref, x, block_size, **rounding)
+    assert same(q_t, q.t().contiguous())
+    expected, s_expected = weight_quant(x, block_size)
+    assert same(s, s_expected)
+    if rounding:
+        assert ((q.int() - expected.int()).abs() <= 1).all()
+    else:
+        assert same(q, expected)
+    return q, q_t, s
+
+
+def assert_stochastic(x, block_size=128, seed=2**40 - 5):
+    return assert_square(x, block_size, rounding="stochastic", seed=torch.tensor([seed], device=DEVICE))
+
+
 def assert_per_token(x):
     return assert_equals_the_reference(quantize_per_token, quantize_per_token_ref, x)
 
@@ -67,6 +85,8 @@ def every_quantizer(block_size=128):
     yield "act column", lambda x: assert_act(x, block_size, "column")
     yield "weight", lambda x: assert_weight(x, block_size)
     yield "token", assert_per_token
+    yield "square", lambda x: assert_square(x, block_size)
+    yield "stochastic", lambda x: assert_stochastic(x, block_size)
 
 
 EVERY = [pytest.param(function, id=name) for name, function in every_quantizer()]
@@ -84,6 +104,9 @@ def test_blocks_equal_the_reference(shape, dtype, block_size):
     w, w_s = assert_weight(x, block_size)
     assert w.shape == shape and w_s.shape == (math.ceil(M / block_size), math.ceil(K / block_size))
     assert q.dtype == w.dtype == torch.int8
+    assert_square(x, block_size)
+    if max(shape) < 8000:
+        assert_stochastic(x, block_size)
     if q.numel():
         assert q.abs().max() <= 127 and w.abs().max() <= 127
 
@@ -100,8 +123,10 @@ def test_per_token_equals_the_reference(shape, dtype):
 
 @pytest.mark.usefixtures("poison")
 def test_weights_of_many_squares():
+    x = rough(300, 500, dtype=torch.bfloat16)
     for block_size in BLOCKS:
-        assert_weight(rough(300, 500, dtype=torch.bfloat16), block_size)
+        assert_weight(x, block_size)
+        assert_stochastic(x, block_size)
 
 
 # tiles small enough that a few columns are many of them: all held, some read twice, several rows and blocks in a tile
@@ -116,7 +141,10 @@ def test_any_tiles(config, configure):
     assert_per_token(x)
     assert_act(x, 64)
     assert_weight(rough(70, 300, dtype=torch.float16), 64)
-    assert_weight(rough(260, 40, dtype=torch.bfloat16), 256)
+    x = rough(260, 40, dtype=torch.bfloat16)
+    assert_weight(x, 256)
+    for block_size in (32, 256):  # the same bits whatever the tile
+        assert_equals_the_reference(square_quant, square_quant_ref, x, block_size, rounding="stochastic", seed=1)
 
 
 @pytest.mark.parametrize("columns", [16384, 32769, 70000, 140001])
@@ -155,6 +183,8 @@ def test_bad_values_are_seen_in_their_block_only(value, dtype):
     assert same(q, q_clean) and same(s, s_clean)
     w, w_s = assert_weight(x)
     assert w_s[1, 2].isnan() and w_s.isnan().sum() == 1 and (w[128:, 256:] == 0).all()
+    assert_square(x)
+    assert_stochastic(x)
     out = weight_dequant(w, w_s)
     assert out[128:, 256:].isnan().all() and out.isnan().sum() == 2 * 44
     q, s = assert_per_token(x)
@@ -304,6 +334,101 @@ def test_nothing_is_written_outside():
             for buffer, got, e, fill in zip(buffers, outputs, expected, (-128, 1234.5), strict=True):
                 assert same(got, e)
                 assert (buffer[:300] == fill).all() and (buffer[300 + e.numel() :] == fill).all()
+
+
+def test_square_quant_writes_nothing_outside(windows):
+    for M, K, block_size in ((5, 300, 32), (1, 1, 64), (130, 257, 128), (3, 256, 256)):
+        square_quant(rough(M, K), block_size)
+        int8._square_quant_sums(rough(M, K), block_size, "nearest", None)
+    windows.assert_untouched(outputs=4 * (3 + 4))
+
+
+def test_sums_of_squares():
+    """Of the rows of each row of squares, of what goes in; the codes are square_quant's."""
+    seed = torch.tensor([3], device=DEVICE)
+    for dtype, block_size in ((torch.float32, 32), (torch.bfloat16, 256)):
+        x = randn(300, 70, dtype=dtype)
+        *results, sums = int8._square_quant_sums(x, block_size, "stochastic", seed)
+        for got, want in zip(results, square_quant(x, block_size, rounding="stochastic", seed=3), strict=True):
+            assert same(got, want)
+        expected = torch.stack([rows.double().sum(0) for rows in x.split(block_size)])
+        assert sums.dtype == torch.float32 and sums.shape == expected.shape
+        assert ((sums - expected).abs() < 3e-5).all()
+        again = int8._square_quant_sums(x, block_size, "nearest", None)[3]
+        assert same(again, sums)
+    assert int8._square_quant_sums(x[:0], 32, "nearest", None)[3].shape == (0, 70)
+
+
+# counter, key and output, of the file tests/kat_vectors of the Random123 distribution (D. E. Shaw Research)
+PHILOX = """
+00000000 00000000 00000000 00000000 00000000 00000000 6627e8d5 e169c58d bc57ac4c 9b00dbd8
+ffffffff ffffffff ffffffff ffffffff ffffffff ffffffff 408f276d 41c83b0e a20bc7c6 6d5451fd
+243f6a88 85a308d3 13198a2e 03707344 a4093822 299f31d0 d16cfe09 94fdcceb 5001e420 24126ea1
+"""
+
+
+def test_philox():
+    words = torch.tensor([[int(word, 16) for word in line.split()] for line in PHILOX.split("\n")[1:-1]]).t()
+    assert torch.equal(torch.stack(numerics.philox_ref(words[:4], words[4:6])), words[6:])
+
+
+def test_noise_is_the_half_words_of_philox():
+    """What two rows of 12 columns add, of what the generator gives for each eight of them."""
+    seed = -(2**62) + 12345
+    key = torch.tensor([seed & 0xFFFFFFFF]), torch.tensor([seed >> 32 & 0xFFFFFFFF])
+    expected = []
+    for row in (0, 1):
+        for chunk in (0, 1):
+            words = numerics.philox_ref([torch.tensor([word]) for word in (chunk, row, 0, 0)], key)
+            expected += [half | 1 for word in words for half in (word.item() & 0xFFFF, word.item() >> 16)]
+    expected = torch.tensor(expected).view(2, 16)[:, :12] / 65536 - 0.5
+    assert torch.equal(numerics.rounding_noise_ref(seed, 2, 12, "cpu"), expected.float())
+
+
+def test_stochastic_rounding_has_no_bias():
+    """Rows that are all the same are as many roundings; their mean is x, where that of rounding to nearest is not."""
+    rows = 4096
+    x = torch.cat((torch.tensor([127.0, -127.0, 0, 5, 0.3, -0.3, 100.6]), 254 * torch.rand(57) - 127)).to(DEVICE)
+    x = x.expand(rows, -1)
+    for seed in (1, -7, 2**50):
+        q, _, s = square_quant(x, 64, rounding="stochastic", seed=seed)
+        assert (s == 1).all() and not same(q[::2], q[1::2])
+        assert same(q[:, :4], x[:, :4].to(torch.int8)), "a code's own value stays"
+        assert ((q - x).abs() < 1).all()
+        error = (q.double() - x.double()).mean(0)
+        # a rounding's standard deviation is at most 1/2
+        assert (error.abs() < 5 * 0.5 / math.sqrt(rows)).all() and abs(error.mean()) < 5 * 0.5 / math.sqrt(rows * 60)
+        assert same(q, square_quant(x, 64, rounding="stochastic", seed=seed)[0])
+    other = square_quant(x, 64, rounding="stochastic", seed=seed + 1)[0]
+    assert 0.2 < (other != q)[:, 7:].float().mean() < 0.5
+    nearest = (square_quant(x, 64)[0].double() - x.double()).mean(0)
+    assert nearest[4] < -0.29 and nearest.abs().max() > 10 * 0.5 / math.sqrt(rows)
+
+
+def test_noise_is_uniform_and_independent():
+    noise = numerics.rounding_noise_ref(5, 1024, 1024, DEVICE).double()
+    assert ((noise.abs() < 0.5) & ((noise * 65536) % 2 == 1)).all(), "odd multiples of 2**-16"
+    deviation = math.sqrt(1 / 12 / noise.numel())
+    assert abs(noise.mean()) < 5 * deviation
+    assert abs(noise.square().mean() - 1 / 12) < 5 * math.sqrt(1 / 180 / noise.numel())
+    for down, right in ((0, 1), (1, 0), (0, 8), (1, 1)):
+        moved = noise.roll((down, right), (0, 1))
+        assert abs((noise * moved).mean()) < 5 / 12 / 1024
+
+
+def test_the_seed():
+    x = randn(40, 70)
+    q = square_quant(x, 32, rounding="stochastic", seed=11)[0]
+    for seed in (torch.tensor(11), torch.tensor([[11]])):
+        assert same(square_quant(x, 32, rounding="stochastic", seed=seed.to(DEVICE))[0], q)
+    for options, message in (
+        ({"seed": 11}, "^seed is a int; it takes None where rounding is 'nearest'"),
+        ({"rounding": "stochastic"}, "^seed is None; it takes an integer of 64 bits, or an int64 tensor"),
+        ({"rounding": "stochastic", "seed": 2**63}, "^seed is 9223372036854775808; it takes"),
+        ({"rounding": "stochastic", "seed": torch.tensor([1, 2], device=DEVICE)}, r"^seed has shape \[2\]; it takes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            square_quant(x, 32, **options)
 
 
 def test_truncation_would_fail():

@@ -17,7 +17,7 @@ import torch
 from cases import BLOCKS, FLOATS, gpu
 
 import qk
-from qk import gemm_int4_sm90, gemm_sm90, hopper
+from qk import gemm_int4_sm90, gemm_sm90, gemm_sm90_decode, hopper
 
 gl, mbarrier = (getattr(gemm_sm90, name, None) for name in ("gl", "mbarrier"))
 SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
@@ -55,6 +55,8 @@ def int8():
             for layout in ("row", "column"):
                 qk.act_dequant(*qk.act_quant(x, block_size, scale_layout=layout), block_size, dtype)
             qk.weight_dequant(*qk.weight_quant(x, block_size), block_size, dtype)
+            for rounding, seed in (("nearest", None), ("stochastic", torch.tensor([1], device="cuda"))):
+                qk.int8._square_quant_sums(x, block_size, rounding, seed)
         for code in (torch.int8, torch.float8_e4m3fn):
             qk.quantize_per_token(x, code)
     qk.quantize_per_token(randn(2, 70000))
@@ -73,6 +75,11 @@ def hadamard():
 def gelu():
     for shape, block_size in itertools.product(MATRICES, (32, 128)):
         qk.int8_gelu(*qk.act_quant(randn(*shape), block_size), block_size)
+    for shape, block_size in itertools.product((*MATRICES, (160, 272)), (32, 128, 256)):
+        x = qk.weight_quant(randn(*shape), block_size)
+        qk.int8_gelu(*x, block_size)
+        qk.int8_gelu_backward(*x, *x, block_size, rounding="stochastic", seed=1)
+        qk.int8_gelu_backward(randn(*shape), None, *x, block_size, activation="silu")
 
 
 def dequant_bias():
@@ -90,7 +97,7 @@ def slide():
 
 
 def gemm(path):
-    blocks = {"sm75": (128,), "sm90": (128, None)}.get(path, (*BLOCKS, None))
+    blocks = {"sm75": (128,), "sm90": (128, None), "sm90_decode": (128, None)}.get(path, (*BLOCKS, None))
     shapes = [(1, 256, 384), (70, 144, 256), (200, 272, 640), (300, 400, 272)]
     for (M, N, K), block_size in itertools.product(shapes, blocks):
         if path == "sm75" and K % 128:
@@ -101,8 +108,14 @@ def gemm(path):
         a_s, b_s = (torch.rand(size, columns, device="cuda") for size in (M, rows))
         bias = randn(N)
         qk.int8_addmm(a, a_s, b, b_s, bias, block_size, torch.bfloat16, path=path)
+        if path == "sm90_decode":  # it has no other epilogue
+            continue
         qk.int8_addmm_quant(a, a_s, b, b_s, bias, 64, "gelu", block_size, path=path)
         qk.int8_gemm_quant(a, a_s, b, b_s, 256, block_size, path=path, scale_layout="column")
+        if block_size is not None:
+            qk.int8_gemm(a, a_s[::block_size].contiguous(), b, b_s, block_size, path=path)
+        if path != "sm75":
+            qk.int8_addmm_quant(a, a_s, b, b_s, bias, 128, "gelu", block_size, out_square=True, path=path)
         if path == "sm90":
             qk.int8_gemm(a, a_s, b, b_s, block_size, torch.float32, path=path, exact=False)
             for out_block_size in (32, 128):
@@ -145,6 +158,7 @@ def in_own_code(hazard):
     for file, number in places:
         kernel = {
             "gemm_sm90.py": gemm_sm90._int8_gemm_sm90_kernel,
+            "gemm_sm90_decode.py": gemm_sm90_decode._int8_gemm_sm90_decode_kernel,
             "gemm_int4_sm90.py": gemm_int4_sm90._int4_gemm_sm90_kernel,
             "test_sanitizer.py": _parts_kernel,
         }.get(file)
@@ -160,7 +174,9 @@ def in_own_code(hazard):
 def test_finds_nothing(case, tool):
     if not os.path.exists(SANITIZER):
         pytest.skip("needs compute-sanitizer, of the CUDA toolkit")
-    if case in ("sm90", "parts") and not (gemm_sm90.AVAILABLE and torch.cuda.get_device_capability() == (9, 0)):
+    if case in ("sm90", "sm90_decode", "parts") and not (
+        gemm_sm90.AVAILABLE and torch.cuda.get_device_capability() == (9, 0)
+    ):
         pytest.skip("needs Hopper, and Gluon")
     command = [SANITIZER, "--tool", tool, "--print-limit", "10000", "--show-backtrace", "no", sys.executable, __file__]
     if tool == "racecheck":

@@ -84,6 +84,7 @@ _NAMES = {
     "f32": _Empty(torch.float32),
     "i8": _Empty(torch.int8),
     "i32": _Empty(torch.int32),
+    "i64": _Empty(torch.int64),
     "u8": _Empty(torch.uint8),
     "Problem": Problem,
 }

@@ -1,9 +1,9 @@
 """What `python -m qk.aot` compiles: for each room and capability, calls of its functions.
 
-A case is a call as text, evaluated with the names of the room, with f16(8192, 2048), bf16, f32, i8, i32 and u8 for
-tensors, and with the GEMMs' Problem; and the least count of each instruction that one of the kernels it launches must
-have. "tile" is what the tile of the kernel takes in one round of its loop; of names with | between them, one will do.
-All configurations that the rooms' tables can choose are among them.
+A case is a call as text, evaluated with the names of the room, with f16(8192, 2048), bf16, f32, i8, i32, i64 and u8
+for tensors, and with the GEMMs' Problem; and the least count of each instruction that one of the kernels it launches
+must have. "tile" is what the tile of the kernel takes in one round of its loop; of names with | between them, one will
+do. All configurations that the rooms' tables can choose are among them.
 """
 
 import itertools
@@ -12,6 +12,7 @@ from qk import gemm_int4_sm75, gemm_int4_sm90, gemm_sm90, hopper
 
 # 16 bytes at a time: how contiguous, aligned tensors are read and written
 _LOADS, _STORES = {"ld.global.128": 1}, {"st.global.128": 1}
+_STOCHASTIC = "rounding='stochastic', seed=i64(1)"
 
 
 def _int4_cases(arch):
@@ -70,17 +71,28 @@ def _int8_cases(arch):
     yield "act_dequant(i8(8192, 8191), f32(8192, 64), out_dtype=f16.dtype)", {}
     yield "weight_dequant(i8(8191, 8191), f32(64, 64), out_dtype=f16.dtype)", {}
     yield "quantize_per_token(f16(8192, 8191))", {}
+    # the codes and their transpose
+    both = _LOADS | {"st.global.128": 2}
+    for x in "f16", "bf16", "f32":
+        yield f"square_quant({x}(8192, 8192))", both
+    for block in 32, 64, 128, 256:
+        yield f"square_quant(bf16(8192, 8192), {block}, {_STOCHASTIC})", both
+    for x, block, rounding in ("bf16", 128, "nearest"), ("f32", 128, "stochastic"), ("f32", 256, "stochastic"):
+        yield f"_square_quant_sums({x}(8192, 8192), {block}, '{rounding}', i64(1))", both
+    yield f"square_quant(bf16(8191, 8191), {_STOCHASTIC})", {}
+    yield "_square_quant_sums(f32(8191, 8191), 256, 'stochastic', i64(1))", {}
     if arch >= 89:
         yield "quantize_per_token(f16(8192, 8192), torch.float8_e4m3fn)", _LOADS
         yield "quantize_per_token(bf16(8192, 18944), torch.float8_e4m3fn)", _LOADS
 
 
-def _gemm_operands(M, block_size, N=4096, K=4096):
-    """a, a_s, b and b_s of a product, as text."""
+def _gemm_operands(M, block_size, N=4096, K=4096, square=False):
+    """a, a_s, b and b_s of a product, as text. square: a has a scale for each square."""
     if block_size is None:
         return f"i8({M}, {K}), f32({M}, 1), i8({N}, {K}), f32({N}, 1)"
     blocks = K // block_size
-    return f"i8({M}, {K}), f32({M}, {blocks}), i8({N}, {K}), f32({N // block_size}, {blocks})"
+    rows = -(-M // block_size) if square else M
+    return f"i8({M}, {K}), f32({rows}, {blocks}), i8({N}, {K}), f32({N // block_size}, {blocks})"
 
 
 def _gemm_cases(arch):
@@ -96,10 +108,18 @@ def _gemm_cases(arch):
                 if M == 16 or out_block > 64:
                     call = f"{_gemm_operands(M, block)}, bf16(4096), {out_block}, '{activation}', {block}"
                     yield f"int8_addmm_quant({call}, path='{path}')", least
+        square = _gemm_operands(M, 128, square=True)
+        yield f"int8_gemm({square}, path='{path}')", least
+        for out_block in 32, 64, 128:
+            call = f"{square}, bf16(4096), {out_block}, 'gelu', out_square=True, path='{path}'"
+            yield f"int8_addmm_quant({call})", least
         if arch >= 90:  # elsewhere the portable path has no descriptors either
             yield f"int8_gemm({_gemm_operands(M, 128)}, path='pointers')", least
     for out in "bf16", "f32":
         yield f"int8_addmm({_gemm_operands(4096, 128)}, {out}(4096), out_dtype={out}.dtype, path='{path}')", least
+    for block in 32, None:
+        call = f"{_gemm_operands(4096, block, square=True)}, bf16(4096), 128, 'gelu', {block}"
+        yield f"int8_addmm_quant({call}, out_square=True, path='{path}')", least
     for block, out_block in (256, 32), (None, 32), (None, 256):
         yield f"int8_gemm_quant({_gemm_operands(4096, block)}, {out_block}, {block}, path='{path}')", least
 
@@ -112,6 +132,8 @@ def _gemm_sm75_cases(arch):
         yield f"int8_gemm_sm75(Problem({operands}, None, f16({M}, 4096)))", least
         if arch != 75:
             return  # elsewhere it runs for tests only
+        square = _gemm_operands(M, 128, square=True)
+        yield f"int8_gemm_sm75(Problem({square}, None, f16({M}, 4096)))", least
         for out_block in 32, 64, 128, 256:
             out = f"i8({M}, 4096), f32({M}, {4096 // out_block}), 128, {out_block}, 'gelu'"
             yield f"int8_gemm_sm75(Problem({operands}, f16(4096), {out}))", least
@@ -125,8 +147,9 @@ def _gemm_sm90_cases(arch):
         return
     for config, products in ("wide", 4), ("narrow", 2):
 
-        def call(block, bias, out, options="", config=config):
-            return f"int8_gemm_sm90(Problem({_gemm_operands(4096, block)}, {bias}, {out}{options}), '{config}')"
+        def call(block, bias, out, options="", square=False, config=config):
+            operands = _gemm_operands(4096, block, square=square)
+            return f"int8_gemm_sm90(Problem({operands}, {bias}, {out}{options}), '{config}')"
 
         # of 64 x 128 outputs and 128 columns of K, for each of two warpgroups, four instructions each
         least = {"wgmma": 8 * products, "cp.async.bulk": 4}
@@ -141,6 +164,24 @@ def _gemm_sm90_cases(arch):
                 common = out_block == 128 or (block, exact) == (128, True)
                 if common and (out_block < 256 or config == "wide"):
                     yield call(block, "f16(4096)", out, f", {block}, {out_block}, 'gelu', {exact}"), least
+        # scales of squares: of a, of out, of both
+        squares = "i8(4096, 4096), f32(32, 32)"
+        for exact in True, False:
+            yield call(128, None, "f32(4096, 4096)", f", exact={exact}", True), least
+            yield call(128, "f16(4096)", squares, f", 128, 128, 'gelu', {exact}", True), least
+        yield call(None, "f16(4096)", squares, ", None, 128, 'gelu'"), least
+        if config == "narrow":  # the wide tile, its scales and those of a's rows don't fit
+            yield call(128, "f16(4096)", squares, ", 128, 128, 'gelu'"), least
+
+
+def _gemm_sm90_decode_cases(arch):
+    if arch != 90 or not hopper.AVAILABLE:
+        return
+    for config, M, N in ("32", 32, 4096), ("64", 64, 4096), ("64 rows", 64, 28672), ("128", 128, 4096):
+        for block, bias, out in (128, "f16(4096)" if N == 4096 else None, "bf16"), (None, None, "f32"):
+            problem = f"Problem({_gemm_operands(M, block, N)}, {bias}, {out}({M}, {N}), block_size={block})"
+            # a consumer's product of 128 columns of K: four instructions
+            yield f"int8_gemm_sm90_decode({problem}, '{config}')", {"wgmma": 8, "cp.async.bulk": 4}
 
 
 def _int4_operands(M, x="bf16", group=128, N=8192, K=8192, packed="u8"):
@@ -213,6 +254,20 @@ def _gelu_cases(arch):
     for activation in "gelu_tanh", "silu":
         yield f"int8_gelu(i8(8192, 8192), f32(8192, 64), activation='{activation}')", _LOADS | _STORES
     yield "int8_gelu(i8(8192, 8191), f32(8192, 64))", {}
+    # squares: of dx both ways, and out_t
+    three = _LOADS | {"st.global.128": 3}
+    for block in 32, 128, 256:
+        x = f"i8(8192, 8192), f32({8192 // block}, {8192 // block})"
+        yield f"int8_gelu({x}, {block})", _LOADS | _STORES
+        yield f"int8_gelu_backward({x}, {x}, {block}, {_STOCHASTIC})", three
+    x = "i8(8192, 8192), f32(64, 64)"
+    yield f"int8_gelu_backward({x}, {x})", three
+    for grad, activation in ("bf16", "gelu"), ("f32", "gelu"), ("bf16", "gelu_tanh"), ("bf16", "silu"):
+        yield f"int8_gelu_backward({grad}(8192, 8192), None, {x}, activation='{activation}', {_STOCHASTIC})", three
+    for block in 128, 256:
+        x = f"i8(8191, 8191), f32({8192 // block}, {8192 // block})"
+        yield f"int8_gelu({x}, {block})", {}
+        yield f"int8_gelu_backward(f32(8191, 8191), None, {x}, {block}, {_STOCHASTIC})", {}
 
 
 def _dequant_cases(arch):
@@ -259,6 +314,7 @@ CASES = {
     "gemm": _gemm_cases,
     "gemm_sm75": _gemm_sm75_cases,
     "gemm_sm90": _gemm_sm90_cases,
+    "gemm_sm90_decode": _gemm_sm90_decode_cases,
     "gemm_int4": _gemm_int4_cases,
     "gemm_int4_sm75": _gemm_int4_sm75_cases,
     "gemm_int4_sm90": _gemm_int4_sm90_cases,
