@@ -5,6 +5,7 @@ Triton's interpreter, on the CPU. `qk.backend()` says which and why. TRITON_INTE
 GPU machine too; QK_BACKEND=compile or QK_BACKEND=interpret overrides everything.
 """
 
+import importlib
 import os
 
 import torch
@@ -45,7 +46,7 @@ if isinstance(triton.language.cdiv, triton.JITFunction) == _INTERPRET:
         f"start Python with TRITON_INTERPRET={int(_INTERPRET)}."
     )
 
-from . import calibration, dequant, gelu, gemm, gemm_int4, int4, int8, linear, nn, sparsity  # noqa: E402, F401
+from . import calibration, dequant, gelu, gemm, gemm_int4, int4, int8, linear, nn, sparsity, training  # noqa: E402, F401
 from . import hadamard as _hadamard_room  # noqa: E402  # its function takes its name
 from .dequant import *  # noqa: E402, F403
 from .gelu import *  # noqa: E402, F403
@@ -59,6 +60,12 @@ from .sparsity import *  # noqa: E402, F403
 
 _ROOMS = (dequant, gelu, gemm, gemm_int4, _hadamard_room, int4, int8, linear, sparsity)
 __all__ = sorted(["backend", "device", *(name for room in _ROOMS for name in room.__all__)])
+
+
+def __getattr__(name):
+    if name == "parallel":  # it imports torch's DTensor, which takes a second
+        return importlib.import_module(".parallel", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def backend():

@@ -105,6 +105,15 @@ class _Quantized(torch.nn.Module):
         )
 
 
+def _output_dtype(x, columns):
+    """Of a layer that takes x [..., columns], as torch.nn.Linear has it. ValueError: it can't take this one."""
+    device = x.device.type if isinstance(x, torch.Tensor) else None
+    if device not in ("cuda", "cpu") or x.dtype not in FLOATS or not x.ndim or x.shape[-1] != columns:
+        check_tensor("x", x, FLOATS, "[..., K]")
+        raise ValueError(f"x has shape {list(x.shape)}; it takes [..., {columns}]")
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 class _QuantizedLinear(_Quantized):
     """The sizes, and what every product begins and ends with."""
 
@@ -124,13 +133,16 @@ class _QuantizedLinear(_Quantized):
         new = cls(K, N, linear.bias is not None, block, rotate, "meta", dtype)
         return new, hadamard(w, torch.float32) if rotate and not w.is_meta else w
 
-    def _dtype_out(self, x):
-        """As torch.nn.Linear has it. ValueError: the layer can't take x."""
-        device = x.device.type if isinstance(x, torch.Tensor) else None
-        if device not in ("cuda", "cpu") or x.dtype not in FLOATS or not x.ndim or x.shape[-1] != self.in_features:
-            check_tensor("x", x, FLOATS, "[..., K]")
-            raise ValueError(f"x has shape {list(x.shape)}; it takes [..., {self.in_features}]")
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    def forward(self, x):
+        dtype = _output_dtype(x, self.in_features)
+        return self._product(self._prepared(x, dtype), self.bias, dtype)
+
+    def _prepared(self, x, dtype):
+        """-> a tuple: what the product takes of x. dtype: of the layer's output."""
+        raise NotImplementedError
+
+    def _product(self, prepared, bias, dtype):
+        raise NotImplementedError
 
     def extra_repr(self):
         block = "block_size" if hasattr(self, "block_size") else "group_size"
@@ -180,11 +192,12 @@ class Int8Linear(_QuantizedLinear):
         codes, scale = weight_quant(w, block_size)
         return new._take(linear, codes=codes, scale=scale)
 
-    def forward(self, x):
-        dtype = self._dtype_out(x)
+    def _prepared(self, x, dtype):
         quantize = hadamard_quant if self.rotate else act_quant
-        codes, scale = quantize(x, self.block_size, scale_layout="column")
-        return int8_addmm(codes, scale, self.codes, self.scale, self.bias, self.block_size, dtype)
+        return quantize(x, self.block_size, scale_layout="column")
+
+    def _product(self, prepared, bias, dtype):
+        return int8_addmm(*prepared, self.codes, self.scale, bias, self.block_size, dtype)
 
     def dequantize(self):
         """The weight that it stands for, float32 [out_features, in_features]."""
@@ -233,13 +246,14 @@ class Int4Linear(_QuantizedLinear):
             packed, absmax = quantize_weight(w, group_size, moment, progress=False)
         return new._take(linear, packed=packed, absmax=absmax)
 
-    def forward(self, x):
-        dtype = self._dtype_out(x)
+    def _prepared(self, x, dtype):
         taken = x.dtype
         if taken == torch.float32:
             taken = torch.bfloat16 if dtype == torch.float32 else dtype
-        x = hadamard(x, taken) if self.rotate else x.to(taken)
-        return int4_gemm(x, self.packed, self.absmax, self.bias, self.group_size, dtype)
+        return (hadamard(x, taken) if self.rotate else x.to(taken),)
+
+    def _product(self, prepared, bias, dtype):
+        return int4_gemm(*prepared, self.packed, self.absmax, bias, self.group_size, dtype)
 
     def dequantize(self):
         """The weight that it stands for, float32 [out_features, in_features]."""
@@ -392,8 +406,8 @@ def _weight_readers(kind):
     return found
 
 
-def _why_not(layer, kinds):
-    """Why a layer can't be replaced, as far as it says so itself, or ""."""
+def _why_not(layer, kinds, stays=False):
+    """Why a layer can't be replaced, as far as it says so itself, or "". stays: as of `_find`."""
     if type(layer) not in kinds:
         return f"a subclass of {next(kind.__name__ for kind in kinds if isinstance(layer, kind))}"
     weight = layer._parameters.get("weight")
@@ -405,15 +419,18 @@ def _why_not(layer, kinds):
         return f"its weight has dtype {weight.dtype}"
     if "forward" in layer.__dict__:
         return "its forward was replaced"
-    if any(getattr(layer, hooks) for hooks in _OTHER_HOOKS):
+    if not stays and any(getattr(layer, hooks) for hooks in _OTHER_HOOKS):
         return "it has hooks besides those of forward"
     if getattr(layer, "max_norm", None) is not None:
         return "max_norm changes its weight at each call"
     return ""
 
 
-def _find(model, kinds):
-    """-> _Jobs for the model's layers of these kinds. Their notes say which must stay, and why."""
+def _find(model, kinds, stays=False):
+    """-> _Jobs for the model's layers of these kinds. Their notes say which can't be replaced, and why.
+
+    stays: a layer becomes another, but it keeps its hooks and weights, so it doesn't matter who else has these.
+    """
     names, holders = {}, collections.defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
@@ -437,7 +454,7 @@ def _find(model, kinds):
         if layer in seen or not isinstance(layer, kinds):
             continue
         weight, bias = layer._parameters.get("weight"), getattr(layer, "bias", None)
-        users = [(layer, "weight")] if weight is None else holders[weight]
+        users = [(layer, "weight")] if weight is None or stays else holders[weight]
         others = [(module, key) for module, key in users if module is not layer]
         alike = all(
             type(module) is type(layer) and key == "weight" and getattr(module, "bias", None) is bias
@@ -446,7 +463,7 @@ def _find(model, kinds):
         layers = [module for module, _ in users] if alike else [layer]
         seen.update(layers)
         places = [name for module in layers for name in names[module]]
-        note = next(filter(None, (_why_not(module, kinds) for module in layers)), "")
+        note = next(filter(None, (_why_not(module, kinds, stays) for module in layers)), "")
         if not note and not alike:
             module, key = others[0]
             note = f"its weight is {'.'.join(filter(None, (names[module][0], key)))}, too"
@@ -456,6 +473,14 @@ def _find(model, kinds):
             note = f"its weight is read by {by}"
         jobs.append(_Job(layers, places, None, note))
     return jobs
+
+
+def _checked_skip(skip):
+    """-> a collection of patterns, of what may be one."""
+    skip = (skip,) if isinstance(skip, str) else skip
+    if not isinstance(skip, list | tuple | set) or not all(isinstance(pattern, str) for pattern in skip):
+        raise ValueError(f"skip is {skip!r}; it takes a list of names")
+    return skip
 
 
 def _decide(jobs, to, skip):
@@ -595,9 +620,7 @@ def quantize_(
         raise ValueError(f"model is a {type(model).__name__}; it takes a torch.nn.Module")
     if not callable(to):
         check_one_of("to", to, ("int8", "int4"), ", or a function of a layer's name and the layer")
-    skip = (skip,) if isinstance(skip, str) else skip
-    if not isinstance(skip, list | tuple | set) or not all(isinstance(pattern, str) for pattern in skip):
-        raise ValueError(f"skip is {skip!r}; it takes a list of names")
+    skip = _checked_skip(skip)
     check_one_of("block_size", block_size, BLOCKS)
     _check_group_size(group_size)
     check_one_of("embeddings", embeddings, (True, False))

@@ -7,7 +7,7 @@ import torch
 from filelock import FileLock
 
 import qk
-from qk import plans
+from qk import plans, training
 
 sys.path.insert(0, os.path.dirname(__file__))
 
@@ -91,3 +91,19 @@ def needs(tmp_path_factory):
     with FileLock(folder / "gpu_memory.lock"):
         yield check
         torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Where kernels are interpreted, references do most of the work of qk.training: for tests of what is around."""
+    if qk.device() == "cuda":
+        return
+
+    def square_quant_sums(x, block_size, rounding, seed):
+        parts = [part.float().contiguous().sum(0) for part in x.split(block_size)] if len(x) else []
+        sums = torch.stack(parts) if parts else x.new_empty((0, x.shape[1]), dtype=torch.float32)
+        return *qk.square_quant_ref(x, block_size, rounding=rounding, seed=seed), sums
+
+    monkeypatch.setattr(training, "_square_quant_sums", square_quant_sums)
+    for name in ("int8_addmm", "int8_gemm", "int8_addmm_quant", "int8_gemm_quant", "square_quant", "weight_quant"):
+        monkeypatch.setattr(training, name, getattr(qk, f"{name}_ref"))

@@ -1,7 +1,9 @@
 """The exercises of a notebook, and how good the words are that their checks have for wrong answers."""
 
+import ast
 import re
 import runpy
+import symtable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +55,37 @@ def exercises(notebook):
             found[-1].solution = solution[1]
     assert found and found[-1].solution, "no exercise, or one without solution"
     return found
+
+
+def needed(cells, wanted):
+    """Of code cells, those wanted and what they build on, by the names that cells make, change and use."""
+    kept, names = [], set()
+    for cell in reversed(cells):
+        makes, changes, uses = _names(cell.source)
+        if cell in wanted or (makes | changes) & names:
+            kept.append(cell)
+            names = names - makes | uses
+    return kept[::-1]
+
+
+def _names(source):
+    """-> global names that code makes, those of objects that it may change, and those that it uses."""
+    table = symtable.symtable(source, "cell", "exec")
+    makes = {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()}
+    uses, tables = set(), [table]
+    while tables:
+        scope = tables.pop()
+        tables += scope.get_children()
+        uses |= {s.get_name() for s in scope.get_symbols() if s.is_referenced() and (scope is table or s.is_global())}
+    changes = set()
+    for node in ast.walk(ast.parse(source)):
+        stored = isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store)
+        # a call for its own sake may change what it is called of, as names.append(...) does
+        called = isinstance(node, ast.Expr) and isinstance(getattr(node.value, "func", None), ast.Attribute)
+        if stored or called:
+            changed = node.value if stored else node.value.func.value
+            changes |= {inner.id for inner in ast.walk(changed) if isinstance(inner, ast.Name)}
+    return makes, changes - {"course"}, uses
 
 
 def wrong_answers(stem):

@@ -146,6 +146,8 @@ PLOTS = {
     "block grid": lambda: course.block_grid((320, 600), (128, 128), (319, 599)),
     "memory": lambda: course.memory_bars({"float16": {"weights": 4 << 20}, "int4": {"codes": 1 << 20, "absmax": 100}}),
     "benchmark": lambda: course.benchmark(RECORD, "quantize_int4", group_size=None),
+    "operand blocks": lambda: course.operand_blocks(torch.randn(200, 300), (1, 128), line=60, step=1),
+    "operand blocks of zeros": lambda: course.operand_blocks(torch.zeros(5, 3), (4, 4)),
     "one rescale": lambda: course.rescale_scatter(torch.arange(10), torch.rand(10), 0.1),
     "tile": lambda: tile(step=11, at=(128, 128)),
     "tile of zero scales": lambda: course.gemm_tile(torch.zeros(16, 1), torch.zeros(1, 1), (16, 16, 16), tile=(16, 16)),
@@ -304,6 +306,23 @@ def test_block_grid_names_the_scale_of_an_element():
     found = texts(course.block_grid((300, 200), (128, 128), (299, 199)))
     assert {"s[0, 0]", "s[2, 1]"} <= set(found) and "s[3, 0]" not in found and "s[0, 2]" not in found
     assert "300 x 200 in blocks of 128 x 128: 3 x 2 scales; element (299, 199) takes s[2, 1]" in found
+
+
+@pytest.mark.parametrize(
+    ("block", "k_step", "scales"),
+    [((1, 128), 128, (1, 128)), ((128, 1), 128, (128, 1)), ((128, 128), 128, (1, 1)), ((64, 32), 128, (4, 2))]
+    + [((128, 128), 256, (2, 2))],
+)
+def test_operand_blocks_count_the_scales_of_a_step(block, k_step, scales):
+    fig = course.operand_blocks(torch.ones(400, 600), block, line=60, step=k_step == 128, k_step=k_step)
+    found = [ax.get_title(loc="left").splitlines()[1] for ax in fig.axes]
+    assert found == [f"{k_step} values of a row: {n} scale{'s' * (n > 1)}" for n in scales]
+    short = course.operand_blocks(torch.ones(200, 300), block, step=1).axes[1].get_title(loc="left")
+    assert short.startswith("x transposed [300, 200]\n72 values")
+    marks = [box for ax in fig.axes for box in ax.patches]
+    assert [mark.get_facecolor() == matplotlib.colors.to_rgba(course.BLUE) for mark in marks] == [
+        n == 1 for n in scales
+    ]
 
 
 def test_benchmark_names_gpu_and_date_and_takes_only_what_was_asked():

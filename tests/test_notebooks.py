@@ -12,7 +12,7 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
-from exercises import MASK, complaint, exercises, gaps, wrong_answers
+from exercises import MASK, complaint, exercises, gaps, needed, wrong_answers
 
 import qk
 from qk import copy as qk_copy
@@ -307,6 +307,9 @@ def test_checks_know_right_from_wrong(name):
         cell.source = re.sub(r"^course\.(?!check)", "None and course.", cell.source, flags=re.MULTILINE)
         if IGNORE in cell.metadata.get("tags", []) and "backend" not in cell.source:
             cell.source = ""
+    asked = [cell for exercise in exercises(notebook) for cell in (exercise.stub, exercise.check)]
+    kept = [id(cell) for cell in needed(code_cells(notebook), asked)]
+    notebook.cells = [cell for cell in notebook.cells if cell.cell_type != "code" or id(cell) in kept]
     for exercise in exercises(notebook):
         wrong = [(hint, code, exercise.attempt(code)) for hint, code in answers.get(exercise.name, [])]
         after = exercise.attempt(exercise.solution)
@@ -353,6 +356,23 @@ def test_checks_know_right_from_wrong(name):
 )
 def test_a_bad_word_is_found(words, hint, expected):
     assert complaint(words, hint) == expected
+
+
+def test_what_an_exercise_builds_on_is_kept():
+    code = {
+        "import": "import math",
+        "early": "x = 1",
+        "scale": "scale = [2]",
+        "change": "scale.append(3)",
+        "helper": "def helper(n):\n    x = n\n    return scale[0] * math.floor(x)",
+        "figure": "draw(x)\nprint(helper(2))",
+        "late": "x = 2",
+        "check": "check(helper, x)",
+        "after": "helper = None",
+    }
+    cells = {name: nbformat.v4.new_code_cell(source) for name, source in code.items()}
+    kept = needed(list(cells.values()), [cells["check"]])
+    assert [name for name in cells if cells[name] in kept] == ["import", "scale", "change", "helper", "late", "check"]
 
 
 def test_a_gap_is_found():

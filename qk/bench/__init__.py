@@ -42,6 +42,16 @@ import qk
 WORST_ERROR = 0.05  # a contender further off than this isn't timed: it computes something else
 
 
+class Pace(NamedTuple):
+    """How processes that measure together keep in step."""
+
+    clock: Callable = time.perf_counter  # says when to stop: all hear the same
+    meet: Callable = lambda: None  # queues what lets the GPUs wait for each other
+
+
+_ALONE = Pace()
+
+
 class Case(NamedTuple):
     """One operation at one shape, and who does it.
 
@@ -52,6 +62,8 @@ class Case(NamedTuple):
     limit: the error that --correctness lets qk have. seconds: how long to go on in rounds, if not told otherwise.
     worst: the error with which a contender isn't timed. rates: how many of something a call does, {"tokens_per_s": 64}.
     more(contender, outcome): what else its row says; `bytes` there are those that this contender moves.
+    fresh: whether the next case begins without what torch.compile made for this one.
+    pace: of processes that measure together.
     """
 
     op: str
@@ -69,15 +81,17 @@ class Case(NamedTuple):
     worst: float = WORST_ERROR
     rates: dict = {}
     more: Callable = lambda contender, outcome: {}
+    fresh: bool = True
+    pace: Pace = _ALONE
 
 
 def measure(case, seconds=None):
     """-> one result (a dict) for each contender of a case and, where memory is the limit, for `copy`."""
     contenders, size = line_up(case)
-    outcomes = outcomes_of(contenders, functools.partial(_examine, worst=case.worst))
+    outcomes = outcomes_of(contenders, functools.partial(_examine, worst=case.worst, clock=case.pace.clock))
     replays = {name: outcome["replay"] for name, outcome in outcomes.items() if "replay" in outcome}
     timed = time_rounds if memory_bound(case.flops, size) else time_turns
-    return results_of(case, size, outcomes, timed(replays, case.seconds if seconds is None else seconds))
+    return results_of(case, size, outcomes, timed(replays, case.seconds if seconds is None else seconds, case.pace))
 
 
 def peak_bytes(call, tensors):
@@ -201,12 +215,12 @@ def outcomes_of(contenders, examine):
     return outcomes
 
 
-def _examine(call, truth, restored, sets, worst):
+def _examine(call, truth, restored, sets, worst, clock):
     """-> all that is measured of a contender before its time, and what its time is taken of."""
     return {
         "error": small_error_of(call, truth, restored, sets, worst),
         "allocated": peak_bytes(call, sets[0]),
-        "wall_us": wall_us(call, sets),
+        "wall_us": wall_us(call, sets, clock=clock),
         "replay": replay_of(call, sets),
     }
 
@@ -246,10 +260,11 @@ def _cold_lines():
     return torch.ones(size, dtype=torch.int32, device=qk.device())
 
 
-def _record(replay, lines):
+def _record(replay, lines, pace):
     """Replays with a cold L2. -> the events around it"""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     lines.amax()
+    pace.meet()
     start.record()
     replay()
     end.record()
@@ -261,7 +276,7 @@ def _microseconds(events, calls):
     return start.elapsed_time(end) * 1e3 / calls
 
 
-def time_rounds(replays, seconds):
+def time_rounds(replays, seconds, pace=_ALONE):
     """{name: what replay_of returns} -> {name: microseconds of a call in each round}, in rounds for so many seconds."""
     lines = _cold_lines()
 
@@ -270,11 +285,11 @@ def time_rounds(replays, seconds):
         for name, (replay, calls, _) in replays.items():
             if not before or before[-1][name] * calls < 1000:
                 torch.cuda._sleep(1_000_000)  # half a millisecond, for the host to get ahead
-            events[name] = _record(replay, lines)
+            events[name] = _record(replay, lines, pace)
         torch.cuda.synchronize()
         return {name: _microseconds(events[name], calls) for name, (_, calls, _) in replays.items()}
 
-    counted = rounds(once, seconds)
+    counted = rounds(once, seconds, pace.clock)
     return {name: [times[name] for times in counted] for name in replays}
 
 
@@ -287,18 +302,18 @@ def rounds(once, seconds, clock=time.perf_counter):
     return counted
 
 
-def time_turns(replays, seconds):
+def time_turns(replays, seconds, pace=_ALONE):
     """As time_rounds, but in two turns of so many seconds each, of which the second half counts."""
     times, lines = {name: [] for name in replays}, _cold_lines()
 
     def batch(replay, calls):
-        events = [_record(replay, lines) for _ in range(8)]
+        events = [_record(replay, lines, pace) for _ in range(8)]
         torch.cuda.synchronize()
         return [_microseconds(each, calls) for each in events]
 
     for name in [*replays, *reversed(replays)]:
         replay, calls, _ = replays[name]
-        times[name] += second_half(functools.partial(batch, replay, calls), seconds)
+        times[name] += second_half(functools.partial(batch, replay, calls), seconds, pace.clock)
     return times
 
 

@@ -4,6 +4,7 @@
     python -m qk.bench dequant_bias --dtype bf16 --correctness
     python -m qk.bench gemm --tune
     python -m qk.bench --check qk/data/bench_h200.json --tolerance 0.1
+    torchrun --nproc-per-node 2 -m qk.bench model --gpus 2 [--json ...]
 
 How it measures stands in qk/bench/__init__.py, what in qk/bench/jobs.py.
 """
@@ -15,6 +16,7 @@ import importlib
 import importlib.metadata
 import json
 import math
+import os
 import pathlib
 import platform
 import statistics
@@ -47,8 +49,9 @@ def run(job, dtypes=(), seconds=None, measure=bench.measure):
         for row in measure(case, seconds):
             print(bench.format_row(row), flush=True)
             rows.append(stamp | row)
-        # what torch.compile made is for one case: a second shape would make it dynamic
-        torch._dynamo.reset()
+        # what torch.compile made is for one shape: a second would make it dynamic
+        if case.fresh:
+            torch._dynamo.reset()
         torch.cuda.empty_cache()
     return rows
 
@@ -224,13 +227,20 @@ def _parse(argv, parser):
     parser.add_argument("--dtype", nargs="+", default=[], choices=DTYPES, help="cases of these dtypes only")
     parser.add_argument("--correctness", action="store_true", help="compare with plain torch instead of timing")
     parser.add_argument("--tolerance", type=_share, default=0.1, help="how far a ratio may fall: 0.1 is 10 percent")
+    parser.add_argument("--gpus", type=int, metavar="N", help="the job model, cut up among N GPUs, under torchrun")
     args = parser.parse_args(argv)
+    if args.gpus is not None and (args.jobs != ["model"] or args.tune or args.check or args.gpus < 1):
+        parser.error("--gpus takes a number of GPUs and the job model, and neither --tune nor --check")
+    if int(os.environ.get("RANK", 0)):  # of several processes the first records
+        args.json = None
     if args.tune and (len(args.jobs) != 1 or args.jobs[0] not in TUNED):
         parser.error(f"--tune takes one job, of {', '.join(TUNED)}")
     jobs = [*args.jobs]
     try:
         if args.check:
             args.check = read(args.check)
+            # results of several GPUs are not measured again
+            args.check["results"] = [row for row in args.check["results"] if "--gpus" not in row["job"]]
             jobs += [row["job"] for row in args.check["results"]]
         if args.json:
             is_new = not args.json.exists()
@@ -249,6 +259,21 @@ def _parse(argv, parser):
     return args
 
 
+def _together(gpus, parser):
+    """-> a job of all processes that torchrun has started. Of these the first prints."""
+    from qk.bench import parallel  # torch's DTensor takes a second to import
+
+    try:
+        mesh = parallel.start(gpus)
+    except ValueError as error:
+        parser.error(str(error))
+    if mesh.get_rank():
+        sys.stdout = open(os.devnull, "w")
+    job = f"model --gpus {gpus}"
+    JOBS[job] = functools.partial(parallel.cases, mesh)
+    return job
+
+
 def main(argv=None, here=here, measure=bench.measure):
     """The command line. -> exit code: 0, 1 (--check found a fall), 2 (nothing could be measured)"""
     parser = argparse.ArgumentParser(prog="python -m qk.bench", description="Measures qk's kernels on this GPU.")
@@ -263,6 +288,8 @@ def main(argv=None, here=here, measure=bench.measure):
     except ValueError as error:
         parser.error(f"--json {args.json}: {error}")
 
+    if args.gpus:
+        args.jobs = [_together(args.gpus, parser)]
     print(f"{machine['gpu']}, torch {torch.__version__}, Triton {triton.__version__}")
     dtypes = [DTYPES[name] for name in args.dtype]
     if args.tune:
@@ -284,4 +311,8 @@ def main(argv=None, here=here, measure=bench.measure):
 
 
 if __name__ == "__main__":
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        main = record(main)  # torchrun says with which error a process has ended
     sys.exit(main())

@@ -81,8 +81,10 @@ class Layer(torch.nn.Module):
         return x, self.down(functional.silu(gate) * up)
 
     def _attention(self, qkv, rotation, positions, keys, values):
-        sequences, tokens, _ = qkv.shape
-        heads, kv_heads, head = self.shape.heads, self.shape.kv_heads, self.shape.head
+        sequences, tokens, columns = qkv.shape
+        head, shared = self.shape.head, self.shape.heads // self.shape.kv_heads
+        kv_heads = columns // (shared + 2) // head  # of a layer that is cut up, some
+        heads = kv_heads * shared
         q, k, v = (
             part.unflatten(-1, (-1, head)).transpose(1, 2)
             for part in qkv.split([heads * head, kv_heads * head, kv_heads * head], -1)
@@ -94,7 +96,7 @@ class Layer(torch.nn.Module):
             out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         else:
             # the heads that share keys are rows of one product
-            q = q.reshape(sequences, kv_heads, heads // kv_heads, head)
+            q = q.reshape(sequences, kv_heads, shared, head)
             seen = torch.arange(keys.shape[2], device=q.device) <= positions
             scores = (q @ keys.transpose(2, 3)).float() * head**-0.5
             shares = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(q.dtype)
@@ -125,14 +127,18 @@ class Decoder(torch.nn.Module):
         """Normal weights that keep the size of what they multiply; layers add little, as at the start of GPT-2."""
         generator = torch.Generator(self.norm.weight.device).manual_seed(seed)
         for name, weight in self.named_parameters():
-            if weight.ndim == 1:
-                weight.fill_(1)
-                continue
-            variance = 1 if name.startswith("embedding") else 1 / weight.shape[1]
-            if name.endswith(("output.weight", "down.weight")):
-                variance /= 2 * self.shape.layers
-            weight.normal_(0, variance**0.5, generator=generator)
+            self.fill_(name, weight, generator)
         return self
+
+    def fill_(self, name, weight, generator):
+        """What `random_` does to the weight of this name."""
+        if weight.ndim == 1:
+            weight.fill_(1)
+            return
+        variance = 1 if name.startswith("embedding") else 1 / weight.shape[1]
+        if name.endswith(("output.weight", "down.weight")):
+            variance /= 2 * self.shape.layers
+        weight.normal_(0, variance**0.5, generator=generator)
 
     def forward(self, tokens, positions, cache, compiled=lambda function: function):
         """tokens: [sequences, n], at positions [n], those after what is in the cache; n is 1, or positions begin at 0.

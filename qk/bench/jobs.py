@@ -8,10 +8,11 @@ each with what it should compute, in plain torch. JOBS holds the jobs by name, T
     dequant_bias   three widths, 31 numbers of tokens
     gemm, ladder   int8 GEMMs beside cuBLAS; one of them from a first kernel on, a change at a time
     chain          a quantization and a GEMM, eager and compiled, beside as many kernels in bfloat16
+    square_quant   quantizers that write codes both ways: of a matrix, and of the backward pass of int8 GELU
     gelu, ffn      int8 GELU; a feed-forward layer and its fused epilogue
     sparse         quantization into 2:4 windows; linear layers, sparse and dense
     versions       kernels that notebooks grow, version by version; only where the notebooks are
-    model          a whole decoder of Llama-3-8B's shape: tokens a second, memory
+    model          a whole decoder of Llama-3-8B's shape: tokens a second, memory; also on several GPUs
 
 How they are measured stands in qk/bench/__init__.py.
 """
@@ -27,6 +28,7 @@ import torch
 import qk
 from qk.bench import Case, json_value
 from qk.bench.model import cases as model_cases
+from qk.bench.train import cases as train_cases
 from qk.bench.versions import grown
 from qk.gemm_epilogue import Problem
 from qk.gemm_sm80 import Config, int8_gemm_sm80
@@ -300,6 +302,37 @@ def gelu():
         yield Case("int8_gelu", shape, torch.int8, {"scale_layout": scale_layout}, codes, contenders)
 
 
+@_job
+def square_quant(shapes=((8192, 4096), (8192, 16384))):
+    bfloat = torch.bfloat16
+
+    def stochastic(function):
+        return lambda x, seed: function(x, rounding="stochastic", seed=seed)
+
+    def eager(grad, grad_scale, x, x_scale):
+        grad, x = (qk.weight_dequant_ref(*each, out_dtype=torch.float32) for each in ((grad, grad_scale), (x, x_scale)))
+        dx = torch.ops.aten.gelu_backward(grad, x)
+        _, out_t, out_scale = qk.square_quant_ref(torch.nn.functional.gelu(x))
+        return *qk.square_quant_ref(dx), out_t, out_scale, dx.unflatten(0, (-1, 128)).sum(1)
+
+    for shape in shapes:
+        matrix = random_matrix(shape, bfloat)
+        yield rivals("square_quant", shape, bfloat, matrix)
+
+        def seeded(matrix=matrix):
+            return *matrix(), torch.ones(1, dtype=torch.int64, device=qk.device())
+
+        contenders = {"qk": (stochastic(qk.square_quant), stochastic(qk.square_quant_ref))}
+        yield Case("square_quant", shape, bfloat, {"rounding": "stochastic"}, seeded, contenders, limit=0)
+
+        def codes(matrix=matrix):
+            return *qk.weight_quant(*matrix()), *qk.weight_quant(*matrix())
+
+        backward = _against_torch(qk.int8_gelu_backward, eager)
+        contenders = {name: (call, qk.int8_gelu_backward_ref) for name, (call, _) in backward.items()}
+        yield Case("int8_gelu_backward", shape, torch.int8, {}, codes, contenders)
+
+
 class _Layer(NamedTuple):
     """A random feed-forward layer and its input in bfloat16, and its weights quantized, codes and scales."""
 
@@ -515,6 +548,11 @@ def versions():
 @_job
 def model():
     yield from model_cases()
+
+
+@_job
+def train():
+    yield from train_cases()
 
 
 class _Int4Operands(NamedTuple):

@@ -20,6 +20,7 @@ just written. `kernels`: of a compiled step, the kernels that take longest, and 
 import collections
 import functools
 import importlib.util
+import itertools
 import shutil
 import tempfile
 import time
@@ -39,7 +40,7 @@ _DTYPE = torch.bfloat16
 
 
 def nbytes(module):
-    return sum(tensor.nbytes for tensor in module.state_dict().values())
+    return sum(tensor.nbytes for tensor in itertools.chain(module.parameters(), module.buffers()))
 
 
 def _quantized(model, kind):
@@ -127,14 +128,16 @@ def _case(op, shape, models, inputs, run, read, worst, cached=0, **others):
     return Case(op, shape, _DTYPE, {}, inputs, contenders, limit=worst, worst=worst, more=more, **others)
 
 
-def _decoder_case(models, shape, op, sequences, context):
+def _decoder_case(models, shape, op, sequences, context, kv_heads=None):
+    """kv_heads: those of which this process holds the cache, if not all."""
     new = context if op == "prefill" else 1
     where, matrices = {"device": qk.device()}, shape.layers * shape.layer_weights
+    cached = shape if kv_heads is None else shape._replace(kv_heads=kv_heads)
 
     def inputs():
         tokens = torch.randint(shape.vocabulary, (sequences, new), **where)
         positions = torch.arange(context - new, context, **where)
-        return tokens, positions, random_cache(shape, sequences, context, dtype=_DTYPE, **where)
+        return tokens, positions, random_cache(cached, sequences, context, dtype=_DTYPE, **where)
 
     # a step of one token is a matter of memory, whatever it multiplies
     flops = 2 * matrices * sequences * new if new > 1 else 0
@@ -142,7 +145,7 @@ def _decoder_case(models, shape, op, sequences, context):
         op, (sequences, context), models, inputs,
         run=lambda model, how, *tensors: model(*tensors, how),
         read=lambda model: nbytes(model) - nbytes(model.embedding),
-        worst=0.3, cached=sequences * context * shape.cached * _DTYPE.itemsize,
+        worst=0.3, cached=sequences * context * cached.cached * _DTYPE.itemsize,
         bytes=matrices, flops=flops, rates={"tokens_per_s": sequences * new},
     )  # fmt: skip
 

@@ -37,6 +37,7 @@ __all__ = [
     "grid_histogram",
     "layer_grid",
     "levels",
+    "operand_blocks",
     "path",
     "rescale_scatter",
     "rotation",
@@ -489,6 +490,43 @@ def block_grid(shape, block, element=(0, 0), name="s"):
         f"{rows} x {columns} in blocks of {high} x {wide}: {down} x {across} scales; "
         f"element {element} takes {name}[{mine[0]}, {mine[1]}]"
     )
+    return fig
+
+
+@style()
+def operand_blocks(x, block, line=0, step=0, k_step=128, names=("row", "column")):
+    """A matrix as two products read it, along its rows and, transposed, along its columns: which scales a step meets.
+
+    block: rows and columns that share a scale; darker blocks have larger ones. line: of either, the row that is read.
+    step: number of the piece of it, k_step long. names: of the rows and of the columns.
+    """
+    x, (high, wide) = _tensor(x).abs(), block
+    rows, columns = x.shape
+    padded = F.pad(x, (0, -columns % wide, 0, -rows % high))
+    absmax = padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high)).amax((1, 3)).clamp(min=1e-9).log10()
+    low, top = absmax.min().item(), absmax.max().item()
+    fig, axes = subplots(9, 4.6, 1, 2, width_ratios=(columns, rows))
+    parts = ("x", absmax, (rows, columns), (high, wide)), ("x transposed", absmax.T, (columns, rows), (wide, high))
+    for ax, (name, scales, (down, across), (tall, broad)), labels in zip(
+        axes, parts, (names, names[::-1]), strict=True
+    ):
+        extent = 0, scales.shape[1] * broad, scales.shape[0] * tall, 0
+        # the upper half of the greys stays free for the mark
+        ax.imshow(scales.numpy(), "Greys", extent=extent, vmin=low - 0.5, vmax=2 * top - low + 1, aspect="equal")
+        for edges, size, draw in ((across, broad, ax.axvline), (down, tall, ax.axhline)):
+            for edge in range(0, edges, size) if size > 1 else ():
+                draw(edge, color="#666666", linewidth=0.6)
+        begin, end = step * k_step, min((step + 1) * k_step, across)
+        met = -(-end // broad) - begin // broad
+        color = BLUE if met == 1 else VERMILION
+        # a row is too thin to see
+        _box(ax, begin, line - down / 60, end - begin, down / 30, facecolor=color)
+        ax.set(xlim=(0, across), ylim=(down, 0), ylabel=labels[0], xlabel=f"{labels[1]}: summed over")
+        ax.set_title(f"{name} [{down}, {across}]\n{end - begin} values of a row: {met} scale{'s' * (met > 1)}")
+        ax.title.set_fontsize(10)
+        ax.set_xticks(range(0, across + 1, 128))
+        ax.set_yticks(range(0, down + 1, 128))
+    fig.suptitle(f"Blocks of {high} x {wide}", x=0.01, ha="left", fontsize=11)
     return fig
 
 

@@ -1,0 +1,161 @@
+"""The decoder cut up among the GPUs of one machine, a process for each: what `--gpus` of the job `model` measures.
+
+    torchrun --nproc-per-node 2 -m qk.bench model --gpus 2
+
+q, k and v are cut by heads, gate and up by blocks, all in one product; the attention's output and `down` add parts up
+(qk/parallel.py). Norms and the embedding are whole on each GPU. In bfloat16 the cuts are the same, and NCCL's
+all_reduce adds, in bfloat16. Each process makes every matrix of the whole, one at a time, and keeps its part: the
+weights are those of one GPU, and no process ever holds them all.
+
+All processes go through the same rounds, by the clock of rank 0. `weights`, `bytes`, `peak_bytes` and `tops` are those
+of a GPU. "gather", shape [tokens, width]: tokens that lie cut up are quantized and gathered; "qk int8" quantizes first,
+and sends codes and scales.
+"""
+
+import datetime
+import functools
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import parallelize_module
+
+import qk
+from qk.bench import Case, Pace
+from qk.bench.decoder import LLAMA_3_8B
+from qk.bench.model import _DTYPE, _KINDS, _decoder_case, _empty, _quantized
+from qk.parallel import ColwiseQuantized, RowwiseQuantized, _gather, _spans
+
+
+def start(gpus):
+    """-> a mesh of the processes that torchrun has started, one for each GPU. ValueError: it has started others."""
+    if int(os.environ.get("WORLD_SIZE", 0)) != gpus or int(os.environ.get("LOCAL_WORLD_SIZE", 0)) != gpus:
+        how = f"torchrun --nproc-per-node {gpus} -m qk.bench model --gpus {gpus}"
+        raise ValueError(f"--gpus {gpus} takes as many processes, on one machine: {how}")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    # a rank that fails alone, for want of memory say, leaves the others waiting; not for ten minutes
+    dist.init_process_group("nccl", timeout=datetime.timedelta(minutes=3), device_id=device)
+    return DeviceMesh("cuda", list(range(gpus)))
+
+
+def pace_of(mesh):
+    """Of processes that measure together: the clock of rank 0, and a sum that no GPU ends alone."""
+    group, device = mesh.get_group(), qk.device()
+    clocks = group if dist.get_backend(group) == "gloo" else dist.new_group(backend="gloo")
+
+    def clock():
+        now = torch.tensor(time.perf_counter(), dtype=torch.float64)
+        dist.broadcast(now, group_src=0, group=clocks)
+        return now.item()
+
+    return Pace(clock, lambda: dist.all_reduce(torch.zeros(1, device=device), group=group))
+
+
+def _cuts(shape):
+    """Of each matrix that is cut: what it is for `ColwiseQuantized`, or for `RowwiseQuantized`."""
+    heads, kv = shape.heads * shape.head, shape.kv_heads * shape.head
+    return {
+        "qkv": {"fused": (heads, kv, kv), "units": shape.kv_heads},
+        "gate_up": {"fused": (shape.inner, shape.inner)},
+        "head": {"output_layouts": Replicate()},
+        "output": {"units": shape.kv_heads},
+        "down": {},
+    }
+
+
+def _cut_plain(linear, name, mesh, fused=(), units=None, output_layouts=None):
+    """Of a torch.nn.Linear, in its place, as the styles cut layers."""
+    dim = int(name in ("output", "down"))
+    sizes, rank = fused or (linear.weight.shape[dim],), mesh.get_local_rank()
+    own, begin, group = [], 0, mesh.get_group()
+    for size in sizes:
+        a, b = _spans(size, size // units if units else 128, mesh.size())[rank]
+        own.append(linear.weight.detach().narrow(dim, begin + a, b - a))
+        begin += size
+    linear.weight = torch.nn.Parameter(torch.cat(own, dim), requires_grad=False)
+    if dim:
+
+        def reduced(_, inputs, out):
+            dist.all_reduce(out, group=group)
+            return out
+
+        linear.register_forward_hook(reduced)
+    elif output_layouts is not None:
+        columns = [b - a for a, b in _spans(begin, 128, mesh.size())]
+        linear.register_forward_hook(lambda _, inputs, out: _gather(out, out.ndim - 1, columns, group))
+
+
+@torch.no_grad()
+def random_part(shape, kind, mesh, dtype=_DTYPE):
+    """This process's part of the decoder that `random_decoder` makes. ValueError: there are too few heads to cut."""
+    if mesh.size() > shape.kv_heads:
+        raise ValueError(f"the mesh has {mesh.size()} processes; it takes up to {shape.kv_heads}, one for each kv_head")
+    model, device = _empty(shape, "bf16").to(dtype), qk.device()
+    generator, cuts = torch.Generator(device).manual_seed(0), _cuts(shape)
+    for name in [name for name, _ in model.named_parameters()]:
+        path = name.removesuffix(".weight")
+        layer = model.get_submodule(path)
+        layer.weight = torch.nn.Parameter(torch.empty_like(layer.weight, device=device), requires_grad=False)
+        model.fill_(name, layer.weight, generator)
+        above, _, key = path.rpartition(".")
+        if kind != "bf16" and layer.weight.ndim > 1:
+            layer = _quantized(torch.nn.ModuleList([layer]), kind)[0]
+            if key in cuts:
+                style = RowwiseQuantized if key in ("output", "down") else ColwiseQuantized
+                parallelize_module(layer, mesh, style(**cuts[key]))
+            setattr(model.get_submodule(above), key, layer)
+        elif key in cuts:
+            _cut_plain(layer, key, mesh, **cuts[key])
+    return model
+
+
+def _gather_case(mesh, tokens, width, pace):
+    n = mesh.size()
+    sizes = [tokens // n] * n
+
+    def everywhere(x):
+        return _gather(x, 0, sizes, mesh.get_group())
+
+    def quantized_first(x):
+        codes, scale = qk.act_quant(x)
+        return everywhere(codes), everywhere(scale)
+
+    def truth(x):
+        return qk.act_quant_ref(everywhere(x))
+
+    return Case(
+        "gather", (tokens, width), _DTYPE, {"gpus": n},
+        lambda: (torch.randn(sizes[0], width, dtype=_DTYPE, device=qk.device()),),
+        {"qk int8": (quantized_first, truth), "bf16": (lambda x: qk.act_quant(everywhere(x)), truth)},
+        limit=0, pace=pace,
+    )  # fmt: skip
+
+
+def cases(mesh, shape=LLAMA_3_8B, decode=((1, 512), (8, 512), (64, 512)), prefill=((1, 2048),)):
+    """As `decoder_cases`, on the GPUs of a mesh; and what travels between them."""
+    models = functools.cache(lambda: {kind: (random_part(shape, kind, mesh), {}) for kind in _KINDS})
+    n, pace = mesh.size(), pace_of(mesh)
+    first, last = _spans(shape.kv_heads, 1, n)[mesh.get_local_rank()]
+
+    def alike(inputs):
+        """The same tokens on all GPUs: each drew as many numbers for its cache as it has heads."""
+        tokens, *others = inputs()
+        dist.broadcast(tokens, group_src=0, group=mesh.get_group())
+        return tokens, *others
+
+    for op, steps in (("decode", decode), ("prefill", prefill)):
+        for step in steps:
+            case = _decoder_case(models, shape, op, *step, kv_heads=last - first)
+            yield case._replace(
+                inputs=functools.partial(alike, case.inputs),
+                options={"gpus": n},
+                pace=pace,
+                bytes=case.bytes // n,
+                flops=case.flops // n,
+            )
+    for _, tokens in prefill if n > 1 else ():
+        yield _gather_case(mesh, tokens, shape.width, pace)
