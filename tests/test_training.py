@@ -6,6 +6,7 @@ import pickle
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,6 +71,21 @@ def dequantized(codes, scale, block=B):
 
 
 QUICK = pytest.mark.usefixtures("quick")
+
+
+@QUICK
+def test_readme():
+    """What it says of training, run, and a step after it by the optimizer that was made before."""
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    section = readme.partition("\n### Train in int8\n")[2].partition("\n### ")[0]
+    (block,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    known = {"MyModel": lambda: nn.Sequential(nn.Linear(40, 40)), "qk": qk, "torch": torch, "print": lambda *_: None}
+    exec(block, known)
+    (layer,) = known["model"]
+    before = layer.weight.detach().clone()
+    known["model"](randn(5, 40)).square().sum().backward()
+    known["optimizer"].step()
+    assert isinstance(layer, Int8TrainLinear) and not torch.equal(layer.weight, before)
 
 
 # Gradients
