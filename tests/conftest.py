@@ -2,12 +2,15 @@ import math
 import os
 import sys
 
+# before torch is imported: pytest starts a worker for each core, and a notebook's kernel is one's
+os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 from filelock import FileLock
 
 import qk
-from qk import plans, training
+from qk import plans
 
 sys.path.insert(0, os.path.dirname(__file__))
 
@@ -98,6 +101,7 @@ def quick(monkeypatch):
     """Where kernels are interpreted, references do most of the work of qk.training: for tests of what is around."""
     if qk.device() == "cuda":
         return
+    from qk import training  # here: a copy has none
 
     def square_quant_sums(x, block_size, rounding, seed):
         parts = [part.float().contiguous().sum(0) for part in x.split(block_size)] if len(x) else []

@@ -1,6 +1,7 @@
 """`python -m qk.aot`: the command line; what it does says qk/aot/__init__.py."""
 
 import argparse
+import collections
 import json
 import os
 import re
@@ -30,10 +31,23 @@ def _pattern(text):
         raise argparse.ArgumentTypeError(f"{text!r}; it takes a regular expression ({error})") from None
 
 
-def _processes(text):
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; it takes a number of processes, 1 or more")
-    return int(text)
+def _positive(what):
+    def parse(text):
+        if not text.isdecimal() or int(text) < 1:
+            raise argparse.ArgumentTypeError(f"{text!r}; it takes {what}, 1 or more")
+        return int(text)
+
+    return parse
+
+
+def _every(cases, step):
+    """Of the calls of each function, the first, and every step-th after it."""
+    counts = collections.Counter()
+    for call, least in cases:
+        name = call.partition("(")[0]
+        if counts[name] % step == 0:
+            yield call, least
+        counts[name] += 1
 
 
 def _parse(argv):
@@ -44,7 +58,13 @@ def _parse(argv):
         "--only", type=_pattern, default="", metavar="REGEX", help="cases in which this is found, as room.call(...)"
     )
     parser.add_argument(
-        "--jobs", type=_processes, default=os.cpu_count(), help="processes at a time (default: %(default)s)"
+        "--every", type=_positive("a number"), default=1, metavar="N", help="of a function's cases, one in N"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=_positive("a number of processes"),
+        default=os.cpu_count(),
+        help="processes at a time (default: %(default)s)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows, with instruction counts, here")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave Triton's stages, PTX, cubin and SASS here")
@@ -91,7 +111,7 @@ def main(argv=None, cases=CASES):
         (room, call, least, arch)
         for arch in options.arch
         for room, cases_of in cases.items()
-        for call, least in cases_of(arch)
+        for call, least in _every(cases_of(arch), options.every)
         if options.only.search(f"{room}.{call}")
     ]
     print(
