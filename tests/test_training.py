@@ -13,6 +13,7 @@ import torch
 from cases import DEVICE, FLOATS, gpu, randn, same
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import qk
@@ -86,6 +87,23 @@ def test_readme():
     known["model"](randn(5, 40)).square().sum().backward()
     known["optimizer"].step()
     assert isinstance(layer, Int8TrainLinear) and not torch.equal(layer.weight, before)
+
+
+@QUICK
+@pytest.mark.parametrize("grad", [True, False])
+def test_codes_are_kept_for_gradients_only(grad):
+    class Kept(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            results = operation(*args, **(kwargs or {}))
+            if operation in (training._int8_linear, training._int8_feed_forward):
+                found.append([kept.numel() for kept in results[1:] if kept.dtype == torch.int8])
+            return results
+
+    found, x = [], randn(33, 40)
+    with torch.set_grad_enabled(grad), Kept():
+        layer_of(40, 70)(x)
+        feed_forward(40, 70)(x)
+    assert found == ([[33 * 40], [33 * 40, 33 * 70]] if grad else [[0], [0, 0]])
 
 
 # Gradients
