@@ -1,4 +1,4 @@
-"""The INT8 GEMM of Hopper (sm_90) for few tokens, in Gluon. `qk/gemm.py` calls it.
+"""The INT8 GEMM of Hopper (sm_90) for few tokens, in Gluon. `qk/gemm.py` calls it where it is asked for, by path=.
 
     out[m, n] = sum over blocks of K of (a[m, block] . b[n, block]) * a_scale[m, block] * b_scale[n', block]
 
@@ -13,7 +13,7 @@ time. wgmma multiplies 64 rows by 8 to 256 columns: here the rows are the weight
                           0  1  0                   consumers, warpgroups, that share K: each takes the next step
 
 A producer warp fills the ring by TMA. The consumers take turns along K of the same 64 rows, and the first adds up what
-they have, in order; or, with more rows than the GPU has multiprocessors for, each has 64 rows of its own, and x is
+they have, in order; or, with more rows than the GPU has multiprocessors for, each has 64 rows of its own, and a is
 fetched once for all. A block's int32 sums are scaled in float32 and added there.
 """
 

@@ -159,12 +159,20 @@ def test_arguments_that_choose_nothing_fail():
     assert _run(["-m", "qk.aot", "--only", "no such case"], **aot.ENVIRONMENT).returncode == 1
 
 
+def test_one_in_so_many_of_a_function_s_cases():
+    """The first of each function is always among them: no kernel is left out for want of cases."""
+    cases = [(f"f({i})", {}) for i in range(7)] + [("g(0)", {}), ("f(7)", {}), ("g(1)", {})]
+    assert [call for call, _ in command._every(cases, 3)] == ["f(0)", "f(3)", "f(6)", "g(0)"]
+    assert list(command._every(cases, 1)) == cases
+
+
 TAKES = "75,80,86,89,90,100,120"
 REFUSED = {
     "no process": (["--jobs", "0"], "--jobs: '0'; it takes a number of processes, 1 or more"),
     "less than no process": (["--jobs=-2"], "--jobs: '-2'; it takes"),
     "no number of processes": (["--jobs", "many"], "--jobs: 'many'; it takes"),
     "half a process": (["--jobs", "0.5"], "--jobs: '0.5'; it takes"),
+    "none of the cases": (["--every", "0"], "--every: '0'; it takes a number, 1 or more"),
     "a GPU that Triton can't serve": (["--arch", "70"], f"--arch: '70'; it takes one or more of {TAKES}"),
     "no capability": (["--arch", "foo"], f"--arch: 'foo'; it takes one or more of {TAKES}"),
     "none": (["--arch", ""], f"--arch: ''; it takes one or more of {TAKES}"),
