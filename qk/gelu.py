@@ -199,21 +199,31 @@ def _empty_int8_gelu_backward(grad, grad_scale, x, x_scale, block_size, activati
 
 
 @triton.jit
-def _load_values(ptr, scale, row, column, M, K, stride_m, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """A tile as float32: of codes, with the scales [down, across] of its squares, or of floats, with None."""
-    x = to_float32(load_tile(ptr, row, column, M, K, stride_m, ROWS, BLOCK))
-    if scale is not None:
-        DOWN: tl.constexpr = scale.shape[0]
-        ACROSS: tl.constexpr = scale.shape[1]
-        x = tl.reshape(x, (DOWN, ROWS // DOWN, ACROSS, BLOCK // ACROSS)) * scale[:, None, :, None]
-        x = tl.reshape(x, (ROWS, BLOCK))
-    return x
-
-
-@triton.jit
 def _load_scale(ptr, row, column, M, K, stride_m, stride_k, DOWN: tl.constexpr, ACROSS: tl.constexpr):
     ptrs, mask = tile_at(ptr, row, column, M, K, stride_m, stride_k, DOWN, ACROSS)
     return tl.load(ptrs, mask=mask, other=0.0)
+
+
+@triton.jit
+def _looked_up(tables, codes, DOWN: tl.constexpr, ACROSS: tl.constexpr):
+    """A tile of int8 codes -> what tables of 256 hold for them, one for each of its DOWN x ACROSS parts."""
+    square = tl.arange(0, DOWN)[:, None] * ACROSS + tl.arange(0, ACROSS)[None, :]
+    shape: tl.constexpr = (DOWN, codes.shape[0] // DOWN, ACROSS, codes.shape[1] // ACROSS)
+    places = tl.reshape(codes.to(tl.int32), shape) + (square * 256 + 128)[:, None, :, None]
+    found = tl.gather(tl.reshape(tables, (tables.numel,)), tl.reshape(places, (places.numel,)), 0)
+    return tl.reshape(found, codes.shape)
+
+
+@triton.jit
+def _load_gradient(ptr, scale, row, column, M, K, stride_m, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """A tile as float32: of codes, with the scales [down, across] of its squares, or of floats, with None."""
+    grad = to_float32(load_tile(ptr, row, column, M, K, stride_m, ROWS, BLOCK))
+    if scale is not None:
+        DOWN: tl.constexpr = scale.shape[0]
+        ACROSS: tl.constexpr = scale.shape[1]
+        grad = tl.reshape(grad, (DOWN, ROWS // DOWN, ACROSS, BLOCK // ACROSS)) * scale[:, None, :, None]
+        grad = tl.reshape(grad, (ROWS, BLOCK))
+    return grad
 
 
 @triton.jit
@@ -245,40 +255,45 @@ def _int8_gelu_square_kernel(
     QUANT_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    TILES: tl.constexpr,  # of a program, one below the other; of more than one, all is computed twice
+    TILES: tl.constexpr,  # of a program, one below the other
     EARLY: tl.constexpr,  # launched before the end of the kernel before: see host.launch
 ):
     """Forward: out. Backward, with grad_ptr: out_t, and dx both ways."""
+    # A square has one scale, so of x it has no more than 256 different values: they are activated, not its elements.
     wait_if_early(EARLY)
     tl.static_assert(TILES == 1 or ROWS * TILES == QUANT_BLOCK, "a program has whole squares")
     DOWN: tl.constexpr = ROWS * TILES // QUANT_BLOCK
     ACROSS: tl.constexpr = BLOCK // QUANT_BLOCK
+    SQUARES: tl.constexpr = DOWN * ACROSS
     pid = tl.program_id(0)
     chunk = (pid % programs).to(tl.int64)
     s_row, s_column = (pid // programs).to(tl.int64) * DOWN, chunk * ACROSS
     row, column = s_row * QUANT_BLOCK, chunk * BLOCK
-    x_scale = _load_scale(
-        x_scale_ptr, s_row, s_column, squares_down, squares_across, stride_xsm, stride_xsk, DOWN, ACROSS
-    )
+    code = tl.arange(0, SQUARES * 256)
+    down, across = s_row + code // 256 // ACROSS, s_column + code // 256 % ACROSS
+    mask = (down < squares_down) & (across < squares_across)
+    x_scale = tl.load(x_scale_ptr + down * stride_xsm + across * stride_xsk, mask=mask, other=0.0)
+    values = (code % 256 - 128).to(tl.float32) * x_scale
 
+    table = activate(values, ACTIVATION)
     bits = tl.zeros((DOWN, ACROSS), tl.int32)
-    out = tl.zeros((ROWS, BLOCK), tl.float32)
+    x = tl.zeros((ROWS, BLOCK), tl.int8)
     for i in range(TILES):
-        x = _load_values(x_ptr, x_scale, row + i * ROWS, column, M, K, stride_xm, ROWS, BLOCK)
-        out = activate(x, ACTIVATION)
-        bits = tl.maximum(bits, square_maximum(out, QUANT_BLOCK))
+        x = load_tile(x_ptr, row + i * ROWS, column, M, K, stride_xm, ROWS, BLOCK)
+        bits = tl.maximum(bits, square_maximum(_looked_up(table, x, DOWN, ACROSS), QUANT_BLOCK))
     absmax, inverse, _ = absmax_and_inverse(bits, 127.0, 3.8e-37)
     scale = scale_of(absmax, 127.0)
     store_tile(out_scale_ptr, s_row, s_column, squares_down, squares_across, squares_across, 1, scale)
+    absmax, inverse = tl.reshape(absmax, (SQUARES, 1)), tl.reshape(inverse, (SQUARES, 1))
+    table = quantize_squares(tl.reshape(table, (SQUARES, 256)), absmax, inverse, None, row, column)
     for i in range(TILES):
         if TILES > 1:
-            x = _load_values(x_ptr, x_scale, row + i * ROWS, column, M, K, stride_xm, ROWS, BLOCK)
-            out = activate(x, ACTIVATION)
-        codes = quantize_squares(out, absmax, inverse, None, row, column)
+            x = load_tile(x_ptr, row + i * ROWS, column, M, K, stride_xm, ROWS, BLOCK)
+        out = _looked_up(table, x, DOWN, ACROSS)
         if grad_ptr is None:
-            store_tile(out_ptr, row + i * ROWS, column, M, K, K, 1, codes)
+            store_tile(out_ptr, row + i * ROWS, column, M, K, K, 1, out)
         else:
-            store_tile(out_t_ptr, column, row + i * ROWS, K, M, M, 1, tl.trans(codes))
+            store_tile(out_t_ptr, column, row + i * ROWS, K, M, M, 1, tl.trans(out))
 
     if grad_ptr is not None:
         grad_scale = None
@@ -286,14 +301,15 @@ def _int8_gelu_square_kernel(
             grad_scale = _load_scale(
                 grad_scale_ptr, s_row, s_column, squares_down, squares_across, stride_gsm, stride_gsk, DOWN, ACROSS
             )
+        table = activation_gradient(values, ACTIVATION)
         bits = tl.zeros((DOWN, ACROSS), tl.int32)
         sums = tl.zeros((DOWN, BLOCK), tl.float32)
         dx = tl.zeros((ROWS, BLOCK), tl.float32)
         for i in range(TILES):
-            # again, from the cache: registers are scarce
-            x = _load_values(x_ptr, x_scale, row + i * ROWS, column, M, K, stride_xm, ROWS, BLOCK)
-            grad = _load_values(grad_ptr, grad_scale, row + i * ROWS, column, M, K, stride_gm, ROWS, BLOCK)
-            dx = grad * activation_gradient(x, ACTIVATION)
+            if TILES > 1:
+                x = load_tile(x_ptr, row + i * ROWS, column, M, K, stride_xm, ROWS, BLOCK)
+            grad = _load_gradient(grad_ptr, grad_scale, row + i * ROWS, column, M, K, stride_gm, ROWS, BLOCK)
+            dx = grad * _looked_up(table, x, DOWN, ACROSS)
             bits = tl.maximum(bits, square_maximum(dx, QUANT_BLOCK))
             sums += tl.sum(tl.reshape(dx, (DOWN, ROWS // DOWN, BLOCK)), 1)
         store_tile(sums_ptr, s_row, column, squares_down, K, K, 1, sums)
@@ -302,9 +318,9 @@ def _int8_gelu_square_kernel(
         store_tile(dx_scale_ptr, s_row, s_column, squares_down, squares_across, squares_across, 1, scale)
         for i in range(TILES):
             if TILES > 1:
-                x = _load_values(x_ptr, x_scale, row + i * ROWS, column, M, K, stride_xm, ROWS, BLOCK)
-                grad = _load_values(grad_ptr, grad_scale, row + i * ROWS, column, M, K, stride_gm, ROWS, BLOCK)
-                dx = grad * activation_gradient(x, ACTIVATION)
+                x = load_tile(x_ptr, row + i * ROWS, column, M, K, stride_xm, ROWS, BLOCK)
+                grad = _load_gradient(grad_ptr, grad_scale, row + i * ROWS, column, M, K, stride_gm, ROWS, BLOCK)
+                dx = grad * _looked_up(table, x, DOWN, ACROSS)
             codes = quantize_squares(dx, absmax, inverse, seed_ptr, row + i * ROWS, column)
             store_tile(dx_ptr, row + i * ROWS, column, M, K, K, 1, codes)
             store_tile(dx_t_ptr, column, row + i * ROWS, K, M, M, 1, tl.trans(codes))

@@ -26,7 +26,7 @@ Here are the checks, the choice of a kernel, and the references. The kernels sta
     "sm75"         mma.sync by inline assembly: block_size 128, K a multiple of it, no out_square
     "sm90"         wgmma and TMA in Gluon: block_size 128 or None, N * out's itemsize a multiple of 16, of out_square
                    squares of 128
-    "sm90_decode"  the same for few tokens, out not quantized; not timed yet, so it is never chosen by itself
+    "sm90_decode"  the same for few tokens, a's scales of rows, out not activated or quantized
 """
 
 import math
@@ -133,6 +133,8 @@ def _choose_path(path, problem):
         capability = gpu(problem.a.device).capability
         if capability == (9, 0) and M > 128 and M * N >= 64 * 128 * 128 and _can("sm90", problem):
             return "sm90"
+        if capability == (9, 0) and 16 < M <= 128 and _can("sm90_decode", problem):
+            return "sm90_decode"
         if capability < (8, 0):
             return "sm75" if _can("sm75", problem) else "sm75_float"
         return "portable"

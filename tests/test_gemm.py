@@ -60,6 +60,14 @@ def assert_quantized(result, x, out_block_size, square=False):
     assert ((scale.double() - scale_ref.double()).abs() <= 1e-6 * rms).all()
 
 
+def assert_quantized_from(result, x, out_block_size, path):
+    """Squares of the float32 matrix x, to the bit; but where it quantizes, sm75_float sums fewer columns at a time."""
+    if path == "sm75_float" and DEVICE == "cuda" and x.numel():
+        assert_quantized(result, x, out_block_size, square=True)
+    else:
+        assert all(map(same, result, int8.weight_quant_ref(x, out_block_size)))
+
+
 def activate(x, activation):
     """In float64: left of -3, float32's 1 + erf has lost digits that the kernels have."""
     functional, wide = torch.nn.functional, x.double()
@@ -359,7 +367,7 @@ def test_quantized_in_squares(out_block_size, path, poison):
         bias, how = randn(N), {"out_square": True, "path": path}
         x = gemm.int8_addmm(a, a_scale, b, b_scale, bias, block_size, torch.float32, path=path)
         result = gemm.int8_addmm_quant(a, a_scale, b, b_scale, bias, out_block_size, None, block_size, **how)
-        assert all(map(same, result, int8.weight_quant_ref(x, out_block_size)))
+        assert_quantized_from(result, x, out_block_size, path)
         if K == 300:
             result = gemm.int8_addmm_quant(a, a_scale, b, b_scale, bias, out_block_size, "gelu", block_size, **how)
             assert_quantized(result, activate(x, "gelu"), out_block_size, square=True)
@@ -586,10 +594,9 @@ def test_every_path_in_squares(path, poison):
         for out_block_size in (32, 64, 128) if path != "sm75" else ():
             if path == "sm90" and out_block_size < 128:
                 continue
-            expected = int8.weight_quant_ref(out, out_block_size)
             for scale in (a_scale, rows):
                 result = gemm.int8_addmm_quant(a, scale, b, b_scale, bias, out_block_size, out_square=True, path=path)
-                assert all(map(same, result, expected))
+                assert_quantized_from(result, out, out_block_size, path)
             result = gemm.int8_addmm_quant(
                 a, a_scale, b, b_scale, bias, out_block_size, "gelu", out_square=True, path=path
             )
@@ -597,7 +604,7 @@ def test_every_path_in_squares(path, poison):
             result = gemm.int8_addmm_quant(
                 a, a_scale, b, b_scale, bias, out_block_size, out_square=True, path=path, exact=False
             )
-            assert all(map(same, result, int8.weight_quant_ref(fast, out_block_size)))
+            assert_quantized_from(result, fast, out_block_size, path)
         if path != "sm75":  # one scale a row, out in squares
             x = operands(M, N, K, None)
             out = gemm.int8_gemm(*x, None, torch.float32, path=path)

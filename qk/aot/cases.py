@@ -177,7 +177,7 @@ def _gemm_sm90_cases(arch):
 def _gemm_sm90_decode_cases(arch):
     if arch != 90 or not hopper.AVAILABLE:
         return
-    for config, M, N in ("32", 32, 4096), ("64", 64, 4096), ("64 rows", 64, 28672), ("128", 128, 4096):
+    for config, M, N in ("32", 32, 4096), ("64", 64, 4096), ("128", 128, 4096), ("128 rows", 128, 28672):
         for block, bias, out in (128, "f16(4096)" if N == 4096 else None, "bf16"), (None, None, "f32"):
             problem = f"Problem({_gemm_operands(M, block, N)}, {bias}, {out}({M}, {N}), block_size={block})"
             # a consumer's product of 128 columns of K: four instructions
