@@ -312,7 +312,7 @@ def main(argv=None, here=here, measure=bench.measure):
 
 if __name__ == "__main__":
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        from torch.distributed.elastic.multiprocessing.errors import record
+        from torch.distributed.elastic.multiprocessing import errors
 
-        main = record(main)  # torchrun says with which error a process has ended
+        main = errors.record(main)  # torchrun says with which error a process has ended
     sys.exit(main())
