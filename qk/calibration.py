@@ -270,7 +270,8 @@ def _inverse_factor(second_moment):
     """The upper triangular U with S^-1 = U^T U."""
     # backwards, S = R R^T with R upper triangular: then U is the inverse of R
     lower, failed = torch.linalg.cholesky_ex(second_moment.flip(0, 1))
-    if failed:
+    # cuSOLVER says nothing where only the last pivot is negative
+    if failed or not lower.diagonal().isfinite().all():
         raise ValueError("second_moment has a negative eigenvalue; it takes a sum of x^T x, or a larger damping")
     eye = torch.eye(len(second_moment), dtype=torch.float64, device=second_moment.device)
     return torch.linalg.solve_triangular(lower.flip(0, 1), eye, upper=True)

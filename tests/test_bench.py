@@ -670,7 +670,6 @@ def test_what_refuses_or_cannot_be_captured_on_the_gpu():
     assert timings == {"qk": "graph", "waits": "events", "refuses": None, "copy": "graph"}
     assert rows["refuses"]["unavailable"] == "RuntimeError: needs M > 16"
     assert rows["qk"]["speedup_over"].keys() == {"waits"}
-    torch.randn(3, device="cuda")  # the failed capture has let go of the generator
 
 
 @gpu

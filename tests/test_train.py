@@ -1,8 +1,11 @@
 """The job `train`: its contenders compute the same step, and its rows say what they hold."""
 
+import weakref
+
 import pytest
 import torch
 from cases import gpu
+from torch.autograd.graph import get_gradient_edge
 
 from qk import bench
 from qk.bench import __main__ as command
@@ -59,6 +62,20 @@ def test_a_step_in_int8_is_one_in_bfloat16(cases, part):
         assert 64 * (64 + 256) <= int8["saved_bytes"] < 0.55 * plain["saved_bytes"]
     else:
         assert int8["saved_bytes"] < 0.75 * plain["saved_bytes"]
+
+
+def test_what_is_counted_is_let_go_of():
+    """A graph of autograd that stays would spoil captures into CUDA graphs."""
+    model, x, seen = train.FeedForward(32), torch.randn(64, 32, requires_grad=True), []
+
+    def call(x):
+        out = model(x)
+        seen.append(weakref.ref(out))
+        get_gradient_edge(x).node.metadata["seen"] = True
+        return out
+
+    assert train.saved_bytes(model, call, x) > 0 and seen[0]() is None
+    assert "seen" not in get_gradient_edge(x).node.metadata
 
 
 def test_compiled_code_serves_all_cases_of_a_model(monkeypatch):

@@ -250,16 +250,8 @@ def replay_of(call, sets):
         return _capture(call, sets).replay, len(sets), "graph"
     except RuntimeError:
         torch.cuda.synchronize()
-        _free_generator()
         turns = itertools.cycle(sets)
         return lambda: call(*next(turns)), 1, "events"
-
-
-def _free_generator():
-    """A capture that failed leaves torch's generator waiting for its end: no random number could be drawn any more."""
-    fresh = torch.Generator("cuda")
-    fresh.manual_seed(torch.initial_seed())
-    torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_set_state(fresh.graphsafe_get_state())
 
 
 def _cold_lines():

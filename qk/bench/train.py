@@ -101,8 +101,8 @@ def saved_bytes(model, call, x):
     def pack(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = tensor  # it stays, or another would come to lie there
-        return tensor
+            kept[storage.data_ptr()] = tensor.detach()  # it stays, or another would come to lie there
+        return tensor.detach()  # a result itself would keep alive what it is kept by, and all of its graph
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = call(x)
