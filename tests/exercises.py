@@ -12,6 +12,7 @@ import nbformat
 FOLDER = Path(__file__).parent / "wrong_answers"
 FEWEST = 6  # wrong answers of an exercise
 MASK = "missing or too wide?"  # the end of what course.launch says
+READS = "load's mask"  # what it says where only a load goes too far
 STUB = re.compile(r"# your answer")
 CHECK = re.compile(r"course\.check\(\s*(\w+)")
 SOLUTION = re.compile(r"<summary>Solution.*?```python\n(.*?)```", re.DOTALL)

@@ -28,7 +28,9 @@ def llama():
 
 
 def vit():
-    return transformers.ViTForImageClassification(transformers.ViTConfig(**SIZES, image_size=16, patch_size=8, num_labels=32))
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(**SIZES, image_size=16, patch_size=8, num_labels=32)
+    )
 
 
 # what builds a model, how many layers it has, embeddings too, and inputs

@@ -380,6 +380,14 @@ def test_tile_order_is_that_of_the_kernel():
         assert order[group * 2 + tile % 6 % rows, tile % 6 // rows] == tile
 
 
+def test_a_second_line_has_its_label_s_colour():
+    points = [(1, 2), (9, 3)]
+    (ax,) = course.curves({"a": points, "b": points}, "t", "x", "y", dashed={"b": [(1, 1), (9, 2)]}).axes
+    a, b, second = ax.lines
+    assert second.get_color() == b.get_color() != a.get_color() and list(second.get_ydata()) == [1, 2]
+    assert (b.get_linestyle(), second.get_linestyle()) == ("-", "--")
+
+
 def test_axes_that_sliders_do_not_move():
     def ends(fig):
         (ax,) = fig.axes

@@ -3,6 +3,8 @@
 import argparse
 import copy
 import datetime
+import faulthandler
+import gc
 import multiprocessing
 import re
 import subprocess
@@ -665,35 +667,48 @@ def test_torchrun_says_who_is_late(tmp_path):
 
 
 def _on_gpus(rank, file):
+    faulthandler.dump_traceback_later(280)
     torch.cuda.set_device(rank)
     how = {"timeout": datetime.timedelta(seconds=60), "world_size": 2, "rank": rank}
     dist.init_process_group("nccl", init_method=f"file://{file}", **how)
     mesh = DeviceMesh("cuda", [0, 1])
     for to in ("int8", "int4"):
-        whole = feed_forwards(to)
         for tokens in (6, 4096):  # sums by one collective, and by two
-            x = randn(tokens, 64, dtype=BF16)
-            expected, model = whole(x), cut(whole, mesh, PLAN)
-            out = model(x)
-            assert out.device.index == rank and same(model(x), out)
-            assert torch.linalg.norm((out - expected).float()) < 0.02 * torch.linalg.norm(expected.float())
-            assert same(cut(whole, mesh, BY_TOKENS)(here(x, 0, mesh)), here(out, 0, mesh))
-            up = ColwiseQuantized(output_layouts=Replicate())
-            assert same(cut(whole[0].up, mesh, up)(x), whole[0].up(x))
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                captured = model(x)
-            x.copy_(x.flip(0))
-            graph.replay()
-            assert same(captured, model(x))
-            compiled = torch.compile(model, fullgraph=True)(x)
-            assert torch.linalg.norm((compiled - captured).float()) < 0.02 * torch.linalg.norm(captured.float())
-            torch._dynamo.reset()
+            _compare_on_gpus(rank, mesh, to, tokens)
+    gc.collect()  # NCCL waits for the end of graphs that hold its kernels
     dist.destroy_process_group()
+
+
+def _compare_on_gpus(rank, mesh, to, tokens):
+    whole = feed_forwards(to)
+    x = randn(tokens, 64, dtype=BF16)
+    expected, model = whole(x), cut(whole, mesh, PLAN)
+    out = model(x)
+    assert out.device.index == rank and same(model(x), out)
+    assert torch.linalg.norm((out - expected).float()) < 0.02 * torch.linalg.norm(expected.float())
+    assert same(cut(whole, mesh, BY_TOKENS)(here(x, 0, mesh)), here(out, 0, mesh))
+    up = ColwiseQuantized(output_layouts=Replicate())
+    assert same(cut(whole[0].up, mesh, up)(x), whole[0].up(x))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = model(x)
+    x.copy_(x.flip(0))
+    graph.replay()
+    assert same(captured, model(x))
+    compiled = torch.compile(model, fullgraph=True)(x)
+    assert torch.linalg.norm((compiled - captured).float()) < 0.02 * torch.linalg.norm(captured.float())
+    torch._dynamo.reset()
 
 
 @gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus(tmp_path):
-    torch.multiprocessing.start_processes(_on_gpus, (tmp_path / "store",), 2, start_method="spawn")
+    processes = torch.multiprocessing.start_processes(_on_gpus, (tmp_path / "store",), 2, False, start_method="spawn")
+    end = time.monotonic() + 300
+    try:
+        while not processes.join(1):  # raises what one of them raised
+            assert time.monotonic() < end, "they wait for each other: see what they were at"
+    finally:
+        for process in processes.processes:
+            process.kill()

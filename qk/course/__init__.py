@@ -1,5 +1,7 @@
 """What the notebooks show, and how they check answers: `from qk import course`."""
 
+import warnings
+
 from qk.course import charts, exercises, figures, trace
 from qk.course.charts import *  # noqa: F403
 from qk.course.exercises import *  # noqa: F403
@@ -8,3 +10,6 @@ from qk.course.trace import *  # noqa: F403
 from qk.course.windows import OutOfBounds  # noqa: F401
 
 __all__ = sorted(["OutOfBounds", *charts.__all__, *exercises.__all__, *figures.__all__, *trace.__all__])
+
+# torch says so, once, at the first backward pass on a GPU: its thread is new there. It would be in a page's output.
+warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")

@@ -553,14 +553,17 @@ def scale_cost(curves, title="What smaller blocks cost, and what they buy", xlim
 
 
 @style()
-def curves(lines, title, xlabel, ylabel, dots=None, mark=None, level=None, log=True, yardsticks=None, ylim=None):
-    """lines, dots, yardsticks: {label: [(x, y), ...]}, one colour a label; mark, level: an x, a y to draw a line at.
+def curves(
+    lines, title, xlabel, ylabel, dots=None, mark=None, level=None, log=True, yardsticks=None, ylim=None, dashed=None
+):
+    """lines, dots, dashed: {label: [(x, y), ...]}, one colour a label; mark, level: an x, a y to draw a line at.
 
     Axes are logarithmic (but not that of a y that varies little), or, with log=False, linear; x may then be text. With
     log="x" only that of x is.
-    yardsticks: what the rest is measured by, dashed. ylim: the ends of y, so that sliders don't move them.
+    dashed: second lines of labels that have one. yardsticks: what the rest is measured by, dashed too, in a colour of
+    their own. ylim: the ends of y, so that sliders don't move them.
     """
-    dots = dots or {}
+    dots, dashed = dots or {}, dashed or {}
     labels = list(dict.fromkeys([*lines, *dots]))
     fig, ax = subplots(8, 4)
     for label, color in zip(labels, (*CYCLE, VERMILION, SKY, GREY), strict=False):
@@ -569,6 +572,8 @@ def curves(lines, title, xlabel, ylabel, dots=None, mark=None, level=None, log=T
         if label in dots:
             name = None if label in lines else label
             ax.plot(*zip(*dots[label], strict=True), "o", color=color, markersize=5, label=name)
+        if label in dashed:
+            ax.plot(*zip(*dashed[label], strict=True), "--", color=color)
     for (label, points), look in zip((yardsticks or {}).items(), ("--", ":", "-."), strict=False):
         ax.plot(*zip(*points, strict=True), **DASHED | {"linestyle": look, "linewidth": 1.5}, label=label)
     if mark is not None:

@@ -54,7 +54,7 @@ ANSWERS = {
     "stage": [
         ("missing or too wide?", KERNEL.replace(", mask=mask, other=0.0", "").replace(", mask=mask)", ")")),
         ("past the end of out_ptr", changed(KERNEL, "partner - x), mask=mask)", "partner - x))")),
-        ("missing or too wide?", KERNEL.replace(", mask=mask, other=0.0", "")),
+        ("load's mask", KERNEL.replace(", mask=mask, other=0.0", "")),
         ("not the other way", changed(KERNEL, "partner - x", "x - partner")),
         (
             "both of a pair became the sum",

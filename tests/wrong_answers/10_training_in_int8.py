@@ -80,7 +80,7 @@ ANSWERS = {
     "round_by_chance": [
         ("missing or too wide?", KERNEL.replace(", mask=mask, other=0.0", "").replace(", mask=mask)", ")")),
         ("past the end of codes_ptr", changed(KERNEL, "tl.int8), mask=mask)", "tl.int8))")),
-        ("missing or too wide?", KERNEL.replace(", mask=mask, other=0.0", "")),
+        ("load's mask", KERNEL.replace(", mask=mask, other=0.0", "")),
         ("what does the last step do to it?", changed(KERNEL, "tl.floor(value + u)", "(value + u)")),
         ("half a step too much", changed(KERNEL, "value + u", "value + u + 0.5")),
         ("u must decide", changed(KERNEL, "value + u", "value + 0.5")),
