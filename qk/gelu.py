@@ -290,9 +290,10 @@ def _int8_gelu_square_kernel(
     for i in range(TILES):
         x = load_tile(x_ptr, row + i * ROWS, column, M, K, stride_xm, ROWS, BLOCK)
         largest = tl.maximum(largest, _largest(x, DOWN, ACROSS))
-    # right of 0 all rise, left of it none comes to -0.28: there, nothing needs to be looked up
+    # Activations rise right of 0, and left of it none comes to -0.28. So of a square that has more than that, the
+    # largest code says it all. (A scale below 0 turns codes round; then the largest is left of 0, or below 0 itself.)
     bits = magnitude_bits(_looked_up(table, largest, DOWN, ACROSS))
-    if tl.min(tl.min(bits, 1), 0) < 0x3E8F5C29 or tl.max(tl.max(largest, 1), 0) < 0:
+    if tl.min(tl.min(bits, 1), 0) < 0x3E8F5C29 or tl.min(tl.min(largest, 1), 0) < 0:
         bits = tl.zeros((DOWN, ACROSS), tl.int32)
         for i in range(TILES):
             if TILES > 1:

@@ -609,6 +609,9 @@ def test_two_times_says_which_decides():
         ]
     }
     calls = {"int8": ("chain", "qk", 1, 64, 64), "16 bits": ("chain", "bf16", 1, 64, 64), "no": ("chain", "qk", 9)}
+    record["results"].append(record["results"][0] | {"us": 90.0, "options": {"group_size": 32}})
+    assert "90 µs a call: the GPU decides" in texts(course.two_times(record, calls, "t", group_size=32))
+    record["results"].pop()
     found = texts(course.two_times(record, calls, "t"))
     assert {"30 µs a call: the host decides", "40 µs a call: the GPU decides"} <= set(found)
     assert any("No measurement" in text for text in texts(course.two_times(None, calls, "t")))

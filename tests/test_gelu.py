@@ -288,6 +288,25 @@ def test_squares_equal_the_reference(activation):
     assert_backward(randn(40, 70, dtype=torch.float16), None, *squares(40, 70), activation=activation)
 
 
+@pytest.mark.parametrize(
+    ("lowest", "highest", "scale"),
+    [
+        ((-127, -127), (127, 127), (0.05, 0.05)),
+        ((-127, -127), (127, -3), (0.05, 0.05)),  # left of 0
+        ((-127, -127), (127, 127), (0.05, 0.002)),  # near 0
+        ((-127, -127), (127, 100), (0.05, -0.05)),  # a scale below 0 turns codes round
+        ((-127, -127), (127, -30), (0.05, -0.05)),
+        ((-127, -127), (-30, -30), (-0.05, -0.05)),
+    ],
+)
+def test_the_largest_of_two_squares(lowest, highest, scale, configure):
+    configure(gelu, 2048, 64, 64)  # both in one tile, and nothing else
+    each = [torch.randint(low, high + 1, (32, 32)) for low, high in zip(lowest, highest, strict=True)]
+    x, x_scale = torch.cat(each, 1).to(torch.int8).to(DEVICE), torch.tensor([scale], device=DEVICE)
+    values = activate(weight_dequant_ref(x, x_scale, 32, torch.float32), "gelu")
+    assert_near(int8_gelu(x, x_scale, 32), int8_gelu_ref(x, x_scale, 32), values)
+
+
 @pytest.mark.parametrize("config", [(2048, 64, 64), (4096, 4096, 64)], ids=str)
 @pytest.mark.usefixtures("poison")
 def test_backward_of_any_tiles(config, configure):

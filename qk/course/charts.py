@@ -213,12 +213,15 @@ def gemm_gains(record, op, weight, names, **options):
 
 
 @style()
-def two_times(record, calls, title):
+def two_times(record, calls, title, **options):
     """calls: {label: (op, contender, *shape)}: how long each keeps the GPU busy, and how long the host that calls it.
 
-    Called again and again, the longer of the two decides.
+    Called again and again, the longer of the two decides. options: only results with these, e.g. group_size=128.
     """
-    rows = {(row["op"], row["contender"], *row["shape"]): row for row in _results(record) if "wall_us" in row}
+    rows = {
+        (row["op"], row["contender"], *row["shape"]): row for row in _results(record)
+        if "wall_us" in row and options.items() <= row.get("options", {}).items()
+    }  # fmt: skip
     found = {label: rows[call] for label, call in calls.items() if call in rows}
     if not found:
         return _not_measured("the host's time")
