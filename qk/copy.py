@@ -28,6 +28,7 @@ _ORDER = (
     "host",
     "hopper",
     "gemm_epilogue",
+    "gemm_sm90_epilogue",
     "gemm_sm75",
     "gemm_sm80",
     "gemm_sm90",

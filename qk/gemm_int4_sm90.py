@@ -39,6 +39,7 @@ from .hopper import (
     keep_full,
     layout_function,
     mbarrier,
+    shared_sums,
     take_sums,
     tile_of,
     warpgroup_mma,
@@ -160,12 +161,13 @@ def _scales(
 @jit
 def _consume(
     WG: tl.constexpr, operands,
-    GROUP: tl.constexpr, WGS: tl.constexpr, SHARE_K: tl.constexpr, PERMUTE: tl.constexpr, BLOCK_M: tl.constexpr,
-    DOT_K: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr,
-    EARLY: tl.constexpr,
+    GROUP: tl.constexpr, WGS: tl.constexpr, SHARE_K: tl.constexpr, PERMUTE: tl.constexpr, DOTS: tl.constexpr,
+    STAGES: tl.constexpr, GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    x_bufs, w_bufs, sum_bufs, full, x_full, empty, sums_full, sums_empty = operands[:8]
-    absmax_ptr, bias_ptr, out_ptr, M, N, K, stride_an, stride_ag = operands[8:]
+    x_bufs, w_bufs, full, x_full, empty, shared = operands[:6]
+    absmax_ptr, bias_ptr, out_ptr, M, N, K, stride_an, stride_ag = operands[6:]
+    BLOCK_M: tl.constexpr = x_bufs.shape[1]
+    DOT_K: tl.constexpr = x_bufs.shape[2]
     layout: tl.constexpr = _sums_layout(BLOCK_M)
     ROWS: tl.constexpr = _WG_N if SHARE_K else WGS * _WG_N
     STRIDE: tl.constexpr = WGS if SHARE_K else 1
@@ -219,10 +221,10 @@ def _consume(
             scale, _ = gl.broadcast(scale.expand_dims(1), acc)
             acc *= scale
         if SHARE_K and WG > 0:
-            give_sums(acc, sum_bufs, sums_full, sums_empty, round, WG)
+            give_sums(acc, shared, round, WG)
         else:
             if SHARE_K:
-                acc = take_sums(acc, sum_bufs, sums_full, sums_empty, round, WGS)
+                acc = take_sums(acc, shared, round, WGS)
             if HAS_BIAS:
                 acc += gl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(gl.float32).expand_dims(1)
             offs_m = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
@@ -253,16 +255,11 @@ def _int4_gemm_sm90_kernel(
     full = barriers(STAGES, 1)
     x_full = barriers(STAGES, 1)
     empty = barriers(STAGES, 1 if SHARE_K else WGS)
-    sum_bufs = x_bufs
-    sums_full = full
-    sums_empty = full
+    shared = ()
     if SHARE_K:
-        plain: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        sum_bufs = gl.allocate_shared_memory(gl.float32, [WGS - 1, _WG_N, BLOCK_M], plain)
-        sums_full = barriers(WGS - 1, 1)
-        sums_empty = barriers(WGS - 1, 1)
+        shared = shared_sums(WGS, _WG_N, BLOCK_M, gl.float32)
     consume = (
-        x_bufs, w_bufs, sum_bufs, full, x_full, empty, sums_full, sums_empty,
+        x_bufs, w_bufs, full, x_full, empty, shared,
         absmax_ptr, bias_ptr if HAS_BIAS else absmax_ptr, out_ptr, M, N, K, stride_an, stride_ag,
     )  # fmt: skip
     # without PERMUTE the kernel before is `_permute_kernel`, which had waited for all before itself
@@ -272,15 +269,9 @@ def _int4_gemm_sm90_kernel(
         permute = (x_bufs, full, x_full, M, N, K)
         gl.warp_specialize(
             [
-                (_consume, (
-                    0, consume, GROUP, WGS, SHARE_K, PERMUTE, BLOCK_M, DOT_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY,
-                )),
-                (_consume, (
-                    1, consume, GROUP, WGS, SHARE_K, PERMUTE, BLOCK_M, DOT_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY,
-                )),
-                (_consume, (
-                    2, consume, GROUP, WGS, SHARE_K, PERMUTE, BLOCK_M, DOT_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY,
-                )),
+                (_consume, (0, consume, GROUP, WGS, SHARE_K, PERMUTE, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
+                (_consume, (1, consume, GROUP, WGS, SHARE_K, PERMUTE, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
+                (_consume, (2, consume, GROUP, WGS, SHARE_K, PERMUTE, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
                 (_permute, (permute, ROWS, DOT_K, DOTS, STAGES)),
                 (keep_full, (produce, DOTS, STAGES, GROUP_M, PERMUTE, EARLY)),
             ],
@@ -289,15 +280,9 @@ def _int4_gemm_sm90_kernel(
     elif WGS == 3:
         gl.warp_specialize(
             [
-                (_consume, (
-                    0, consume, GROUP, WGS, SHARE_K, PERMUTE, BLOCK_M, DOT_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY,
-                )),
-                (_consume, (
-                    1, consume, GROUP, WGS, SHARE_K, PERMUTE, BLOCK_M, DOT_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY,
-                )),
-                (_consume, (
-                    2, consume, GROUP, WGS, SHARE_K, PERMUTE, BLOCK_M, DOT_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY,
-                )),
+                (_consume, (0, consume, GROUP, WGS, SHARE_K, PERMUTE, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
+                (_consume, (1, consume, GROUP, WGS, SHARE_K, PERMUTE, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
+                (_consume, (2, consume, GROUP, WGS, SHARE_K, PERMUTE, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
                 (keep_full, (produce, DOTS, STAGES, GROUP_M, PERMUTE, EARLY)),
             ],
             [4, 4, 1], [REGISTERS, REGISTERS, 32],
@@ -306,12 +291,8 @@ def _int4_gemm_sm90_kernel(
         gl.static_assert(WGS == 2)
         gl.warp_specialize(
             [
-                (_consume, (
-                    0, consume, GROUP, WGS, SHARE_K, PERMUTE, BLOCK_M, DOT_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY,
-                )),
-                (_consume, (
-                    1, consume, GROUP, WGS, SHARE_K, PERMUTE, BLOCK_M, DOT_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY,
-                )),
+                (_consume, (0, consume, GROUP, WGS, SHARE_K, PERMUTE, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
+                (_consume, (1, consume, GROUP, WGS, SHARE_K, PERMUTE, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
                 (keep_full, (produce, DOTS, STAGES, GROUP_M, PERMUTE, EARLY)),
             ],
             [4, 1], [REGISTERS, 32],

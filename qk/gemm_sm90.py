@@ -27,20 +27,17 @@ codes, 1.3e-4 on normal data, 1.2e-3 where outlier channels are 50 times as larg
 
 With one scale a row there is nothing to rescale in the loop: the int32 sums stay in the tensor cores' registers.
 
-The sums of a tile get bias and activation where they are, are rounded to out's dtype or quantized to int8 with a scale
-for each 1 x OUT_BLOCK (four threads hold a row), and leave by TMA through shared memory, 128 bytes of a row at a time.
-A square of 128 x 128 has 64 rows in each consumer: the two write their warps' maxima down and wait for each other's.
+What becomes of a tile's sums is in `qk/gemm_sm90_epilogue.py`.
 """
 
 from typing import NamedTuple
 
 import triton.language as tl
 
+from .gemm_sm90_epilogue import HALF, WG_M, finish, maxima_exchange
 from .hopper import (
     AVAILABLE,
-    barrier,
     descriptor,
-    fence_async_shared,
     gl,
     jit,
     mbarrier,
@@ -48,7 +45,6 @@ from .hopper import (
     tile_of,
     tma,
     tma_load,
-    tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
     with_aligned_rows,
@@ -68,9 +64,6 @@ _CONFIGS = {"wide": _Tile(256, stages=2, group_m=8), "narrow": _Tile(128, stages
 
 _BLOCK_M = tl.constexpr(128)
 _BLOCK_K = tl.constexpr(128)  # also the block of the scales
-_WG_M = tl.constexpr(64)  # rows of a consumer
-_HALF = tl.constexpr(128)  # columns of a product
-_WARPS = tl.constexpr(4)  # of a consumer
 _SCALES = tl.constexpr(32)  # of squares, loaded at a time for two that are used: TMA writes to multiples of 128 bytes
 _SPAN = tl.constexpr(16)  # fast mode: K blocks between two corrections
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23
@@ -97,7 +90,7 @@ def _producer(
     HALVES: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """Keeps the ring full. A stage is a pair of K blocks; beyond the matrix, TMA fills in zeros."""
-    BLOCK_N: tl.constexpr = HALVES * _HALF
+    BLOCK_N: tl.constexpr = HALVES * HALF
     ROW_SCALES: tl.constexpr = not PER_TOKEN and not A_SQUARE
     BYTES: tl.constexpr = (_BLOCK_M + BLOCK_N) * _BLOCK_K + (4 * _BLOCK_M if ROW_SCALES else 0)
     SQUARES: tl.constexpr = HALVES + (1 if A_SQUARE else 0)
@@ -121,7 +114,7 @@ def _producer(
                 block = 2 * stage + u
                 tma_load(b_desc, [tile_n * BLOCK_N, (k + u) * _BLOCK_K], ready, b_bufs.index(block))
                 for wg in gl.static_range(2):
-                    row = tile_m * _BLOCK_M + wg * _WG_M
+                    row = tile_m * _BLOCK_M + wg * WG_M
                     if ROW_SCALES:
                         tma_load(a_scale_desc, [k + u, row], ready, scale_bufs.index(2 * block + wg))
                     tma_load(a_desc, [row, (k + u) * _BLOCK_K], ready, a_bufs.index(2 * block + wg))
@@ -176,8 +169,8 @@ def _scales(
         s1 = scale_bufs.index(stage * _SCALES + (k & 2)).load(layout)
         s2 = scale_bufs.index(stage * _SCALES + (k & 2) + 1).load(layout)
     else:
-        s1 = scale_bufs.index(4 * stage + WG).reshape([_WG_M]).load(layout)
-        s2 = scale_bufs.index(4 * stage + 2 + WG).reshape([_WG_M]).load(layout)
+        s1 = scale_bufs.index(4 * stage + WG).reshape([WG_M]).load(layout)
+        s2 = scale_bufs.index(4 * stage + 2 + WG).reshape([WG_M]).load(layout)
     place = (HALVES * stage + half) * _SCALES + (k & 2)
     s1 *= b_scale_bufs.index(place).load(layout)
     s2 *= b_scale_bufs.index(place + 1).load(layout)
@@ -200,11 +193,11 @@ def _sum_scaled_blocks(
     other = turn[1 - WG]
     use_first = never if EXACT else True  # does a pair's first product add to what the registers hold?
     use_second = never if EXACT else True
-    product = gl.full([_WG_M, _HALF], 0, gl.int32, layout)
-    sums0 = gl.full([_WG_M, _HALF], 0.0, gl.float32, layout)
-    sums1 = gl.full([_WG_M, _HALF], 0.0, gl.float32, layout)
+    product = gl.full([WG_M, HALF], 0, gl.int32, layout)
+    sums0 = gl.full([WG_M, HALF], 0.0, gl.float32, layout)
+    sums1 = gl.full([WG_M, HALF], 0.0, gl.float32, layout)
     SPAN: tl.constexpr = 1 << 24 if EXACT else _SPAN
-    SCALED: tl.constexpr = 1 if A_SQUARE else _WG_M.value
+    SCALED: tl.constexpr = 1 if A_SQUARE else WG_M.value
     for first in range(0, KB, SPAN):
         offset0 = gl.full([SCALED], 0.0, gl.float32, row_layout)
         offset1 = gl.full([SCALED], 0.0, gl.float32, row_layout)
@@ -268,8 +261,8 @@ def _sum_all(
     WG: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr, layout: tl.constexpr,
 ):  # fmt: skip
     """-> int32 sums [64, 128] over the whole of K of the two halves (of one: the second stays 0), stage, phase."""
-    sums0 = gl.full([_WG_M, _HALF], 0, gl.int32, layout)
-    sums1 = gl.full([_WG_M, _HALF], 0, gl.int32, layout)
+    sums0 = gl.full([WG_M, HALF], 0, gl.int32, layout)
+    sums1 = gl.full([WG_M, HALF], 0, gl.int32, layout)
     for k in range(0, KB, 2):
         for u in gl.static_range(2):
             mbarrier.wait(full[u].index(stage), phase)
@@ -294,232 +287,6 @@ def _sum_all(
 
 
 @jit
-def _gelu(x):
-    """x * (1 + erf(x / sqrt 2)) / 2, to 5e-8; the left tail to 3e-4 of itself."""
-    # As in numerics.py: max(x, 0) - |x| * Q(|x|), log2 Q a polynomial, which falls on beyond where Q is 0.
-    # (libdevice's erf takes more registers.)
-    t = gl.abs(x)
-    log2_q = gl.fma(t, -5.9330125e-07, 9.920431e-06)
-    log2_q = gl.fma(log2_q, t, -3.0710635e-05)
-    log2_q = gl.fma(log2_q, t, -0.0005623476)
-    log2_q = gl.fma(log2_q, t, 0.00771331)
-    log2_q = gl.fma(log2_q, t, -0.05305175)
-    log2_q = gl.fma(log2_q, t, -0.45895657)
-    log2_q = gl.fma(log2_q, t, -1.1511579)
-    log2_q = gl.fma(log2_q, t, -0.9999964)
-    return gl.fma(t, -gl.exp2(log2_q), gl.where(x > 0, x, 0.0))
-
-
-@jit
-def _activate(x, ACTIVATION: tl.constexpr):
-    if ACTIVATION == "gelu":
-        x = _gelu(x)
-    elif ACTIVATION == "gelu_tanh":
-        x = x / (1.0 + gl.exp2(x * (-2.302208198 - 0.1029432397 * x * x)))  # -2 log2(e) sqrt(2 / pi), 0.044715 of it
-    elif ACTIVATION == "silu":
-        x = x / (1.0 + gl.exp2(-1.4426950408889634 * x))
-    return x
-
-
-@jit
-def _halves(x):
-    """The left and the right half of a tile's columns; each thread has some of both."""
-    return x.reshape([_WG_M, 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
-
-
-@jit
-def _add_bias_and_activate(x, bias_ptr, column, N, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr):
-    WIDTH: tl.constexpr = x.shape[1]
-    if WIDTH > 32 and (HAS_BIAS or ACTIVATION is not None):  # in parts: all at once would take too many registers
-        left, right = _halves(x)
-        left = _add_bias_and_activate(left, bias_ptr, column, N, HAS_BIAS, ACTIVATION)
-        right = _add_bias_and_activate(right, bias_ptr, column + WIDTH // 2, N, HAS_BIAS, ACTIVATION)
-        x = gl.join(left, right).permute([0, 2, 1]).reshape([_WG_M, WIDTH])
-    else:
-        if HAS_BIAS:
-            columns = column + gl.arange(0, WIDTH, gl.SliceLayout(0, x.type.layout))
-            # volatile: loaded when it is needed, not long before
-            bias = gl.load(bias_ptr + columns, mask=columns < N, other=0.0, volatile=True)
-            x += bias.to(gl.float32).expand_dims(0)
-        x = _activate(x, ACTIVATION)
-    return x
-
-
-@jit
-def _values(
-    sums, a_scale, b_scale_ptr, bias_ptr, column, N,
-    PER_TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-):  # fmt: skip
-    """Sums of 64 rows and 128 columns -> float32 results."""
-    x = sums
-    if PER_TOKEN:
-        columns = column + gl.arange(0, _HALF, gl.SliceLayout(0, sums.type.layout))
-        b_scale = gl.load(b_scale_ptr + columns, mask=columns < N, other=0.0)
-        x = x.to(gl.float32) * a_scale.expand_dims(1) * b_scale.expand_dims(0)
-    return _add_bias_and_activate(x, bias_ptr, column, N, HAS_BIAS, ACTIVATION)
-
-
-@jit
-def _larger(a, b):
-    return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@jit
-def _magnitude_bits(x, column, N, GROUP: tl.constexpr, RAGGED: tl.constexpr):
-    """The bits of the largest magnitude of each group of columns before N, NaN if there is one: [64, 128 / GROUP]."""
-    if RAGGED:
-        columns = column + gl.arange(0, _HALF, gl.SliceLayout(0, x.type.layout))
-        x = gl.where((columns < N).expand_dims(0), x, 0.0)
-    absmax = gl.reduce(gl.abs(x).reshape([_WG_M, _HALF // GROUP, GROUP]), 2, _larger)
-    return absmax.to(gl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@jit
-def _largest(a, b):
-    return gl.maximum(a, b)
-
-
-@jit
-def _write_maximum(bits, maxima, row, M, place, WG: tl.constexpr):
-    """The largest of the bits [64, 1] of each warp's rows before M -> a consumer's place in shared memory."""
-    rows = gl.arange(0, _WG_M, gl.SliceLayout(1, bits.type.layout)).expand_dims(1)
-    bits = gl.where(rows < M - row, bits, 0)
-    maxima.index(2 * place + WG).store(gl.reduce(bits.reshape([_WARPS, _WG_M // _WARPS]), 1, _largest))
-
-
-@jit
-def _read_maximum(bits, maxima, place):
-    """-> the largest of both consumers' rows, for each row."""
-    layout: tl.constexpr = gl.BlockedLayout([_WARPS], [32], [_WARPS], [0])
-    both = gl.maximum(maxima.index(2 * place).load(layout), maxima.index(2 * place + 1).load(layout))
-    return gl.full(bits.shape, gl.reduce(both, 0, _largest), gl.int32, bits.type.layout)
-
-
-@jit
-def _divide(QMAX: tl.constexpr, x):
-    """QMAX / x, correctly rounded, for normal x > 0 whose quotient is normal too."""
-    # The steps of div.rn, less its slow path for other operands, which would cost registers: with the mantissa in
-    # [2, 4) nothing overflows, and the power of two is put back at the end.
-    bits = x.to(gl.int32, bitcast=True)
-    mantissa = ((bits & 0x7FFFFF) | 0x40000000).to(gl.float32, bitcast=True)
-    power = (0x7F800000 - (bits & 0x7F800000)).to(gl.float32, bitcast=True)
-    r = 1.0 / mantissa
-    r = gl.fma(gl.fma(-mantissa, r, 1.0), r, r)
-    q = QMAX * r
-    return gl.fma(gl.fma(-mantissa, q, QMAX), r, q) * power
-
-
-@jit
-def _scale(
-    bits, out_scale_ptr, row, column, M, N,
-    OUT_BLOCK: tl.constexpr, OUT_SQUARE: tl.constexpr, K_MAJOR: tl.constexpr,
-):  # fmt: skip
-    """What _magnitude_bits found -> 127 / absmax, 1 where that is 0, 0 where it isn't finite; stores the scales."""
-    layout: tl.constexpr = bits.type.layout
-    absmax = bits.to(gl.float32, bitcast=True)
-    finite = bits < 0x7F800000
-    usable = finite & (absmax >= 3.8e-37)
-    inverse = _divide(127.0, gl.where(usable, absmax, 127.0))
-    absmax = gl.where(finite, gl.where(usable, absmax, 0.0), float("nan"))
-    scale = absmax * 0.007874015718698502  # the float next to 1 / 127
-    scale = gl.fma(gl.fma(scale, -127.0, absmax), 0.007874015718698502, scale)  # absmax / 127, correctly rounded
-    rows = gl.arange(0, _WG_M, gl.SliceLayout(1, layout)).expand_dims(1)
-    groups = gl.arange(0, bits.shape[1], gl.SliceLayout(0, layout)).expand_dims(0)
-    count = gl.cdiv(N, OUT_BLOCK)
-    first = column // OUT_BLOCK
-    if OUT_SQUARE:  # all rows have the same: the first of a square stores it
-        M = gl.where(row % OUT_BLOCK == 0, row + 1, 0)
-        out_scale_ptr += (row // OUT_BLOCK).to(gl.int64) * count + first
-        offsets = rows.to(gl.int64) * count + groups
-    elif K_MAJOR:
-        out_scale_ptr += first.to(gl.int64) * M + row
-        offsets = groups.to(gl.int64) * M + rows
-    else:
-        out_scale_ptr += row.to(gl.int64) * count + first
-        offsets = rows.to(gl.int64) * count + groups
-    gl.store(out_scale_ptr + offsets, scale, mask=(rows < M - row) & (groups < count - first))
-    return gl.where(finite, inverse, 0.0)
-
-
-@jit
-def _codes(x, inverse):
-    """float32 [64, 128] -> int8 codes, rounded to nearest even; 0 where the group isn't finite."""
-    GROUPS: tl.constexpr = inverse.shape[1]
-    # near _MAGIC a float has no fraction bits: the addition rounds, and the sum's low byte is the code
-    codes = x.reshape([_WG_M, GROUPS, _HALF // GROUPS]) * inverse.expand_dims(2) + _MAGIC
-    codes = gl.where(inverse.expand_dims(2) > 0, codes.to(gl.int32, bitcast=True), 0)
-    return codes.to(gl.int8).reshape([_WG_M, _HALF])
-
-
-@jit
-def _store(x, out_desc, out_bufs, row, column, WG: tl.constexpr, FIRST: tl.constexpr):
-    """Sends columns of a tile, from its column FIRST on, to out by TMA, which leaves out what is outside the matrix."""
-    WIDTH: tl.constexpr = x.shape[1]
-    PIECE: tl.constexpr = out_bufs.shape[2]
-    BUFS: tl.constexpr = out_bufs.shape[0] // 2  # of a consumer, in turn
-    if WIDTH > PIECE:
-        left, right = _halves(x)
-        _store(left, out_desc, out_bufs, row, column, WG, FIRST)
-        _store(right, out_desc, out_bufs, row, column, WG, FIRST + WIDTH // 2)
-    else:
-        buf = out_bufs.index(BUFS * WG + FIRST // PIECE % BUFS)
-        tma.store_wait(BUFS - 1)
-        buf.store(x)
-        fence_async_shared()
-        tma_store(out_desc, [row, column + FIRST], buf)
-
-
-@jit
-def _finish(
-    sums, a_scale, b_scale_ptr, bias_ptr, out_desc, out_bufs, out_scale_ptr, exchange, t, row, column, M, N,
-    WG: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    OUT_BLOCK: tl.constexpr, OUT_SQUARE: tl.constexpr, K_MAJOR: tl.constexpr, RAGGED: tl.constexpr,
-):  # fmt: skip
-    """The sums of the tile's halves -> out and, if it is quantized, out_scale."""
-    if OUT_SQUARE:
-        HALVES: tl.constexpr = len(sums)
-        maxima, written = exchange
-        # Tiles take turns at two places. Before a consumer writes to one again, it has waited for the other at the tile
-        # between, where that one came after it had read this one.
-        turn = t // gl.num_programs(0) & 1
-        xs = ()
-        all_bits = ()
-        for half in gl.static_range(HALVES):
-            first = column + half * _HALF
-            x = _values(sums[half], a_scale, b_scale_ptr, bias_ptr, first, N, PER_TOKEN, HAS_BIAS, ACTIVATION)
-            bits = _magnitude_bits(x, first, N, 128, RAGGED)
-            _write_maximum(bits, maxima, row, M, turn * HALVES + half, WG)
-            xs = xs + (x,)
-            all_bits = all_bits + (bits,)
-        barrier()  # all warps have written; one thread says so
-        mbarrier.arrive(written, count=1)
-        mbarrier.wait(written, turn)
-        for half in gl.static_range(HALVES):
-            bits = _read_maximum(all_bits[half], maxima, turn * HALVES + half)
-            inverse = _scale(bits, out_scale_ptr, row, column + half * _HALF, M, N, 128, True, False)
-            _store(_codes(xs[half], inverse), out_desc, out_bufs, row, column, WG, half * _HALF)
-    elif OUT_BLOCK == 256:
-        x0 = _values(sums[0], a_scale, b_scale_ptr, bias_ptr, column, N, PER_TOKEN, HAS_BIAS, ACTIVATION)
-        x1 = _values(sums[1], a_scale, b_scale_ptr, bias_ptr, column + _HALF, N, PER_TOKEN, HAS_BIAS, ACTIVATION)
-        bits = _magnitude_bits(x0, column, N, 128, RAGGED)
-        bits = gl.maximum(bits, _magnitude_bits(x1, column + _HALF, N, 128, RAGGED))
-        inverse = _scale(bits, out_scale_ptr, row, column, M, N, 256, False, K_MAJOR)
-        _store(_codes(x0, inverse), out_desc, out_bufs, row, column, WG, 0)
-        _store(_codes(x1, inverse), out_desc, out_bufs, row, column, WG, 128)
-    else:
-        for half in gl.static_range(len(sums)):
-            first = column + half * _HALF
-            x = _values(sums[half], a_scale, b_scale_ptr, bias_ptr, first, N, PER_TOKEN, HAS_BIAS, ACTIVATION)
-            if OUT_BLOCK is None:
-                out = x.to(out_desc.dtype)
-            else:
-                bits = _magnitude_bits(x, first, N, OUT_BLOCK, RAGGED)
-                inverse = _scale(bits, out_scale_ptr, row, first, M, N, OUT_BLOCK, False, K_MAJOR)
-                out = _codes(x, inverse)
-            _store(out, out_desc, out_bufs, row, column, WG, half * _HALF)
-
-
-@jit
 def _consumer(
     WG: tl.constexpr, a_bufs, b_bufs, scale_bufs, b_scale_bufs, out_bufs, full, empty, turn, exchange,
     out_desc, out_scale_ptr, a_scale_ptr, b_scale_ptr, bias_ptr, M, N, KB,
@@ -528,7 +295,7 @@ def _consumer(
     RAGGED: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     layout: tl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
-    BLOCK_N: tl.constexpr = HALVES * _HALF
+    BLOCK_N: tl.constexpr = HALVES * HALF
     tiles_m = gl.cdiv(M, _BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N)
     # it is (`supports_sm90`); now the compiler knows that masks hold for pairs of columns, and loads pairs
@@ -538,14 +305,14 @@ def _consumer(
     phase = 0
     for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         tile_m, tile_n = tile_of(t, tiles_m, tiles_n, GROUP_M)
-        row = tile_m * _BLOCK_M + WG * _WG_M
+        row = tile_m * _BLOCK_M + WG * WG_M
         column = tile_n * BLOCK_N
         a_scale = None
         if PER_TOKEN:
             sums0, sums1, stage, phase = _sum_all(
                 stage, phase, a_bufs, b_bufs, full, empty, KB, WG, HALVES, STAGES, layout
             )
-            rows = row + gl.arange(0, _WG_M, gl.SliceLayout(1, layout))
+            rows = row + gl.arange(0, WG_M, gl.SliceLayout(1, layout))
             a_scale = gl.load(a_scale_ptr + rows, mask=rows < M, other=0.0)
         else:
             sums0, sums1, stage, phase = _sum_scaled_blocks(
@@ -553,7 +320,7 @@ def _consumer(
                 WG, EXACT, A_SQUARE, HALVES, STAGES, layout,
             )  # fmt: skip
         sums = (sums0, sums1) if HALVES == 2 else (sums0,)
-        _finish(
+        finish(
             sums, a_scale, b_scale_ptr, bias_ptr, out_desc, out_bufs, out_scale_ptr, exchange, t,
             row, column, M, N, WG, PER_TOKEN, HAS_BIAS, ACTIVATION, OUT_BLOCK, OUT_SQUARE, K_MAJOR, RAGGED,
         )  # fmt: skip
@@ -579,15 +346,15 @@ def _int8_gemm_sm90_kernel(
     RAGGED: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """a_scale, b_scale: descriptors of block scales, of a's rows K-major [KB, M]; with PER_TOKEN pointers, [M], [N]."""
-    a_bufs = gl.allocate_shared_memory(gl.int8, [4 * STAGES, _WG_M, _BLOCK_K], a_desc.layout)
-    b_bufs = gl.allocate_shared_memory(gl.int8, [2 * STAGES, HALVES * _HALF, _BLOCK_K], b_desc.layout)
-    out_bufs = gl.allocate_shared_memory(out_desc.dtype, [2 * HALVES, _WG_M, out_desc.block_shape[1]], out_desc.layout)
+    a_bufs = gl.allocate_shared_memory(gl.int8, [4 * STAGES, WG_M, _BLOCK_K], a_desc.layout)
+    b_bufs = gl.allocate_shared_memory(gl.int8, [2 * STAGES, HALVES * HALF, _BLOCK_K], b_desc.layout)
+    out_bufs = gl.allocate_shared_memory(out_desc.dtype, [2 * HALVES, WG_M, out_desc.block_shape[1]], out_desc.layout)
     one: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     scale_bufs = out_bufs
     if A_SQUARE:
         scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 1, _SCALES], a_scale.layout)
     elif not PER_TOKEN:
-        scale_bufs = gl.allocate_shared_memory(gl.float32, [4 * STAGES, 1, _WG_M], a_scale.layout)
+        scale_bufs = gl.allocate_shared_memory(gl.float32, [4 * STAGES, 1, WG_M], a_scale.layout)
     b_scale_bufs = scale_bufs
     a_scales = scale_bufs
     b_scales = scale_bufs
@@ -605,10 +372,7 @@ def _int8_gemm_sm90_kernel(
     turn = (turn0, turn1)
     exchange = ()
     if OUT_SQUARE:
-        maxima = gl.allocate_shared_memory(gl.int32, [4 * HALVES, _WARPS], one)
-        written = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        mbarrier.init(written, count=2)
-        exchange = (maxima, written)
+        exchange = maxima_exchange(HALVES)
     gl.warp_specialize(
         [
             (_consumer, (

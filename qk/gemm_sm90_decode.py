@@ -31,6 +31,7 @@ from .hopper import (
     jit,
     keep_full,
     mbarrier,
+    shared_sums,
     take_sums,
     tile_of,
     warpgroup_mma,
@@ -42,7 +43,7 @@ from .numerics import gdc_launch_dependents, gdc_wait
 
 __all__ = []
 
-_CONSUMER_N = tl.constexpr(64)  # rows of a consumer
+_WG_N = tl.constexpr(64)  # rows of a consumer
 _DOT_K = tl.constexpr(128)  # columns of K in a product, also the block of the scales
 
 
@@ -52,8 +53,8 @@ def _consume(
     PER_TOKEN: tl.constexpr, WGS: tl.constexpr, SHARE_K: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr,
     GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    a_bufs, b_bufs, scale_bufs, sum_bufs, full, empty, sums_given, sums_free = operands[:8]
-    a_scale, b_scale_ptr, bias_ptr, out_ptr, M, N, K, stride_bsn, stride_bsk = operands[8:]
+    a_bufs, b_bufs, scale_bufs, full, empty, shared = operands[:6]
+    a_scale, b_scale_ptr, bias_ptr, out_ptr, M, N, K, stride_bsn, stride_bsk = operands[6:]
     BLOCK_M: tl.constexpr = a_bufs.shape[1]
     ROWS: tl.constexpr = b_bufs.shape[1]
     STRIDE: tl.constexpr = WGS if SHARE_K else 1
@@ -68,14 +69,14 @@ def _consume(
     round = 0
     for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         tile_m, tile_n = tile_of(t, tiles_m, tiles_n, GROUP_M)
-        row = tile_n * ROWS + (0 if SHARE_K else WG * _CONSUMER_N)
-        offs_n = row + gl.arange(0, _CONSUMER_N, gl.SliceLayout(1, layout))
+        row = tile_n * ROWS + (0 if SHARE_K else WG * _WG_N)
+        offs_n = row + gl.arange(0, _WG_N, gl.SliceLayout(1, layout))
         offs_m = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
         mask_n = offs_n < N
         mask_m = offs_m < M
         # rows beyond the end have no scale; what they come to isn't stored
         b_scale_row = b_scale_ptr + gl.minimum(row // _DOT_K, (N - 1) // _DOT_K).to(gl.int64) * stride_bsn
-        acc = gl.full([_CONSUMER_N, BLOCK_M], 0, dtype, layout)
+        acc = gl.full([_WG_N, BLOCK_M], 0, dtype, layout)
         first = 0
         if SHARE_K:
             first += first_step(taken, WG, WGS)
@@ -91,13 +92,13 @@ def _consume(
             for d in gl.static_range(DOTS):
                 b = b_bufs.index(stage * DOTS + d)
                 if not SHARE_K:
-                    b = b.slice(WG * _CONSUMER_N, _CONSUMER_N, 0)
+                    b = b.slice(WG * _WG_N, _WG_N, 0)
                 a = a_bufs.index(stage * DOTS + d).permute([1, 0])
                 if PER_TOKEN:
                     acc = warpgroup_mma(b, a, acc, is_async=True)
                     acc = warpgroup_mma_wait(0, (acc,))
                 else:
-                    product = gl.full([_CONSUMER_N, BLOCK_M], 0, gl.int32, layout)
+                    product = gl.full([_WG_N, BLOCK_M], 0, gl.int32, layout)
                     product = warpgroup_mma(b, a, product, use_acc=False, is_async=True)
                     product = warpgroup_mma_wait(0, (product,))
                     scale = scale_bufs.index(stage * DOTS + d).reshape([BLOCK_M]).load(gl.SliceLayout(0, layout))
@@ -107,10 +108,10 @@ def _consume(
                     mbarrier.arrive(empty.index(stage), count=1)
         taken += steps
         if SHARE_K and WG > 0:
-            give_sums(acc, sum_bufs, sums_given, sums_free, round, WG)
+            give_sums(acc, shared, round, WG)
         else:
             if SHARE_K:
-                acc = take_sums(acc, sum_bufs, sums_given, sums_free, round, WGS)
+                acc = take_sums(acc, shared, round, WGS)
             if PER_TOKEN:
                 a_scales = gl.load(a_scale + offs_m, mask=mask_m, other=0.0).expand_dims(0)
                 b_scale = gl.load(b_scale_ptr + offs_n.to(gl.int64) * stride_bsn, mask=mask_n, other=0.0).expand_dims(1)
@@ -139,7 +140,7 @@ def _int8_gemm_sm90_decode_kernel(
     if EARLY:
         gdc_launch_dependents()
     WGS: tl.constexpr = 3 if SHARE_K else 2
-    ROWS: tl.constexpr = _CONSUMER_N if SHARE_K else WGS * _CONSUMER_N
+    ROWS: tl.constexpr = _WG_N if SHARE_K else WGS * _WG_N
     a_bufs = gl.allocate_shared_memory(gl.int8, [STAGES * DOTS, BLOCK_M, _DOT_K], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(gl.int8, [STAGES * DOTS, ROWS, _DOT_K], b_desc.layout)
     scale_bufs = a_bufs
@@ -147,17 +148,11 @@ def _int8_gemm_sm90_decode_kernel(
         scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES * DOTS, 1, BLOCK_M], a_scale.layout)
     full = barriers(STAGES, 1)
     empty = barriers(STAGES, 1 if SHARE_K else WGS)
-    sum_bufs = a_bufs
-    sums_given = full
-    sums_free = full
+    shared = ()
     if SHARE_K:
-        plain: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        dtype: tl.constexpr = gl.int32 if PER_TOKEN else gl.float32
-        sum_bufs = gl.allocate_shared_memory(dtype, [WGS - 1, _CONSUMER_N, BLOCK_M], plain)
-        sums_given = barriers(WGS - 1, 1)
-        sums_free = barriers(WGS - 1, 1)
+        shared = shared_sums(WGS, _WG_N, BLOCK_M, gl.int32 if PER_TOKEN else gl.float32)
     consume = (
-        a_bufs, b_bufs, scale_bufs, sum_bufs, full, empty, sums_given, sums_free,
+        a_bufs, b_bufs, scale_bufs, full, empty, shared,
         a_scale, b_scale_ptr, bias_ptr if HAS_BIAS else b_scale_ptr, out_ptr, M, N, K, stride_bsn, stride_bsk,
     )  # fmt: skip
     scales = () if PER_TOKEN else (a_scale, scale_bufs)

@@ -139,8 +139,17 @@ def first_step(taken, WG: tl.constexpr, WGS: tl.constexpr):
 
 
 @jit
-def give_sums(sums, bufs, given, free, round, WG: tl.constexpr):
+def shared_sums(WGS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, dtype: tl.constexpr):
+    """Where consumers that share K hand over their sums of a tile, ROWS x COLUMNS, and the barriers for it."""
+    layout: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    bufs = gl.allocate_shared_memory(dtype, [WGS - 1, ROWS, COLUMNS], layout)
+    return bufs, barriers(WGS - 1, 1), barriers(WGS - 1, 1)
+
+
+@jit
+def give_sums(sums, shared, round, WG: tl.constexpr):
     """Of consumers that share K, one but the first: hands its sums of a tile, the round-th, to the first."""
+    bufs, given, free = shared
     mbarrier.wait(free.index(WG - 1), (round & 1) ^ 1)
     bufs.index(WG - 1).store(sums)
     barrier()
@@ -148,8 +157,9 @@ def give_sums(sums, bufs, given, free, round, WG: tl.constexpr):
 
 
 @jit
-def take_sums(sums, bufs, given, free, round, WGS: tl.constexpr):
+def take_sums(sums, shared, round, WGS: tl.constexpr):
     """The first of consumers that share K -> the sums of all, added in their order."""
+    bufs, given, free = shared
     for other in gl.static_range(WGS - 1):
         mbarrier.wait(given.index(other), round & 1)
         sums += bufs.index(other).load(sums.type.layout)

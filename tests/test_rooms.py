@@ -16,6 +16,7 @@ FLOORS = [
     {"plans"},
     {"host"},
     {"int4", "int8", "hadamard", "gelu", "dequant", "sparsity", "gemm_epilogue", "hopper"},
+    {"gemm_sm90_epilogue"},
     {"gemm_sm75", "gemm_sm80", "gemm_sm90", "gemm_sm90_decode", "gemm_int4_sm75", "gemm_int4_sm90"},
     {"gemm", "gemm_int4"},
     {"linear"},
@@ -29,7 +30,7 @@ FLOORS = [
     {"export", "bench"},
     {"course"},
 ]
-KERNEL_ROOMS = sorted(FLOORS[3] | FLOORS[4])
+KERNEL_ROOMS = sorted(FLOORS[3] | FLOORS[4] | FLOORS[5])
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if "__pycache__" not in path.parts]
 
 
