@@ -123,14 +123,12 @@ def _seventh(absmax):
 
 
 @jit
-def _permute(
-    operands, ROWS: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr, FOLD: tl.constexpr
-):  # fmt: skip
+def _permute(operands, ROWS: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr):
     """Puts the columns of x in the ring, where they are, into the order in which `_codes` has the weight's."""
     x_bufs, full, x_full, M, N, K = operands
     layout: tl.constexpr = _x_layout(DOT_K)
-    tiles = gl.cdiv(M, x_bufs.shape[1] // FOLD) * gl.cdiv(N, ROWS)
-    steps = gl.cdiv(K, FOLD * DOTS * DOT_K)
+    tiles = gl.cdiv(M, x_bufs.shape[1]) * gl.cdiv(N, ROWS)
+    steps = gl.cdiv(K, DOTS * DOT_K)
     mine = gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0))
     for taken in range(mine * steps):
         stage = taken % STAGES
@@ -148,88 +146,55 @@ def _permute(
 
 @jit
 def _scales(
-    absmax_ptrs, stride_ag, mask_n, k, end, GROUP: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constexpr
+    absmax_ptrs, stride_ag, mask_n, k, K, GROUP: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constexpr
 ):  # fmt: skip
-    """absmax of the products of step k; end: columns from where absmax_ptrs are to the matrix's end."""
+    """absmax of the products of step k."""
     scales = ()
     for d in gl.static_range(DOTS):
         column = (k * DOTS + d) * DOT_K
         at = absmax_ptrs + (column // GROUP).to(gl.int64) * stride_ag
         # columns beyond the end have no scales
-        scales += (gl.load(at, mask=mask_n & (column < end), other=0.0),)
+        scales += (gl.load(at, mask=mask_n & (column < K), other=0.0),)
     return scales
-
-
-@jit
-def _add_scaled(acc, sums, scales, d: tl.constexpr, GROUP: tl.constexpr):
-    if GROUP == 0:
-        acc += sums
-    else:
-        scale, _ = gl.broadcast(_seventh(scales[d].to(gl.float32)).expand_dims(1), sums)
-        acc = gl.fma(sums, scale, acc)
-    return acc
-
-
-@jit
-def _unfold(acc):
-    """Sums [64, 2 T] of the same 32 rows and T tokens over two stretches of K, which met in two of four quarters."""
-    T: tl.constexpr = acc.shape[1] // 2
-    layout: tl.constexpr = gl.BlockedLayout([1, 1, 2, 2], [32 // T, T, 1, 1], [4, 1, 1, 1], [3, 2, 1, 0])
-    quarters = acc.reshape([2, _WG_N // 2, 2, T]).permute([1, 3, 0, 2])
-    left, right = gl.convert_layout(quarters, layout).split()
-    first, _ = left.split()
-    _, second = right.split()
-    return first + second
 
 
 @jit
 def _consume(
     WG: tl.constexpr, operands,
-    GROUP: tl.constexpr, WGS: tl.constexpr, PERMUTE: tl.constexpr, FOLD: tl.constexpr, TOGETHER: tl.constexpr,
-    TURNS: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
+    GROUP: tl.constexpr, WGS: tl.constexpr, SHARE_K: tl.constexpr, PERMUTE: tl.constexpr, DOTS: tl.constexpr,
+    STAGES: tl.constexpr, GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    x_bufs, w_bufs, full, x_full, empty, shared, turns = operands[:7]
-    absmax_ptr, bias_ptr, out_ptr, M, N, K, stride_an, stride_ag = operands[7:]
+    x_bufs, w_bufs, full, x_full, empty, shared = operands[:6]
+    absmax_ptr, bias_ptr, out_ptr, M, N, K, stride_an, stride_ag = operands[6:]
     BLOCK_M: tl.constexpr = x_bufs.shape[1]
     DOT_K: tl.constexpr = x_bufs.shape[2]
-    SHARE_K: tl.constexpr = len(shared) > 0
     layout: tl.constexpr = _sums_layout(BLOCK_M)
-    ROWS: tl.constexpr = _WG_N // FOLD if SHARE_K else WGS * _WG_N
+    ROWS: tl.constexpr = _WG_N if SHARE_K else WGS * _WG_N
     STRIDE: tl.constexpr = WGS if SHARE_K else 1
     if EARLY and PERMUTE:
         gdc_wait()
-    tiles_m = gl.cdiv(M, BLOCK_M // FOLD)
+    tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(N, ROWS)
-    steps = gl.cdiv(K, FOLD * DOTS * DOT_K)
+    steps = gl.cdiv(K, DOTS * DOT_K)
     taken = 0  # steps of the tiles before
     round = 0
-    turn = 0
     for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         tile_m, tile_n = tile_of(t, tiles_m, tiles_n, GROUP_M)
-        in_tile = gl.arange(0, _WG_N, gl.SliceLayout(1, layout))
-        begin = 0
-        if FOLD > 1:
-            begin += in_tile // ROWS * (steps * DOTS * DOT_K)
-            in_tile %= ROWS
-        offs_n = tile_n * ROWS + (0 if SHARE_K else WG * _WG_N) + in_tile
+        offs_n = tile_n * ROWS + (0 if SHARE_K else WG * _WG_N) + gl.arange(0, _WG_N, gl.SliceLayout(1, layout))
         mask_n = offs_n < N
         absmax_ptrs = absmax_ptr + offs_n.to(gl.int64) * stride_an
-        if FOLD > 1 and GROUP > 0:
-            absmax_ptrs += (begin // GROUP).to(gl.int64) * stride_ag
         acc = gl.full([_WG_N, BLOCK_M], 0.0, gl.float32, layout)
         first = 0
         if SHARE_K:
             first += first_step(taken, WG, WGS)
-        scales = ()
         if GROUP > 0:
-            scales = _scales(absmax_ptrs, stride_ag, mask_n, first, K - begin, GROUP, DOT_K, DOTS)
+            scales = _scales(absmax_ptrs, stride_ag, mask_n, first, K, GROUP, DOT_K, DOTS)
         for k in range(first, steps, STRIDE):
             stage = (taken + k) % STAGES
             phase = (taken + k) // STAGES & 1
             if GROUP > 0:  # a step ahead: they come from memory
-                next_scales = _scales(absmax_ptrs, stride_ag, mask_n, k + STRIDE, K - begin, GROUP, DOT_K, DOTS)
+                next_scales = _scales(absmax_ptrs, stride_ag, mask_n, k + STRIDE, K, GROUP, DOT_K, DOTS)
             mbarrier.wait(full.index(stage), phase)
-            products = ()
             for d in gl.static_range(DOTS):
                 w = w_bufs.index(stage * DOTS + d)
                 if not SHARE_K:
@@ -239,24 +204,15 @@ def _consume(
                     mbarrier.wait(x_full.index(stage), phase)
                 x = x_bufs.index(stage * DOTS + d).permute([1, 0])
                 sums = gl.full([_WG_N, BLOCK_M], 0.0, gl.float32, layout)
-                if TURNS:
-                    mbarrier.wait(turns.index(WG), (turn & 1) ^ (1 - WG))
                 sums = warpgroup_mma(codes, x, sums, use_acc=False, is_async=True)
-                if TURNS:
-                    mbarrier.arrive(turns.index(1 - WG), count=1)
-                    turn += 1
-                if TOGETHER and DOTS > 1:
-                    products += (sums,)
+                sums = warpgroup_mma_wait(0, (sums,))
+                if d == DOTS - 1:
+                    mbarrier.arrive(empty.index(stage), count=1)
+                if GROUP == 0:
+                    acc += sums
                 else:
-                    sums = warpgroup_mma_wait(0, (sums,))
-                    if d == DOTS - 1:
-                        mbarrier.arrive(empty.index(stage), count=1)
-                    acc = _add_scaled(acc, sums, scales, d, GROUP)
-            if TOGETHER and DOTS > 1:
-                products = warpgroup_mma_wait(0, products)
-                mbarrier.arrive(empty.index(stage), count=1)
-                for d in gl.static_range(DOTS):
-                    acc = _add_scaled(acc, products[d], scales, d, GROUP)
+                    scale, _ = gl.broadcast(_seventh(scales[d].to(gl.float32)).expand_dims(1), sums)
+                    acc = gl.fma(sums, scale, acc)
             if GROUP > 0:
                 scales = next_scales
         taken += steps
@@ -269,14 +225,9 @@ def _consume(
         else:
             if SHARE_K:
                 acc = take_sums(acc, shared, round, WGS)
-            if FOLD > 1:
-                acc = _unfold(acc)
-                offs_n = tile_n * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout))
-                mask_n = offs_n < N
             if HAS_BIAS:
                 acc += gl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(gl.float32).expand_dims(1)
-            TOKENS: tl.constexpr = acc.shape[1]
-            offs_m = tile_m * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, acc.type.layout))
+            offs_m = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
             out_ptrs = out_ptr + (offs_m.to(gl.int64) * N).expand_dims(0) + offs_n.expand_dims(1)
             mask = (offs_m < M).expand_dims(0) & mask_n.expand_dims(1)
             gl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
@@ -290,9 +241,6 @@ def _int4_gemm_sm90_kernel(
     WGS: tl.constexpr,  # consumers
     SHARE_K: tl.constexpr,  # they share K; otherwise the rows of a tile
     PERMUTE: tl.constexpr,  # x comes as it is; otherwise in the order in which it is multiplied
-    FOLD: tl.constexpr,  # stretches of K that a product takes side by side, of as many fewer rows
-    TOGETHER: tl.constexpr,  # a stage's products are in flight together
-    TURNS: tl.constexpr,  # two consumers multiply in turn
     BLOCK_M: tl.constexpr,  # tokens of a tile
     DOT_K: tl.constexpr,  # columns of a product
     DOTS: tl.constexpr,  # products of a stage
@@ -302,19 +250,16 @@ def _int4_gemm_sm90_kernel(
     if EARLY:
         gdc_launch_dependents()
     ROWS: tl.constexpr = _WG_N if SHARE_K else WGS * _WG_N
-    x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES * DOTS, FOLD * BLOCK_M, DOT_K], x_desc.layout)
+    x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES * DOTS, BLOCK_M, DOT_K], x_desc.layout)
     w_bufs = gl.allocate_shared_memory(gl.int32, [STAGES * DOTS, ROWS, DOT_K // 8], w_desc.layout)
     full = barriers(STAGES, 1)
     x_full = barriers(STAGES, 1)
     empty = barriers(STAGES, 1 if SHARE_K else WGS)
     shared = ()
     if SHARE_K:
-        shared = shared_sums(WGS, _WG_N, FOLD * BLOCK_M, gl.float32)
-    turns = full
-    if TURNS:
-        turns = barriers(2, 1)
+        shared = shared_sums(WGS, _WG_N, BLOCK_M, gl.float32)
     consume = (
-        x_bufs, w_bufs, full, x_full, empty, shared, turns,
+        x_bufs, w_bufs, full, x_full, empty, shared,
         absmax_ptr, bias_ptr if HAS_BIAS else absmax_ptr, out_ptr, M, N, K, stride_an, stride_ag,
     )  # fmt: skip
     # without PERMUTE the kernel before is `_permute_kernel`, which had waited for all before itself
@@ -324,21 +269,21 @@ def _int4_gemm_sm90_kernel(
         permute = (x_bufs, full, x_full, M, N, K)
         gl.warp_specialize(
             [
-                (_consume, (0, consume, GROUP, WGS, PERMUTE, FOLD, TOGETHER, TURNS, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
-                (_consume, (1, consume, GROUP, WGS, PERMUTE, FOLD, TOGETHER, TURNS, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
-                (_consume, (2, consume, GROUP, WGS, PERMUTE, FOLD, TOGETHER, TURNS, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
-                (_permute, (permute, ROWS // FOLD, DOT_K, DOTS, STAGES, FOLD)),
-                (keep_full, (produce, DOTS, STAGES, GROUP_M, PERMUTE, EARLY, FOLD)),
+                (_consume, (0, consume, GROUP, WGS, SHARE_K, PERMUTE, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
+                (_consume, (1, consume, GROUP, WGS, SHARE_K, PERMUTE, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
+                (_consume, (2, consume, GROUP, WGS, SHARE_K, PERMUTE, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
+                (_permute, (permute, ROWS, DOT_K, DOTS, STAGES)),
+                (keep_full, (produce, DOTS, STAGES, GROUP_M, PERMUTE, EARLY)),
             ],
             [4, 4, 4, 1], [REGISTERS, REGISTERS, 64, 32],
         )  # fmt: skip
     elif WGS == 3:
         gl.warp_specialize(
             [
-                (_consume, (0, consume, GROUP, WGS, PERMUTE, FOLD, TOGETHER, TURNS, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
-                (_consume, (1, consume, GROUP, WGS, PERMUTE, FOLD, TOGETHER, TURNS, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
-                (_consume, (2, consume, GROUP, WGS, PERMUTE, FOLD, TOGETHER, TURNS, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
-                (keep_full, (produce, DOTS, STAGES, GROUP_M, PERMUTE, EARLY, FOLD)),
+                (_consume, (0, consume, GROUP, WGS, SHARE_K, PERMUTE, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
+                (_consume, (1, consume, GROUP, WGS, SHARE_K, PERMUTE, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
+                (_consume, (2, consume, GROUP, WGS, SHARE_K, PERMUTE, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
+                (keep_full, (produce, DOTS, STAGES, GROUP_M, PERMUTE, EARLY)),
             ],
             [4, 4, 1], [REGISTERS, REGISTERS, 32],
         )  # fmt: skip
@@ -346,9 +291,9 @@ def _int4_gemm_sm90_kernel(
         gl.static_assert(WGS == 2)
         gl.warp_specialize(
             [
-                (_consume, (0, consume, GROUP, WGS, PERMUTE, FOLD, TOGETHER, TURNS, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
-                (_consume, (1, consume, GROUP, WGS, PERMUTE, FOLD, TOGETHER, TURNS, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
-                (keep_full, (produce, DOTS, STAGES, GROUP_M, PERMUTE, EARLY, FOLD)),
+                (_consume, (0, consume, GROUP, WGS, SHARE_K, PERMUTE, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
+                (_consume, (1, consume, GROUP, WGS, SHARE_K, PERMUTE, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
+                (keep_full, (produce, DOTS, STAGES, GROUP_M, PERMUTE, EARLY)),
             ],
             [4, 1], [REGISTERS, 32],
         )  # fmt: skip
@@ -380,22 +325,12 @@ class _Tile(NamedTuple):
     stages: int  # where consumers share K, a multiple of theirs: each has its own
     registers: int  # of a consumer's thread
     group_m: int = 8  # rows of tiles that are gone through column by column
-    together: bool = False  # a stage's products are in flight together
-    turns: bool = False  # two consumers multiply in turn
-    fold: int = 1  # stretches of K that a product takes side by side, of as many fewer rows
 
 
 # Timed on an H200 at N = K = 8192, of some ten each, 2026-11-22. Up to 16 tokens, a stage is small enough that the
 # next call's CTAs find room beside those at work.
 _CONFIGS = {
     "decode8": _Tile(3, True, True, 8, columns=256, stages=6, registers=128),
-    "decode8 together": _Tile(3, True, True, 8, columns=256, stages=6, registers=128, together=True),
-    "decode16 together": _Tile(3, True, True, 16, columns=256, stages=6, registers=128, together=True),
-    "decode8 ordered together": _Tile(3, True, False, 8, columns=256, stages=6, registers=152, together=True),
-    "decode16 ordered together": _Tile(3, True, False, 16, columns=256, stages=6, registers=152, together=True),
-    "fold8 together": _Tile(3, True, True, 8, columns=256, stages=6, registers=128, fold=2, together=True),
-    "fold8 ordered": _Tile(3, True, False, 8, columns=256, stages=6, registers=152, fold=2, together=True),
-    "fold8": _Tile(3, True, True, 8, columns=256, stages=6, registers=128, fold=2),
     "decode16": _Tile(3, True, True, 16, columns=256, stages=6, registers=128),
     "decode8 ordered": _Tile(3, True, False, 8, columns=256, stages=6, registers=152),
     "decode16 ordered": _Tile(3, True, False, 16, columns=256, stages=6, registers=152),
@@ -404,11 +339,6 @@ _CONFIGS = {
     "128": _Tile(2, True, False, 128, columns=128, stages=4, registers=240),
     "large": _Tile(2, False, False, 128, columns=128, stages=5, registers=240),
     "large, small groups": _Tile(2, False, False, 64, columns=128, stages=8, registers=224),
-    "32 together": _Tile(2, True, False, 32, columns=256, stages=4, registers=224, together=True),
-    "64 together": _Tile(2, True, False, 64, columns=256, stages=4, registers=224, together=True),
-    "large turns": _Tile(2, False, False, 128, columns=128, stages=5, registers=240, turns=True),
-    "large, small groups together": _Tile(2, False, False, 64, columns=128, stages=8, registers=224, together=True),
-    "large, small groups turns": _Tile(2, False, False, 64, columns=128, stages=8, registers=224, turns=True),
 }
 
 
@@ -447,7 +377,6 @@ def int4_gemm_sm90(x, words, absmax, bias, out, group_size, config=None):
     config = config or _choose(M, N, group_size, multiprocessors, _rows_fit_tma(x))
     c = _CONFIGS[config] if isinstance(config, str) else config
     dot_k = min(group_size or LONGEST_SUM, LONGEST_SUM)
-    dots = min(c.columns // dot_k, 4)
     columns, stride = K, x.stride(0) if M > 1 else cdiv(K, 8) * 8
     if not c.permute:
         columns = stride = cdiv(K, dot_k) * dot_k
@@ -459,13 +388,13 @@ def int4_gemm_sm90(x, words, absmax, bias, out, group_size, config=None):
             DOT_K=dot_k, ROWS=rows, COLUMNS=256, early=True, num_warps=4,
         )  # fmt: skip
         x = ordered
-    rows = 64 // c.fold if c.share_k else 64 * c.wgs
+    rows = 64 if c.share_k else 64 * c.wgs
     launch(
         x.device, _int4_gemm_sm90_kernel, (min(multiprocessors, cdiv(M, c.block_m) * cdiv(N, rows)),),
         descriptor(x, M, columns, stride, (c.block_m, dot_k)),
         descriptor(words, N, cdiv(K, 8), words.stride(0), (rows, dot_k // 8)),
         absmax, bias, out, M, N, K, absmax.stride(0), 0 if group_size is None else absmax.stride(1),
-        GROUP=group_size or 0, WGS=c.wgs, SHARE_K=c.share_k, PERMUTE=c.permute, FOLD=c.fold, TOGETHER=c.together, TURNS=c.turns,
-        BLOCK_M=c.block_m, DOT_K=dot_k, DOTS=dots, STAGES=c.stages * c.columns // (dots * dot_k), GROUP_M=c.group_m,
-        HAS_BIAS=bias is not None, REGISTERS=c.registers, early=True, num_warps=4,
+        GROUP=group_size or 0, WGS=c.wgs, SHARE_K=c.share_k, PERMUTE=c.permute, BLOCK_M=c.block_m, DOT_K=dot_k,
+        DOTS=min(c.columns // dot_k, 4), STAGES=c.stages, GROUP_M=c.group_m, HAS_BIAS=bias is not None,
+        REGISTERS=c.registers, early=True, num_warps=4,
     )  # fmt: skip

@@ -225,10 +225,14 @@ def _gemm_int4_sm90_cases(arch):
     if arch != 90 or not hopper.AVAILABLE:
         return
     # of a stage, eight products of 16 columns for each 128 and consumer, none of whose operands is stored on the way
-    for config, tile in gemm_int4_sm90._CONFIGS.items():
-      for group in (32, 128, None):
-        columns = tile.columns
-        if tile.permute and group == 32 or "large" in config and "small" not in config and group == 32: continue
+    for config, group, columns in (
+        *itertools.product(("decode8", "decode16"), (128, None), (256,)),
+        *itertools.product(("decode8 ordered", "decode16 ordered"), (32, 128), (256,)),
+        *itertools.product(("32", "64"), (32, 64, 128), (256,)),
+        ("128", 128, 128), ("large", 128, 128), ("large", None, 128),
+        ("large, small groups", 32, 128), ("large, small groups", 64, 128),
+    ):  # fmt: skip
+        tile = gemm_int4_sm90._CONFIGS[config]
         M, x = min(tile.block_m, 100), "f16" if group is None else "bf16"
         groups = 1 if group is None else 8192 // group
         columns = min(columns, 4 * min(group or 128, 128))
