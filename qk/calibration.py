@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from .hadamard import _hadamard_size, hadamard_ref
-from .host import BLOCKS, FLOATS, cdiv, check_data, check_one_of
+from .host import BLOCKS, FLOATS, as_matrix, cdiv, check_data, check_one_of
 from .int4 import pack_int4_ref
 
 __all__ = ["LayerStatistics", "clip", "collect", "gptq", "quantize_weight", "rotate_moment"]
@@ -90,8 +90,7 @@ class _Sums:
     @torch.inference_mode(False)  # sums of batches within it and without could not be joined
     @torch.no_grad()
     def hear(self, layer, args, kwargs):
-        x = (args[0] if args else kwargs["input"]).detach()
-        x = x.reshape(-1, x.shape[-1])
+        x = as_matrix((args[0] if args else kwargs["input"]).detach())
         if self.second_moment is None:
             K = x.shape[1]
             self.second_moment, self.absmax = x.new_zeros(K, K, dtype=torch.float64), x.new_zeros(K).float()
@@ -168,15 +167,20 @@ def rotate_moment(second_moment):
     return (half.T.unflatten(1, (-1, size)) @ H).flatten(1)
 
 
-def _check_moment(second_moment, K=None):
-    check_data("second_moment", second_moment, (torch.float32, torch.float64), "[K, K]" if K is None else (K, K))
+def _check_moment(second_moment, K=None, name="second_moment"):
+    """-> the moments as float64. That no eigenvalue is negative only `_inverse_factor` sees."""
+    check_data(name, second_moment, (torch.float32, torch.float64), "[K, K]" if K is None else (K, K))
     if second_moment.shape[0] != second_moment.shape[1]:
-        raise ValueError(f"second_moment has shape {list(second_moment.shape)}; it takes [K, K]")
+        raise ValueError(f"{name} has shape {list(second_moment.shape)}; it takes [K, K]")
     second_moment = second_moment.detach().double()
     if not second_moment.sum().isfinite():
-        raise ValueError("second_moment holds NaN or Inf; it takes finite numbers")
-    if torch.linalg.norm(second_moment - second_moment.T) > 1e-6 * torch.linalg.norm(second_moment):
-        raise ValueError("second_moment isn't symmetric; it takes a sum of x^T x")
+        raise ValueError(f"{name} holds NaN or Inf; it takes finite numbers")
+    rounding = 1e-6 * torch.linalg.norm(second_moment)
+    if torch.linalg.norm(second_moment - second_moment.T) > rounding:
+        raise ValueError(f"{name} isn't symmetric; it takes a sum of x^T x")
+    # of inputs that a rotation brings to few columns, the others keep what was rounded
+    if (second_moment.diagonal() < -rounding).any():
+        raise ValueError(f"{name} has a diagonal below 0; it takes a sum of x^T x")
     return second_moment
 
 
@@ -189,8 +193,6 @@ def _check(w, group_size, second_moment, damping):
     if second_moment is None:
         return None
     second_moment = _check_moment(second_moment, w.shape[1]).to(w.device)
-    if (second_moment.diagonal() < 0).any():
-        raise ValueError("second_moment has a diagonal below 0; it takes a sum of x^T x")
     return second_moment if second_moment.any() else None
 
 

@@ -13,6 +13,7 @@ to. The layers are for inference: like the functions that they call, they pass n
 """
 
 import collections
+import copy
 import dis
 import fnmatch
 import functools
@@ -23,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.benchmark import Timer
 
-from .calibration import _bar, quantize_weight, rotate_moment
+from .calibration import _bar, _check_moment, quantize_weight, rotate_moment
 from .gemm import int8_addmm
 from .gemm_int4 import int4_gemm
 from .hadamard import hadamard, hadamard_quant
@@ -34,6 +35,8 @@ from .numerics import INTERPRETED
 
 __all__ = ["Int4Linear", "Int8Embedding", "Int8Linear", "Report", "Row", "quantize_"]
 
+LINEARS = [torch.nn.Linear]  # that `quantize_` replaces; `qk/training.py` adds its own
+_CONTAINERS = torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential
 _KINDS = {1: "int8 codes in blocks of {}", 2: "int4 codes in groups of {}", 3: "int8 codes in groups of {}"}
 _TOKENS = 256  # that measure=True gives a layer
 # what registers them keeps a reference to the dict itself, to remove them by
@@ -118,6 +121,9 @@ class _QuantizedLinear(_Quantized):
     """The sizes, and what every product begins and ends with."""
 
     def __init__(self, in_features, out_features, bias, format, device, dtype, **quantized):
+        if bias:
+            dtype = torch.get_default_dtype() if dtype is None else dtype
+            check_one_of("dtype", dtype, FLOATS)
         bias = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
         super().__init__(format, device, **quantized, bias=bias)
         self.in_features, self.out_features, self.rotate = in_features, out_features, bool(format[-1])
@@ -128,6 +134,8 @@ class _QuantizedLinear(_Quantized):
         if not isinstance(linear, torch.nn.Linear):
             raise ValueError(f"linear is a {type(linear).__name__}; it takes a torch.nn.Linear")
         check_data("linear.weight", linear.weight, FLOATS, "[N, K]")
+        if linear.bias is not None:
+            check_data("linear.bias", linear.bias, FLOATS, linear.weight.shape[:1])
         dtype = None if linear.bias is None else linear.bias.dtype
         (N, K), w = linear.weight.shape, linear.weight.detach()
         new = cls(K, N, linear.bias is not None, block, rotate, "meta", dtype)
@@ -266,8 +274,9 @@ class Int8Embedding(_Quantized):
 
     Buffers: codes int8 [num_embeddings, embedding_dim] and scale float32 [num_embeddings, 1], as `quantize_per_token`
     makes them; format. They are zeros until a state is loaded; `from_embedding` makes a layer of another.
-    Takes integers of any shape [...]; returns [..., embedding_dim] in dtype: code * scale, in float32, rounded to it.
-    dtype follows .half() and .to(dtype), as a torch.nn.Embedding's weight does. Raises ValueError for bad arguments.
+    Takes int32 or int64 of any shape [...]; returns [..., embedding_dim] in dtype: code * scale, in float32, rounded to
+    it. dtype follows .half() and .to(dtype), as a torch.nn.Embedding's weight does. Raises ValueError for bad
+    arguments, and for an integer that is no row what torch.nn.Embedding raises, on the CPU IndexError.
     """
 
     def __init__(self, num_embeddings, embedding_dim, padding_idx=None, device=None, dtype=None):
@@ -300,6 +309,8 @@ class Int8Embedding(_Quantized):
         return self
 
     def forward(self, ids):
+        if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int32, torch.int64):
+            check_data("ids", ids, (torch.int32, torch.int64))
         rows = torch.nn.functional.embedding(ids, self.codes)
         return (rows * torch.nn.functional.embedding(ids, self.scale)).to(self.dtype)
 
@@ -388,22 +399,62 @@ def _bytes(module):
 
 
 def _weight_readers(kind):
-    """The x of which a class of modules, in forward or in a method that forward names, says `x.weight`."""
-    found, seen, names = set(), set(), ["forward"]
+    """The x of which a class of modules says `x.weight`: attributes, such as proj of self.proj.weight.
+
+    It is looked for in forward, and in the methods and properties that forward names, or these: where one says super()
+    or a class that it inherits from, in theirs of those names, too. Of a variable, x is every attribute of a line that
+    sets it (p = self.proj; for p in self.parts), of what was called or indexed, every one of its own line.
+    """
+    classes = [parent for parent in kind.__mro__ if parent not in torch.nn.Module.__mro__]
+    inherits = {"super", *(parent.__name__ for parent in classes)}
+    found, seen, names = set(), set(), [("forward", False)]
     while names:
-        name = names.pop()
-        method = inspect.getattr_static(kind, name, None)
-        if name in seen or method is inspect.getattr_static(torch.nn.Module, name, None):
+        name, above = names.pop()
+        if (name, above) in seen:
             continue
-        seen.add(name)
-        codes = [getattr(inspect.unwrap(method), "__code__", None)]
-        for code in filter(inspect.iscode, codes):
-            names += code.co_names
-            codes += code.co_consts  # functions within
-            for of, read in itertools.pairwise(dis.get_instructions(code)):
-                if read.argval == "weight" and "ATTR" in read.opname:
-                    found.add(of.argval[-1] if isinstance(of.argval, tuple) else of.argval)
+        seen.add((name, above))
+        methods = [vars(parent)[name] for parent in classes if name in vars(parent)]
+        for method in methods if above else methods[:1]:
+            method = getattr(method, "fget", getattr(method, "func", method))  # a property's, a cached_property's
+            codes = [getattr(inspect.unwrap(method), "__code__", None)]
+            codes = [code for code in codes if inspect.iscode(code)]
+            for code in codes:
+                names += [(other, not inherits.isdisjoint(code.co_names)) for other in code.co_names]
+                codes += filter(inspect.iscode, code.co_consts)  # functions within
+            found |= _read_weights(codes)
     return found
+
+
+def _read_weights(codes):
+    """As `_weight_readers`, of one function and those within."""
+    attributes, setters, read = collections.defaultdict(set), collections.defaultdict(set), []
+    for code in codes:
+        before, line, lines = None, None, dict(dis.findlinestarts(code))
+        for at in dis.get_instructions(code):
+            line = lines.get(at.offset, line)
+            if "ATTR" in at.opname or "METHOD" in at.opname:
+                if at.argval == "weight":
+                    read.append((before, line))
+                attributes[line].add(at.argval)
+            elif "STORE_FAST" in at.opname or "STORE_DEREF" in at.opname:
+                for name in _names(at):
+                    setters[name].add(line)
+            before = at
+    found = set()
+    for of, line in read:
+        if "ATTR" in of.opname:
+            found.add(of.argval)
+        elif "LOAD_" in of.opname:
+            name = _names(of)[-1]
+            found.update({name}, *(attributes[where] for where in setters[name]))
+        else:
+            found |= attributes[line]
+    return found
+
+
+def _names(instruction):
+    """That it has: two, if it is two in one."""
+    return instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
 
 
 def _why_not(layer, kinds, stays=False):
@@ -445,7 +496,7 @@ def _find(model, kinds, stays=False):
         *above, last = name.split(".")
         path = list(itertools.accumulate(above, lambda module, key: module._modules[key], initial=model))
         attributes = {last}
-        while above and isinstance(path[len(above)], torch.nn.ModuleList | torch.nn.ModuleDict):
+        while above and isinstance(path[len(above)], _CONTAINERS):
             attributes.add(above.pop())
         return next((type(module).__name__ for module in path[::-1] if attributes & readers(type(module))), None)
 
@@ -526,10 +577,7 @@ def _check_statistics(layers, statistics):
     for name, layer in layers:
         if name not in statistics:
             raise ValueError(f"statistics have no {name!r}; they take all layers that become int4")
-        moment, K = statistics[name].second_moment, layer.in_features
-        check_data(f"statistics[{name!r}].second_moment", moment, (torch.float32, torch.float64), (K, K))
-        if not moment.isfinite().all():
-            raise ValueError(f"statistics[{name!r}].second_moment holds NaN or Inf; it takes finite numbers")
+        _check_moment(statistics[name].second_moment, layer.in_features, f"statistics[{name!r}].second_moment")
 
 
 def _relative_error(new, weight):
@@ -556,6 +604,16 @@ def _example(layer, tokens):
     return torch.randn(tokens, columns, dtype=layer.weight.dtype, device=device)
 
 
+def _on_gpu(layer):
+    """A copy of it there. The layer itself stays: its parameters may be others', too."""
+    there = copy.copy(layer)
+    there._parameters = {
+        key: None if parameter is None else torch.nn.Parameter(parameter.detach().cuda(), parameter.requires_grad)
+        for key, parameter in layer._parameters.items()
+    }
+    return there
+
+
 @torch.no_grad()
 def _replace(model, job, make, tokens, times):
     """Does a job. -> its Row. times: what was measured of layers alike."""
@@ -564,15 +622,15 @@ def _replace(model, job, make, tokens, times):
     if len(job.names) > 1:
         notes.append(f"also {', '.join(job.names[1:])}")
     if job.to is not None:
-        home, alike = layer.weight.device, name
+        home, alike, here = layer.weight.device, name, layer
         if isinstance(job.to, str):
             if home.type == "cpu" and not INTERPRETED.value:
-                layer.cuda()
-            new = make(name, layer, job.to)
-            alike = repr(new), layer.weight.dtype, home
+                here = _on_gpu(layer)
+            new = make(name, here, job.to)
+            alike = type(layer), repr(new), layer.weight.dtype, home
         else:
             new = job.to
-        error = _relative_error(new, layer.weight)
+        error = _relative_error(new, here.weight)
         if tokens:
             example = _example(layer, tokens)
             if alike not in times:
@@ -596,7 +654,7 @@ def quantize_(
     model, to="int8", skip=(), *, block_size=128, group_size=128, embeddings=False, statistics=None, rotate=False,
     measure=False, progress=True,
 ):  # fmt: skip
-    """Puts quantized layers in place of a model's torch.nn.Linears, in place. Returns a `Report`.
+    """Puts quantized layers where a model has torch.nn.Linears or Int8TrainLinears, in place. Returns a `Report`.
 
     to: "int8" (`Int8Linear`, block_size), "int4" (`Int4Linear`, group_size), or a function of a layer's name and the
     layer, which says either, or gives a module to put there, or None: left alone. skip: names of layers that stay; one
@@ -608,13 +666,16 @@ def quantize_(
     What is replaced depends on the model alone, so a state that was saved on one machine loads on any. A module that
     stands in several places becomes one again, and so do layers that share weight and bias. Hooks of forward go along.
     A layer stays, and the report says why, if it is of a subclass, if its weight is somebody else's, too (an
-    embedding's), or is computed at each call, or read by a module above it (`self.linear.weight`, in forward or what
-    forward calls), if its forward was replaced, or if it has other hooks.
+    embedding's), or is computed at each call, or read by a module above it (`self.linear.weight`, in forward or in
+    methods that forward calls: so the layers of an `Int8FeedForward` stay, whose state a module of torch.nn.Linears up
+    and down takes), if its forward was replaced, or if it has other hooks. Who reads it is told from code: what a
+    function that is no method reads, or getattr, isn't seen. Name such layers in skip.
 
     Layers are replaced one after the other, so it takes the memory of one layer more, not of one model more; where
     kernels are compiled, a model on the CPU is quantized on the GPU, layer by layer. Raises ValueError, before anything
     is changed, for bad arguments, and for a model that is quantized already, is itself such a layer, or lies partly on
-    the CPU and partly on a GPU.
+    the CPU and partly on a GPU. (One exception: that a second moment has a negative eigenvalue, as no sum of x^T x has,
+    shows at its layer, when those before it are replaced.)
     """
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; it takes a torch.nn.Module")
@@ -627,7 +688,7 @@ def quantize_(
     check_one_of("rotate", rotate, (True, False))
     tokens = _TOKENS if measure is True else 0 if measure is False else measure
     check_integer("measure", tokens, 0)
-    kinds = (torch.nn.Linear, torch.nn.Embedding) if embeddings else (torch.nn.Linear,)
+    kinds = *LINEARS, *((torch.nn.Embedding,) if embeddings else ())
     if isinstance(model, kinds):
         raise ValueError(f"model is a {type(model).__name__}; it takes a model with layers in it (see from_linear)")
     for name, module in model.named_modules():

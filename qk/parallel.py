@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from .hadamard import _hadamard_size, hadamard
-from .host import FLOATS, cdiv, check_integer, check_one_of
+from .host import FLOATS, cdiv, check_data, check_integer, check_one_of
 from .nn import Int4Linear, Int8Linear, _output_dtype
 
 __all__ = ["ColwiseQuantized", "RowwiseQuantized"]
@@ -234,13 +234,17 @@ class _Part:
     """What a layer becomes: its buffers are a rank's part, in_features and out_features are theirs."""
 
     def _become_part(self, style, mesh, spans, buffers, even):
-        self._style, self._mesh, self._group, self._rank = style, mesh, mesh.get_group(), mesh.get_local_rank()
+        self._style, self._mesh, self._rank = style, mesh, mesh.get_local_rank()
         self._spans, self._cut, self._even = spans, buffers, even
         self._whole = {name: buffer.shape for name, buffer in self._buffers.items() if buffer is not None}
         for name, buffer in buffers.items():
             if self._buffers[name] is not None:
                 self._buffers[name] = buffer.part(self._buffers[name], spans[self._rank])
         self._sizes = [sum(end - begin for begin, end in own) for own in spans]
+
+    @property
+    def _group(self):
+        return self._mesh.get_group()  # a mesh can be copied and pickled, a group can't
 
     def extra_repr(self):
         return f"{super().extra_repr()}, rank {self._rank} of {len(self._spans)}"
@@ -264,7 +268,10 @@ class _Part:
         if self._style.use_local_output:
             return out
         stride = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        layouts = [_positive(layout, len(shape)) for layout in self._style.output_layouts]
+        layouts = [
+            Shard(layout.dim % len(shape)) if isinstance(layout, Shard) else layout
+            for layout in self._style.output_layouts
+        ]
         return DTensor.from_local(
             out.contiguous(), self._mesh, layouts, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
         )
@@ -301,8 +308,14 @@ class _Part:
         super()._load_from_state_dict({**state_dict, **mine}, prefix, *others)
 
 
-def _positive(layout, ndim):
-    return Shard(layout.dim % ndim) if isinstance(layout, Shard) else layout
+def _dim(name, layout, x):
+    """The dimension of x, or of out, that a Shard cuts, from 0 on; of another layout, None. ValueError: x has none."""
+    if not isinstance(layout, Shard):
+        return None
+    if not isinstance(x, torch.Tensor) or not -x.ndim <= layout.dim < x.ndim:
+        check_data("x", x, FLOATS, "[..., K]")
+        raise ValueError(f"{name} is {layout!r}, and x has shape {list(x.shape)}; it takes one of its dimensions")
+    return layout.dim % x.ndim
 
 
 class _Colwise(_Part):
@@ -324,8 +337,8 @@ class _Colwise(_Part):
 
     def forward(self, x):
         x, layout, sizes = self._local(x)
-        dim = layout.dim % max(x.ndim, 1) if isinstance(layout, Shard) else None
-        last = dim == x.ndim - 1
+        dim = _dim("input_layouts", layout, x)
+        last = dim is not None and dim == x.ndim - 1
         dtype = _output_dtype(x, self._columns[self._rank] if last else self.in_features)
         if last and sizes not in (None, self._columns):
             raise ValueError(f"x has {sizes} columns on the ranks; it takes {self._columns}")
@@ -379,17 +392,17 @@ class _Rowwise(_Part):
 
     def forward(self, x):
         x, layout, sizes = self._local(x)
-        if isinstance(layout, Replicate):
+        cut = _dim("input_layouts", layout, x)
+        if cut is None:
             _output_dtype(x, sum(self._sizes))
             x = x[..., slice(*self._span)]
-        elif layout.dim % max(x.ndim, 1) != x.ndim - 1:
+        elif cut != x.ndim - 1:
             raise ValueError(f"x is {layout}; it takes Shard({x.ndim - 1}) or Replicate()")
-        dtype = _output_dtype(x, self.in_features)
+        dtype, dim = _output_dtype(x, self.in_features), _dim("output_layouts", self._style.output_layouts[0], x)
         x = self._by_blocks(x, torch.float32 if isinstance(self, Int8Linear) else x.dtype)
         out = self._product(self._prepared(x, dtype), None, torch.float32).to(self._style.reduce_dtype)
-        layout = _positive(self._style.output_layouts[0], out.ndim)
         shape = out.shape
-        out = self._everywhere(out, dtype) if isinstance(layout, Replicate) else self._share(out, dtype, layout.dim)
+        out = self._everywhere(out, dtype) if dim is None else self._share(out, dtype, dim)
         return self._placed(out, shape)
 
     def _exchanged(self, out):

@@ -20,13 +20,26 @@ import math
 from typing import NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .gelu import int8_gelu, int8_gelu_backward
 from .gemm import int8_addmm, int8_addmm_quant, int8_gemm, int8_gemm_quant
-from .host import BLOCKS, as_matrix, cdiv, check_one_of, differentiable
+from .host import BLOCKS, FLOATS, as_matrix, cdiv, check_one_of, differentiable, listed
 from .int8 import _square_quant_sums, square_quant, weight_quant
-from .nn import Report, Row, _bytes, _checked_skip, _decide, _find, _output_dtype, _shape
+from .nn import (
+    _FORWARD_HOOKS,
+    LINEARS,
+    Report,
+    Row,
+    _bytes,
+    _checked_skip,
+    _decide,
+    _find,
+    _output_dtype,
+    _shape,
+    _why_not,
+)
 
 __all__ = ["Int8FeedForward", "Int8TrainLinear", "int8_train_", "refresh"]
 
@@ -166,7 +179,7 @@ def _empty_feed_forward_backward(
     g, x_t, x_scale, z, z_scale, w1_t, w1_scale, w2_t, w2_scale, seed, block_size, activation,
     x_dtype, w1_dtype, b1_dtype, w2_dtype, b2_dtype,
 ):  # fmt: skip
-    M, width, inner = _rows(g), g.shape[-1], z.shape[1]
+    M, width, inner = _rows(g), g.shape[-1], z.shape[-1]  # no z: nothing has inner columns
     dx = _empty(g, M, None if x_dtype is None else w1_t.shape[0], dtype=x_dtype)
     dw1 = _empty(g, inner, None if w1_dtype is None else x_t.shape[0], dtype=w1_dtype)
     db1, dw2 = _empty(g, inner, dtype=b1_dtype), _empty(g, width, inner, dtype=w2_dtype)
@@ -195,7 +208,7 @@ def _int8_feed_forward_backward(
             dx = int8_gemm(dz, dz_scale, w1_t, w1_scale.t(), block_size, x_dtype)
         if w1_dtype is not None:
             dw1 = int8_gemm(dz_t, dz_scale.t(), x_t, x_scale.t(), block_size, w1_dtype)
-    else:
+    elif w2_dtype is not None:
         h, h_scale = int8_gelu(z, z_scale, block_size, activation=activation)
         h_t = h.t()
     if w2_dtype is not None:
@@ -260,8 +273,10 @@ _replayed = False  # an optimizer's step is in a CUDA graph: its replays count n
 def refresh():
     """Has all layers quantize their weights anew, at their next call.
 
-    That is needed only after a weight was written through `.data`, or by a replayed CUDA graph, other than by an
-    optimizer of torch.optim: in-place changes, another tensor in the weight's place and optimizers' steps are seen.
+    That is needed only after a weight was written past torch's version counter, other than by an optimizer of
+    torch.optim: through `.data`, its storage or numpy, by a collective of torch.distributed or a replayed CUDA graph.
+    In-place changes, another tensor in the weight's place and optimizers' steps are seen, and whatever becomes of a
+    shard of `fully_shard`.
     """
     global _steps
     _steps += 1
@@ -282,13 +297,13 @@ register_optimizer_step_post_hook(_after_step)
 
 
 class _Quantized(NamedTuple):
-    """A weight's codes, and what they are of."""
+    """A weight's codes, and what they are of. They, and that, are kept until the next eager call."""
 
     codes: torch.Tensor
     codes_t: torch.Tensor | None
     scale: torch.Tensor
     weight: torch.nn.Parameter
-    data: torch.Tensor  # its memory: another tensor can't take that place meanwhile
+    data: torch.Tensor  # its memory: another tensor can't take that place meanwhile, but where storages are resized
     state: tuple
 
 
@@ -303,7 +318,10 @@ class Int8TrainLinear(torch.nn.Linear):
     its rows of x's gradient and of weight's. Raises ValueError for bad arguments.
 
     The codes of weight are made again after it was changed in place, replaced, or an optimizer made a step: see
-    `refresh`. Under torch.compile, in a CUDA graph and in torch's dispatch modes they are made at each call.
+    `refresh`. Under torch.compile, in a CUDA graph, in torch's dispatch modes and for a weight that is computed (by
+    torch.nn.utils.parametrize, torch.func.functional_call) they are made at each call; with FSDP2, whenever the weight
+    is gathered. torch.func.vmap goes through a layer; torch.func.grad, jvp and other derivatives, and forward mode,
+    raise RuntimeError.
     """
 
     _cache = None
@@ -316,34 +334,49 @@ class Int8TrainLinear(torch.nn.Linear):
         self.block_size, self.rounding = block_size, rounding
 
     def forward(self, x):
-        dtype = _output_dtype(x, self.in_features)
-        keep = torch.is_grad_enabled() and self.weight.requires_grad
-        codes = self._codes(torch.is_grad_enabled() and x.requires_grad)
+        dtype, weight, bias = _output_dtype(x, self.in_features), self.weight, self.bias
+        _check_operands(x, weight, bias)
+        keep = torch.is_grad_enabled() and weight.requires_grad
+        codes = self._codes(weight, torch.is_grad_enabled() and x.requires_grad)
         seed = _seed(self, x, 1)
-        return _int8_linear(x, self.weight, self.bias, *codes, seed, self.block_size, dtype, keep)[0]
+        return _int8_linear(x, weight, bias, *codes, seed, self.block_size, dtype, keep)[0]
 
-    def _codes(self, transposed):
-        """-> the weight's codes, these transposed, which may be None unless they are asked for, and the scale."""
-        weight, cached = self.weight, self._cache
+    def _codes(self, weight, transposed):
+        """weight: self.weight, which may be another at each look. -> its codes, these transposed or None, the scale."""
+        if torch.compiler.is_compiling():
+            return _quantized_weight(weight, self.block_size, transposed)
         if (
-            torch.compiler.is_compiling()
-            or _replayed
+            _replayed
+            or weight is not self._parameters.get("weight")
+            or not weight.is_leaf  # or the cache would keep a graph alive
             or torch._C._len_torch_dispatch_stack()
+            or torch._C._functorch.peek_interpreter_stack() is not None
             or weight.is_inference()
             or _capturing()
         ):
+            self._forget()
             return _quantized_weight(weight, self.block_size, transposed)
+        cached = self._cache
         state = _steps, weight._version, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, self.block_size
         known = cached is not None and cached.weight is weight and cached.state == state
         if not known or (transposed and cached.codes_t is None):
             with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode can't be kept
                 codes = _quantized_weight(weight, self.block_size, transposed)
                 self._cache = cached = _Quantized(*codes, weight, weight.detach(), state)
-        return cached[:3]
+        # not what the cache happens to have: a checkpointed forward pass must save as many tensors when it runs again
+        return cached.codes, cached.codes_t if transposed else None, cached.scale
+
+    def _forget(self):
+        self.__dict__.pop("_cache", None)
 
     def _apply(self, fn, recurse=True):
-        self._cache = None
+        self._forget()
         return super()._apply(fn, recurse)
+
+    def __setattr__(self, name, value):
+        if name == "weight":  # FSDP2 puts the shard back, and later the same parameter, in which no change can be seen
+            self._forget()
+        super().__setattr__(name, value)
 
     def __getstate__(self):
         return {name: value for name, value in self.__dict__.items() if name != "_cache"}
@@ -352,9 +385,49 @@ class Int8TrainLinear(torch.nn.Linear):
         return f"{super().extra_repr()}, block_size={self.block_size}, rounding={self.rounding!r}"
 
 
+LINEARS.append(Int8TrainLinear)
+
+
 def _check(block_size, rounding):
     check_one_of("block_size", block_size, BLOCKS)
     check_one_of("rounding", rounding, _ROUNDINGS)
+
+
+def _check_operands(x, *parameters):
+    """That torch's transforms and classes of tensors leave the operators what they can take."""
+    if torch.compiler.is_compiling():
+        return
+    for name, tensor in (("x", x), ("weight", parameters[0])):
+        if type(tensor).__name__ == "DTensor":
+            raise ValueError(f"{name} is a DTensor; it takes a plain tensor, as it is within torch's fully_shard")
+    transforms = torch._C._functorch.get_interpreter_stack()
+    if transforms is not None or forward_ad._current_level >= 0:
+        _check_transforms(transforms or (), (x, *parameters))
+
+
+def _check_transforms(transforms, tensors):
+    """That no derivative by torch.func or in forward mode is asked for: it would be 0, or an error of torch's own."""
+    tensors, kinds = [tensor for tensor in tensors if tensor is not None], torch._C._functorch.TransformType
+    keys = [transform.key() for transform in transforms]
+    if kinds.Grad in keys or kinds.Jvp in keys:
+        asked = any(_tracked(tensor, kinds.Jvp in keys) for tensor in tensors)
+    else:
+        asked = any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+    if asked:
+        raise RuntimeError(
+            "torch.func's derivatives and forward mode don't go through training in int8: it takes backward, or "
+            "torch.autograd.grad"
+        )
+
+
+def _tracked(tensor, jvp):
+    """Whether torch.func differentiates by it, at any level: vmap wraps tensors too, and grad those beside."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_gradtrackingtensor(tensor) and (jvp or tensor.requires_grad):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
 
 
 def _quantized_weight(weight, block_size, transposed):
@@ -381,7 +454,8 @@ class Int8FeedForward(torch.nn.Module):
     up, of weight w1 [inner, width], and down, of weight w2 [width, inner], are `Int8TrainLinear`s. activation: "gelu"
     (exact, with erf), "gelu_tanh" or "silu". block_size: 32, 64 or 128. Takes x [..., width] and returns as much;
     dtypes, rounding and gradients as in Int8TrainLinear. NaN and Inf reach the output as there, and all gradients of
-    weights that sum over their rows. Raises ValueError for bad arguments.
+    weights that sum over their rows. up and down hold the parameters and are never called, so hooks of theirs can't
+    run. Raises ValueError for bad arguments, and where up or down has such hooks.
     """
 
     def __init__(
@@ -397,10 +471,20 @@ class Int8FeedForward(torch.nn.Module):
 
     @classmethod
     def from_linears(cls, up, down, block_size=128, rounding="stochastic", activation="gelu"):
-        """Of two torch.nn.Linears, whose parameters it takes over: the same objects, that an optimizer knows."""
+        """Of two torch.nn.Linears, whose parameters it takes over: the same objects, that an optimizer knows.
+
+        Raises ValueError for bad arguments, and for a layer that is more than its parameters: of a subclass, with
+        hooks, a weight that is computed at each call, or another forward.
+        """
         for name, linear in (("up", up), ("down", down)):
             if not isinstance(linear, torch.nn.Linear):
                 raise ValueError(f"{name} is a {type(linear).__name__}; it takes a torch.nn.Linear")
+            why = _why_not(linear, (torch.nn.Linear, Int8TrainLinear))
+            if not why and any(getattr(linear, hooks) for hooks in _FORWARD_HOOKS):
+                why = "it has hooks"
+            if why:
+                takes = f"a torch.nn.Linear in {listed(FLOATS)}, without hooks"
+                raise ValueError(f"{name} is a {type(linear).__name__}, and {why}; it takes {takes}")
         sizes = down.in_features, down.out_features
         if sizes != (up.out_features, up.in_features):
             raise ValueError(f"down has weight {list(down.weight.shape)}; it takes {list(up.weight.shape[::-1])}")
@@ -412,11 +496,15 @@ class Int8FeedForward(torch.nn.Module):
     def forward(self, x):
         up, down = self.up, self.down
         dtype = _output_dtype(x, up.in_features)
-        parameters = up.weight, up.bias, down.weight, down.bias
+        for name, part in (("up", up), ("down", down)):
+            if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+                raise ValueError(f"{name} has hooks (weight_norm and prune add some); it takes none: it isn't called")
+        w1, b1, w2, b2 = parameters = up.weight, up.bias, down.weight, down.bias
+        _check_operands(x, w1, b1, w2, b2)
         grad = torch.is_grad_enabled()
-        keep_x, through_up = grad and up.weight.requires_grad, grad and _any_requires_grad(x, *parameters[:2])
-        keep_z = grad and _any_requires_grad(x, *parameters)
-        codes = *up._codes(grad and x.requires_grad), *down._codes(through_up)
+        keep_x, through_up = grad and w1.requires_grad, grad and _any_requires_grad(x, w1, b1)
+        keep_z = through_up or (grad and w2.requires_grad)
+        codes = *up._codes(w1, grad and x.requires_grad), *down._codes(w2, through_up)
         how = self.block_size, self.activation, dtype, keep_x, keep_z
         return _int8_feed_forward(x, *parameters, *codes, _seed(self, x, 2), *how)[0]
 

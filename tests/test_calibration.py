@@ -204,6 +204,14 @@ def test_no_activation_is_kept():
     assert len(alive) == 5 and not any(tensor.requires_grad for tensor in statistics["first"][:2])
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_inputs_without_columns_and_without_tokens():
+    model = nn.Sequential(nn.Linear(0, 6, device=DEVICE), linear(6, 4))
+    statistics = collect(model, [torch.zeros(3, 2, 0, device=DEVICE), torch.zeros(0, 0, device=DEVICE)])
+    assert statistics["0"].second_moment.shape == (0, 0) and statistics["0"].absmax.shape == (0,)
+    assert [found.tokens for found in statistics.values()] == [6, 6]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -442,6 +450,19 @@ def test_rotated_moment(K):
     twice = rotate_moment(rotate_moment(S))
     assert torch.linalg.norm(twice - S) < 1e-14 * torch.linalg.norm(S)
     assert torch.isclose(rotate_moment(S).trace(), S.trace())
+
+
+def test_a_rotated_moment_of_few_columns():
+    """Inputs that rotation brings to 5 columns: to the others' moments rounding leaves some just below 0."""
+    few = torch.zeros(3, 96, device=DEVICE)
+    few[:, :5] = randn(3, 5)
+    x = qk.hadamard_ref(few).double()
+    rotated = rotate_moment(x.T @ x)
+    assert -1e-12 < rotated.diagonal().min() < 0
+    w = randn(4, 96)
+    assert gptq(w, rotated)[0].shape == w.shape
+    with pytest.raises(ValueError, match="^second_moment has a diagonal below 0"):
+        gptq(w, rotated - 1e-3 * rotated.diagonal().max() * torch.eye(96, device=DEVICE))
 
 
 # Arguments

@@ -1,8 +1,10 @@
 """The character model of `python -m qk.bench.characters`: what it is, how it is trained, and what is recorded."""
 
+import hashlib
 import json
 import math
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -87,6 +89,25 @@ def test_a_run(text):
     assert characters.train("bf16", text, setting._replace(steps=200), seconds=1e-3) is None
 
 
+@pytest.mark.parametrize(("steps", "makes"), [(200, 61), (40, 21), (3, 2), (1, 1)])
+def test_a_run_that_would_take_too_long_is_given_up(text, monkeypatch, steps, makes):
+    """A step takes a second here, as is seen where the time is looked at for the second time."""
+    made = []
+
+    def loss_of(model, kind, inputs, targets):
+        made.append(1)
+        return model.norm.weight.sum()
+
+    monkeypatch.setattr(characters, "loss_of", loss_of)
+    monkeypatch.setattr(characters, "validation_loss", lambda *args: 0.0)
+    monkeypatch.setattr(characters.time, "perf_counter", lambda: float(len(made)))
+    setting = TINY._replace(steps=steps)
+    assert characters.train("bf16", text, setting, seconds=steps - 0.5) is None and len(made) == makes
+    assert characters.train("bf16", text, setting, seconds=steps)["seconds"] == steps
+    del made[:]
+    assert characters.train("bf16", text, setting, seconds=0) is None and not made
+
+
 @pytest.mark.usefixtures("quick")
 def test_int8_learns_as_bf16_does(text):
     setting = TINY._replace(steps=12, every=12)
@@ -117,5 +138,28 @@ def test_the_command_goes_on_where_it_was(tmp_path, capsys, monkeypatch):
     assert characters.main([*command, "2"]) == 1 and "time is over before float32, seed 2" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         characters.main(["--text", str(tmp_path / "nowhere")])
+    assert characters.main([*command, "3", "--seconds", "0"]) == 1
+    for text, message in (
+        (b"short, " * 47, "the text has 329 characters; it takes 330 or more"),
+        (b"\xff", "decode"),
+    ):
+        other.write_bytes(text)
+        with pytest.raises(SystemExit):
+            characters.main(["--tiny", "--text", str(other)])
+        assert message in capsys.readouterr().err
     assert characters.main(["--tiny", "--write-text", str(other)]) == 0
     assert other.read_text(encoding="utf-8") == characters.sentences()
+
+
+def test_the_source_of_a_text_is_told(tmp_path, monkeypatch):
+    """By its file's name, unless it is, to the byte, the one that the recorded runs have."""
+    recorded = json.loads((Path(characters.__file__).parents[1] / "data" / "characters_h200.json").read_text())["text"]
+    assert recorded["sha256"] == characters.COMEDIES
+    file, out = tmp_path / "own.txt", tmp_path / "runs.json"
+    file.write_text("another text, " * 200)
+    command = ["--tiny", "--text", str(file), "--out", str(out), "--steps", "1", "--kinds", "bf16", "--seeds", "0"]
+    assert characters.main(command) == 0 and json.loads(out.read_text())["text"]["source"] == "own.txt"
+    out.unlink()
+    monkeypatch.setattr(characters, "COMEDIES", hashlib.sha256(file.read_bytes()).hexdigest())
+    assert characters.main(command) == 0
+    assert json.loads(out.read_text())["text"]["source"] == recorded["source"]

@@ -6,6 +6,7 @@ import io
 import pickle
 import re
 import time
+import types
 import weakref
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from torch.utils.benchmark import Timer
 import qk
 from qk.calibration import LayerStatistics, collect, quantize_weight, rotate_moment
 from qk.nn import Int4Linear, Int8Embedding, Int8Linear, quantize_
+from qk.training import Int8FeedForward, int8_train_
 
 BF16 = torch.bfloat16
 # numpy's, out of the interpreter
@@ -233,7 +235,17 @@ def test_layers_of_no_size(kind, sizes):
         (lambda: Int8Linear.from_linear(nn.Identity()), "linear is a Identity; it takes a torch.nn.Linear"),
         (lambda: Int8Linear.from_linear(linear(70, 40).double()), "linear.weight has dtype torch.float64; it takes"),
         (lambda: Int8Linear.from_linear(linear(70, 40), 16), "block_size is 16"),
+        (lambda: Int8Linear(70, 40, dtype=torch.float64), "dtype is torch.float64; it takes torch.float16, torch.bf"),
         (lambda: Int8Embedding(5, 3, dtype=torch.int8), "dtype is torch.int8; it takes"),
+        *(
+            (lambda ids=ids: Int8Embedding(5, 3, device=DEVICE)(ids), f"ids {message}")
+            for ids, message in [
+                (torch.ones(3, device=DEVICE), "has dtype torch.float32; it takes torch.int32 or torch.int64"),
+                (torch.ones(3, dtype=torch.bool, device=DEVICE), "has dtype torch.bool; it takes"),
+                (torch.ones(3, dtype=torch.int16, device=DEVICE), "has dtype torch.int16; it takes"),
+                ("01", "is a str; it takes a tensor"),
+            ]
+        ),
         (lambda: Int8Embedding.from_embedding(linear(5, 3)), "embedding is a Linear; it takes a torch.nn.Embedding"),
         *(
             (lambda kind=kind, x=x: layer_of(kind)(x), f"x {message}")
@@ -251,6 +263,18 @@ def test_layers_of_no_size(kind, sizes):
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         call()
+
+
+def test_the_default_dtype_is_a_bias_s():
+    layer, x = linear(70, 40, bias=False), randn(3, 70)
+    torch.set_default_dtype(torch.float64)
+    try:
+        for kind in (Int8Linear, Int4Linear):
+            with pytest.raises(ValueError, match=r"^dtype is torch.float64; it takes"):
+                kind(70, 40)
+            assert kind.from_linear(layer)(x).dtype == x.dtype and kind(70, 40, bias=False).bias is None
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 # Save and load
@@ -602,6 +626,52 @@ class ReadsAPart(Reads):
         return F.linear(x, parts.weight)
 
 
+class ReadsInItsParent(ReadsDirectly):
+    def forward(self, x):
+        return super().forward(x) + ReadsDirectly.forward(self, x)
+
+
+class ReadsAProperty(ReadsInAMethod):
+    def _inner(self, x):
+        return F.linear(x, self._weight)
+
+    @property
+    def _weight(self):
+        return self.proj.weight
+
+
+class ReadsAVariable(Reads):
+    def forward(self, x):
+        layer = self.proj
+        return F.linear(x, layer.weight)
+
+
+class ReadsInALoop(Reads):
+    def forward(self, x):
+        for _, layer in enumerate(self.parts.values()):
+            x = F.linear(x, layer.weight)
+        return x
+
+
+class ReadsInAComprehension(Reads):
+    def forward(self, x):
+        return sum([F.linear(x, layer.weight) for layer in self.parts.values()])
+
+
+class ReadsByIndex(Reads):
+    def __init__(self, how):
+        super().__init__(how)
+        self.parts = nn.Sequential(linear(70, 70))
+
+    def forward(self, x):
+        return F.linear(x, self.parts[0].weight)
+
+
+class NoLongerReads(ReadsDirectly):
+    def forward(self, x):
+        return self.other(self.proj(x))
+
+
 class OnlySetsUp(Reads):
     def __init__(self, how):
         super().__init__(how)
@@ -622,6 +692,13 @@ class OnlySetsUp(Reads):
         (ReadsItsDtype, "proj"),
         (ReadsFromAbove, "inner.proj"),
         (ReadsAPart, "parts.one"),
+        (ReadsInItsParent, "proj"),
+        (ReadsAProperty, "proj"),
+        (ReadsAVariable, "proj"),
+        (ReadsInALoop, "parts.one"),
+        (ReadsInAComprehension, "parts.one"),
+        (ReadsByIndex, "parts.0"),
+        (NoLongerReads, None),
         (OnlySetsUp, None),
     ],
 )
@@ -632,6 +709,7 @@ def test_a_weight_that_is_read_stays(kind, stays):
         assert row.replaced == (row.name != stays), row
         assert row.note == ("" if row.replaced else f"its weight is read by {kind.__name__}")
     assert len(report.rows) == 3
+    model(randn(3, 70))
 
 
 def test_modules_of_torch_that_read_weights():
@@ -683,6 +761,22 @@ def test_lora_like_wrappers():
     report = quantize_(model)
     assert all(row.note == "its weight is read by MergedLora" for row in report.rows) and len(report.rows) == 3
     model(x)
+
+
+def test_layers_that_trained_in_int8():
+    """As torch.nn's; those of a feed-forward layer in int8 stay, and its state is one of torch.nn's."""
+    model, x = Block(), randn(3, 70)
+    trained = nn.ModuleDict({"block": copy.deepcopy(model), "more": Int8FeedForward.from_linears(model.up, model.down)})
+    int8_train_(trained)
+    report = quantize_(trained, embeddings=True)
+    assert [(row.was, row.now) for row in report.rows[:3]] == [
+        ("Embedding", "Int8Embedding"), ("Int8TrainLinear", "Int8Linear"), ("Int8TrainLinear", "Int8Linear"),
+    ]  # fmt: skip
+    assert same(trained["block"].up(x), Int8Linear.from_linear(model.up)(x))
+    assert [row.note for row in report.rows[3:]] == ["its weight is read by Int8FeedForward"] * 2
+    fresh = nn.ModuleDict({"up": linear(70, 96, seed=5), "down": linear(96, 70, bias=False, seed=6)})
+    fresh.load_state_dict(trained["more"].state_dict())
+    assert same(fresh["up"].weight, model.up.weight) and all(row.replaced for row in quantize_(fresh).rows)
 
 
 class OwnLinear(nn.Linear):
@@ -891,6 +985,13 @@ def moments(model, of=torch.eye):
                 (lambda K: torch.eye(K) * torch.nan, "holds NaN or Inf; it takes finite numbers"),
             ]
         ),
+        *(  # of the second layer
+            (Block, {"to": "int4", "statistics": moments(Block(), of)}, f"statistics['down'].second_moment {message}")
+            for of, message in [
+                (lambda K: torch.eye(K).index_fill_(0, torch.arange(K - 70), 1), "isn't symmetric; it takes a sum of"),
+                (lambda K: (80 - K) * torch.eye(K), "has a diagonal below 0; it takes a sum of x^T x"),
+            ]
+        ),
     ],
 )  # fmt: skip
 def test_wrong_use_changes_nothing(build, how, message):
@@ -911,6 +1012,24 @@ def test_a_function_that_fails_changes_nothing():
     with pytest.raises(KeyError):
         quantize_(model, to)
     assert names_of(model) == []
+
+
+def test_a_layer_is_quantized_on_the_gpu_and_stays_where_it_is(monkeypatch):
+    """On a machine that compiles; here .cuda() is another place of the same memory."""
+    monkeypatch.setattr(qk.nn, "INTERPRETED", types.SimpleNamespace(value=False))
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda x, *device: x.clone())
+    model = nn.ModuleDict({"a": linear(70, 40).cpu(), "b": linear(70, 40, seed=3).cpu()})
+    model["b"].bias = model["a"].bias
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    with monkeypatch.context() as fails:
+        fails.setattr(Int8Linear, "from_linear", lambda *args: [][0])
+        with pytest.raises(IndexError):
+            quantize_(model)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places
+    want = Int8Linear.from_linear(model["a"])
+    quantize_(model, skip=["b"])
+    assert all(same(a, b) for a, b in zip(model["a"].buffers(), want.buffers(), strict=True))
+    assert model["b"].bias.data_ptr() == places[1]
 
 
 def test_layers_are_replaced_one_by_one(monkeypatch):
@@ -1043,6 +1162,10 @@ def test_a_model_on_the_cpu_is_quantized_on_the_gpu():
         assert same(here.cuda()(IDS), there(IDS))
     with pytest.raises(ValueError, match="^measure is True, and up is on cpu"):
         quantize_(copy.deepcopy(plain).cpu(), measure=True)
+    shared = copy.deepcopy(plain).cpu()
+    shared.norm.bias = shared.up.bias
+    quantize_(shared)
+    assert shared.norm.bias.device.type == "cpu"
     mixed = nn.ModuleList([linear(70, 70), linear(70, 70).cpu()])
     with pytest.raises(ValueError, match="^model has 0 on cuda:0, and 1 on cpu"):
         quantize_(mixed)

@@ -5,6 +5,7 @@ import copy
 import datetime
 import faulthandler
 import gc
+import io
 import multiprocessing
 import re
 import subprocess
@@ -22,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import qk
 from qk import bench, parallel
@@ -32,7 +33,7 @@ from qk.bench.__main__ import _parse, dump, main
 from qk.bench.decoder import Decoder, Shape, random_cache
 from qk.nn import Int4Linear, Int8Linear, quantize_
 from qk.parallel import ColwiseQuantized, RowwiseQuantized
-from qk.training import int8_train_
+from qk.training import Int8FeedForward, Int8TrainLinear, int8_train_, refresh
 
 RANKS = 3
 KINDS = (Int8Linear, Int4Linear)
@@ -548,6 +549,22 @@ def test_uneven_parts_have_no_state(ranks):
     ranks(2, _no_state)
 
 
+def _copies(mesh):
+    """As every layer of torch can be copied and pickled, in the processes of its group."""
+    for style in (ColwiseQuantized(output_layouts=Replicate()), RowwiseQuantized(input_layouts=Replicate())):
+        part, x = cut(layer_of(Int8Linear, 96, 64), mesh, style), randn(3, 96)
+        file = io.BytesIO()
+        torch.save(part, file)
+        file.seek(0)
+        for other in (copy.deepcopy(part), torch.load(file, weights_only=False)):
+            assert type(other) is type(part) and other.codes.data_ptr() != part.codes.data_ptr()
+            assert same(other(x), part(x))
+
+
+def test_parts_can_be_copied(ranks):
+    ranks(2, _copies)
+
+
 # Training
 
 
@@ -580,6 +597,44 @@ def test_fsdp_takes_layers_that_train_in_int8(ranks):
     if torch.__version__.startswith("2.7."):
         pytest.skip("torch 2.7's fully_shard adds gradients on the CPU, and doesn't average them, of nn.Linear too")
     ranks(2, _sharded)
+
+
+def _sharded_weights_are_written(mesh):
+    layers = [Int8TrainLinear(64, 64, False, DEVICE, block_size=32, rounding="nearest") for _ in range(2)]
+    model, x = nn.Sequential(*layers), randn(4, 64)
+    for layer in (*layers, model):
+        fully_shard(layer, mesh=mesh)
+    before = model(x)
+    for _ in range(4):  # gathered weights are the same parameters, of the same version, and may lie in the same place
+        assert all(layer._cache is None for layer in layers)
+        with torch.no_grad():
+            for layer in layers:
+                layer.weight.mul_(-1.5)  # a shard
+        out = model(x)
+        refresh()
+        assert same(out, model(x)) and not same(out, before)
+        before = out
+    before.sum().backward()
+    assert all(layer._cache is None for layer in layers)
+
+
+def test_fsdp_s_weights_that_no_optimizer_wrote(ranks):
+    """Nothing of a whole weight stays on a rank, codes of an old one least of all."""
+    ranks(2, _sharded_weights_are_written)
+
+
+def _cut_by_torch(mesh):
+    layer, x = Int8TrainLinear(64, 64, device=DEVICE, block_size=32), randn(4, 64)
+    whole = Int8FeedForward(64, 64, device=DEVICE, block_size=32)
+    refused("^(x|weight) is a DTensor; it takes a plain tensor", cut(layer, mesh, ColwiseParallel()), x)
+    replicated = distribute_tensor(x, mesh, [Replicate()])
+    refused("^x is a DTensor; it takes a plain tensor", layer, replicated)
+    refused("^x is a DTensor; it takes a plain tensor", whole, replicated)
+    refused("^up has hooks", cut(whole, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()}), x)
+
+
+def test_layers_that_train_in_int8_can_t_be_cut_by_torch(ranks):
+    ranks(2, _cut_by_torch)
 
 
 # Errors
@@ -616,6 +671,15 @@ def _refused(mesh):
     refused(r"^module is a Linear; ColwiseQuantized takes an", cut, nn.Linear(4, 4), mesh, ColwiseQuantized())
     part = cut(layer, mesh, ColwiseQuantized())
     refused(r"^module is a ColwiseInt8Linear; RowwiseQuantized takes", RowwiseQuantized()._apply, part, mesh)
+    x = randn(4, 96)
+    for style, argument in ((ColwiseQuantized, "input_layouts"), (RowwiseQuantized, "output_layouts")):
+        for dim in (2, -3, 5):
+            part = cut(layer, mesh, style(**{argument: Shard(dim)}))
+            match = rf"^{argument} is .*{dim}.*, and x has shape \[4, \d+\]; it takes one of its dimensions"
+            refused(match, part, x[:, : part.in_features])
+        part = cut(layer, mesh, style(**{argument: Shard(0)}))
+        refused(r"^x has shape \[\]; it takes \[..., ", part, x[0, 0])
+        refused("^x is a list; it takes a tensor", part, [1.0])
 
 
 def test_what_can_t_be_cut(ranks):

