@@ -43,12 +43,12 @@ from .numerics import gdc_launch_dependents, gdc_wait
 
 __all__ = []
 
-_WG_N = tl.constexpr(64)  # rows of a consumer
+_CONSUMER_N = tl.constexpr(64)  # rows of a consumer
 _DOT_K = tl.constexpr(128)  # columns of K in a product, also the block of the scales
 
 
 @jit
-def _consume(
+def _consume_int8(
     WG: tl.constexpr, operands,
     PER_TOKEN: tl.constexpr, WGS: tl.constexpr, SHARE_K: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr,
     GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
@@ -69,14 +69,14 @@ def _consume(
     round = 0
     for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         tile_m, tile_n = tile_of(t, tiles_m, tiles_n, GROUP_M)
-        row = tile_n * ROWS + (0 if SHARE_K else WG * _WG_N)
-        offs_n = row + gl.arange(0, _WG_N, gl.SliceLayout(1, layout))
+        row = tile_n * ROWS + (0 if SHARE_K else WG * _CONSUMER_N)
+        offs_n = row + gl.arange(0, _CONSUMER_N, gl.SliceLayout(1, layout))
         offs_m = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
         mask_n = offs_n < N
         mask_m = offs_m < M
         # rows beyond the end have no scale; what they come to isn't stored
         b_scale_row = b_scale_ptr + gl.minimum(row // _DOT_K, (N - 1) // _DOT_K).to(gl.int64) * stride_bsn
-        acc = gl.full([_WG_N, BLOCK_M], 0, dtype, layout)
+        acc = gl.full([_CONSUMER_N, BLOCK_M], 0, dtype, layout)
         first = 0
         if SHARE_K:
             first += first_step(taken, WG, WGS)
@@ -92,13 +92,13 @@ def _consume(
             for d in gl.static_range(DOTS):
                 b = b_bufs.index(stage * DOTS + d)
                 if not SHARE_K:
-                    b = b.slice(WG * _WG_N, _WG_N, 0)
+                    b = b.slice(WG * _CONSUMER_N, _CONSUMER_N, 0)
                 a = a_bufs.index(stage * DOTS + d).permute([1, 0])
                 if PER_TOKEN:
                     acc = warpgroup_mma(b, a, acc, is_async=True)
                     acc = warpgroup_mma_wait(0, (acc,))
                 else:
-                    product = gl.full([_WG_N, BLOCK_M], 0, gl.int32, layout)
+                    product = gl.full([_CONSUMER_N, BLOCK_M], 0, gl.int32, layout)
                     product = warpgroup_mma(b, a, product, use_acc=False, is_async=True)
                     product = warpgroup_mma_wait(0, (product,))
                     scale = scale_bufs.index(stage * DOTS + d).reshape([BLOCK_M]).load(gl.SliceLayout(0, layout))
@@ -140,7 +140,7 @@ def _int8_gemm_sm90_decode_kernel(
     if EARLY:
         gdc_launch_dependents()
     WGS: tl.constexpr = 3 if SHARE_K else 2
-    ROWS: tl.constexpr = _WG_N if SHARE_K else WGS * _WG_N
+    ROWS: tl.constexpr = _CONSUMER_N if SHARE_K else WGS * _CONSUMER_N
     a_bufs = gl.allocate_shared_memory(gl.int8, [STAGES * DOTS, BLOCK_M, _DOT_K], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(gl.int8, [STAGES * DOTS, ROWS, _DOT_K], b_desc.layout)
     scale_bufs = a_bufs
@@ -150,7 +150,7 @@ def _int8_gemm_sm90_decode_kernel(
     empty = barriers(STAGES, 1 if SHARE_K else WGS)
     shared = ()
     if SHARE_K:
-        shared = shared_sums(WGS, _WG_N, BLOCK_M, gl.int32 if PER_TOKEN else gl.float32)
+        shared = shared_sums(WGS, _CONSUMER_N, BLOCK_M, gl.int32 if PER_TOKEN else gl.float32)
     consume = (
         a_bufs, b_bufs, scale_bufs, full, empty, shared,
         a_scale, b_scale_ptr, bias_ptr if HAS_BIAS else b_scale_ptr, out_ptr, M, N, K, stride_bsn, stride_bsk,
@@ -160,9 +160,9 @@ def _int8_gemm_sm90_decode_kernel(
     if SHARE_K:
         gl.warp_specialize(
             [
-                (_consume, (0, consume, PER_TOKEN, WGS, SHARE_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
-                (_consume, (1, consume, PER_TOKEN, WGS, SHARE_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
-                (_consume, (2, consume, PER_TOKEN, WGS, SHARE_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
+                (_consume_int8, (0, consume, PER_TOKEN, WGS, SHARE_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
+                (_consume_int8, (1, consume, PER_TOKEN, WGS, SHARE_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
+                (_consume_int8, (2, consume, PER_TOKEN, WGS, SHARE_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
                 (keep_full, (produce, DOTS, STAGES, GROUP_M, True, EARLY)),
             ],
             [4, 4, 1], [REGISTERS, REGISTERS, 32],
@@ -170,8 +170,8 @@ def _int8_gemm_sm90_decode_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, consume, PER_TOKEN, WGS, SHARE_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
-                (_consume, (1, consume, PER_TOKEN, WGS, SHARE_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
+                (_consume_int8, (0, consume, PER_TOKEN, WGS, SHARE_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
+                (_consume_int8, (1, consume, PER_TOKEN, WGS, SHARE_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
                 (keep_full, (produce, DOTS, STAGES, GROUP_M, True, EARLY)),
             ],
             [4, 1], [REGISTERS, 32],
