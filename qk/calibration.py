@@ -164,7 +164,9 @@ def rotate_moment(second_moment):
     size = _hadamard_size(len(S))
     H = hadamard_ref(torch.eye(size, device=S.device)).sign().double() * size**-0.5
     half = (S.unflatten(1, (-1, size)) @ H).flatten(1)
-    return (half.T.unflatten(1, (-1, size)) @ H).flatten(1)
+    rotated = (half.T.unflatten(1, (-1, size)) @ H).flatten(1)
+    rotated.diagonal().clamp_(min=0)  # of inputs that a rotation brings to few columns, rounding leaves others below 0
+    return rotated
 
 
 def _check_moment(second_moment, K=None, name="second_moment"):
@@ -175,11 +177,9 @@ def _check_moment(second_moment, K=None, name="second_moment"):
     second_moment = second_moment.detach().double()
     if not second_moment.sum().isfinite():
         raise ValueError(f"{name} holds NaN or Inf; it takes finite numbers")
-    rounding = 1e-6 * torch.linalg.norm(second_moment)
-    if torch.linalg.norm(second_moment - second_moment.T) > rounding:
+    if torch.linalg.norm(second_moment - second_moment.T) > 1e-6 * torch.linalg.norm(second_moment):
         raise ValueError(f"{name} isn't symmetric; it takes a sum of x^T x")
-    # of inputs that a rotation brings to few columns, the others keep what was rounded
-    if (second_moment.diagonal() < -rounding).any():
+    if (second_moment.diagonal() < 0).any():
         raise ValueError(f"{name} has a diagonal below 0; it takes a sum of x^T x")
     return second_moment
 

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-from .gemm_sm90_epilogue import HALF, WG_M, finish, maxima_exchange
+from .gemm_sm90_epilogue import HALF, MAGIC, WG_M, finish, maxima_exchange
 from .hopper import (
     AVAILABLE,
     descriptor,
@@ -66,7 +66,6 @@ _BLOCK_M = tl.constexpr(128)
 _BLOCK_K = tl.constexpr(128)  # also the block of the scales
 _SCALES = tl.constexpr(32)  # of squares, loaded at a time for two that are used: TMA writes to multiples of 128 bytes
 _SPAN = tl.constexpr(16)  # fast mode: K blocks between two corrections
-_MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23
 _MAGIC_BITS = tl.constexpr(0x4B400000)
 
 
@@ -249,9 +248,9 @@ def _sum_scaled_blocks(
                 sums1 = _rescale(sums1, product, s2, EXACT)
             stage, phase = _next_stage(stage, phase, STAGES)
         if not EXACT:
-            sums0 -= (offset0 * _MAGIC).expand_dims(1)
+            sums0 -= (offset0 * MAGIC).expand_dims(1)
             if HALVES == 2:
-                sums1 -= (offset1 * _MAGIC).expand_dims(1)
+                sums1 -= (offset1 * MAGIC).expand_dims(1)
     return sums0, sums1, stage, phase
 
 

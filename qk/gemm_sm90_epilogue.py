@@ -14,7 +14,7 @@ __all__ = []
 WG_M = tl.constexpr(64)  # rows of a consumer
 HALF = tl.constexpr(128)  # columns of a product
 _WARPS = tl.constexpr(4)  # of a consumer
-_MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23
+MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23
 
 
 @jit
@@ -169,8 +169,8 @@ def _scale(
 def _codes(x, inverse):
     """float32 [64, 128] -> int8 codes, rounded to nearest even; 0 where the group isn't finite."""
     GROUPS: tl.constexpr = inverse.shape[1]
-    # near _MAGIC a float has no fraction bits: the addition rounds, and the sum's low byte is the code
-    codes = x.reshape([WG_M, GROUPS, HALF // GROUPS]) * inverse.expand_dims(2) + _MAGIC
+    # near MAGIC a float has no fraction bits: the addition rounds, and the sum's low byte is the code
+    codes = x.reshape([WG_M, GROUPS, HALF // GROUPS]) * inverse.expand_dims(2) + MAGIC
     codes = gl.where(inverse.expand_dims(2) > 0, codes.to(gl.int32, bitcast=True), 0)
     return codes.to(gl.int8).reshape([WG_M, HALF])
 
