@@ -3,22 +3,26 @@
 `qk/gemm_int4.py` calls it. wgmma takes its left operand, here 64 rows of the weight, from registers: a quad of threads
 holds a row, and of each 16 columns a thread has four, in two registers. Which four is free, if x has its columns in the
 same order. So a thread reads a quarter of a row's words in one piece, and a word's codes p and p + 4 share a
-register:
+register. It is 16 bits wide for each, and of these, a nibble's four become the last or the next to last of a number:
 
-    word     | 7 | 6 | 5 | 4 | 3 | 2 | 1 | 0 |        (word >> 4 p) & 0x000f000f, two codes in two instructions;
-    pair 1           ^               ^                ^ magic: 128 + (code + 8), or 1024 + (code + 8) in float16;
-                                                      fma: the code, exactly
+    word     | 7 | 6 | 5 | 4 | 3 | 2 | 1 | 0 |        nibbles 4, 0, or 6, 2 of word >> 8:
+    pair 0               ^               ^              (word & 0x000f000f) ^ magic: 128 + 8 + code, 1024 in float16
+    pair 1           ^               ^                nibbles 5, 1, or 7, 3 of word >> 8:
+                                                        (word & 0x00f000f0) ^ magic: 16 (8 + code), and 1024 in float16
+                                                      an fma: code / 4, exactly
 
-That is 11 instructions for eight codes (three shifts, four lop3, four fma).
+In bfloat16, whose fractions have seven bits, the second is a whole number of times 2**-133, the smallest there is:
+subnormal, or just beyond, where numbers still lie as far apart. So it takes nine instructions for eight codes (a shift,
+four lop3, four fma). The 4 comes back with the absmax: sums are scaled by absmax / 2, and the end's by 8 / 7.
 
 A producer warp fills a ring in shared memory by TMA with packed words and x, a group or 128 columns at a time.
-Consumers, warpgroups, unpack, multiply, scale the sums by the group's absmax / 7 in float32, and add them up. For up to
+Consumers, warpgroups, unpack, multiply, scale the sums by the group's absmax in float32, and add them up. For up to
 128 tokens they share K: each takes every second or third step of the same 64 rows, and the first adds up what they
 have, in order. For more, each has 64 rows of its own.
 
-x is put into order in one of two ways. For up to 16 tokens, while each CTA has one tile, by a warpgroup of its own, in
-the ring; it has time. Otherwise by a kernel before (`_permute_kernel`), which also takes x of any strides. The weight's
-first stages are on their way while that one runs.
+x is put into order in one of two ways. For few tokens by a warpgroup of its own, in the ring; it has time. Otherwise by
+a kernel before (`_permute_kernel`), which also takes x of any strides. The weight's first stages are on their way while
+that one runs.
 """
 
 from typing import NamedTuple
@@ -51,21 +55,30 @@ from .numerics import LONGEST_SUM, gdc_launch_dependents, gdc_wait, wait_if_earl
 __all__ = []
 
 _WG_N = tl.constexpr(64)  # rows of a consumer
+_PART = tl.constexpr(16)  # words of a row that are loaded together
 
 
-def _assembly(one, offset, magic, kind):
-    """PTX: a word of eight codes -> four pairs of 16-bit numbers, codes p and p + 4 in the p-th."""
-    lines = ["{", ".reg .b32 s, t, one, offset, magic;"]
-    lines.append(f"mov.b32 one, {one}; mov.b32 offset, {offset}; mov.b32 magic, {magic};")
+def _assembly(kind, low, high):
+    """PTX: a word of eight codes -> four pairs of 16-bit numbers, codes p and p + 4 over 4 in the p-th.
+
+    low, high: what flips the bits of a nibble there to a number, the number's factor and what it is too large by.
+    """
+    names = "flip", "factor", "offset"
+    lines = ["{", ".reg .b32 s, t;", f".reg .b32 {', '.join(f'{name}<2>' for name in names)};"]
+    for i, numbers in enumerate((low, high)):
+        lines += [f"mov.b32 {name}{i}, {number:#010x};" for name, number in zip(names, numbers, strict=True)]
+    lines.append("shr.u32 s, $4, 8;")
     for p in range(4):
-        lines.append(f"shr.u32 s, $4, {4 * p};")
-        lines.append("lop3.b32 t, s, 0x000f000f, magic, 0x6a;")  # (s & mask) ^ magic
-        lines.append(f"fma.rn.{kind} ${p}, t, one, offset;")
+        mask = "0x00f000f0" if p % 2 else "0x000f000f"
+        lines.append(f"lop3.b32 t, {'s' if p > 1 else '$4'}, {mask}, flip{p % 2}, 0x6a;")  # (s & mask) ^ flip
+        lines.append(f"fma.rn.{kind} ${p}, t, factor{p % 2}, offset{p % 2};")
     return tl.constexpr("\n".join([*lines, "}"]))
 
 
-_TO_FLOAT16 = _assembly("0x3c003c00", "0xe408e408", "0x64086408", "f16x2")  # 1024 + 8, -1032
-_TO_BFLOAT16 = _assembly("0x3f803f80", "0xc308c308", "0x43084308", "bf16x2")  # 128 + 8, -136
+# 1024 + code + 8 and 1024 + 16 (code + 8); a quarter, -258 and 1 / 64, -18
+_TO_FLOAT16 = _assembly("f16x2", (0x64086408, 0x34003400, 0xDC08DC08), (0x64806480, 0x24002400, 0xCC80CC80))
+# 128 + code + 8 and, in the smallest numbers, 16 (code + 8) 2**-133; a quarter, -34 and 2**127, -2
+_TO_BFLOAT16 = _assembly("bf16x2", (0x43084308, 0x3E803E80, 0xC208C208), (0x00800080, 0x7F007F00, 0xC000C000))
 _FOUR_WORDS = tl.constexpr((tl.int32,) * 4)
 
 
@@ -100,7 +113,7 @@ def _as_multiplied(x):
 
 @jit
 def _codes(buf, a_layout: tl.constexpr, dtype: tl.constexpr):
-    """int32 [64, W] in shared memory -> codes [64, 8 W] in the registers where wgmma takes them."""
+    """int32 [64, W] in shared memory -> codes / 4, [64, 8 W], in the registers where wgmma takes them."""
     W: tl.constexpr = buf.shape[1]
     words = buf.load(_words_layout(W))
     p0, p1, p2, p3 = gl.inline_asm_elementwise(
@@ -115,15 +128,30 @@ def _codes(buf, a_layout: tl.constexpr, dtype: tl.constexpr):
 
 
 @jit
-def _seventh(absmax):
-    """absmax / 7 in float32, correctly rounded where it is a normal number."""
-    q = absmax * (1 / 7)
-    corrected = gl.fma(gl.fma(q, 7.0, -absmax), -1 / 7, q)
-    return gl.where(gl.abs(absmax) < float("inf"), corrected, absmax)
+def _words(
+    w_bufs, stage, product: tl.constexpr, WG: tl.constexpr, SHARE_K: tl.constexpr, DOT_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Where a consumer's words of a product of a stage are: [64, DOT_K / 8] in shared memory."""
+    OFFSET: tl.constexpr = product * DOT_K // 8
+    words = w_bufs.index(stage * (w_bufs.shape[0] // STAGES) + OFFSET // _PART).slice(OFFSET % _PART, DOT_K // 8, 1)
+    if not SHARE_K:
+        words = words.slice(WG * _WG_N, _WG_N, 0)
+    return words
 
 
 @jit
-def _permute(operands, ROWS: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr):
+def _eight_sevenths(x):
+    """x / 0.875 in float32, correctly rounded where it is a normal number."""
+    q = x * (8 / 7)
+    corrected = gl.fma(gl.fma(q, 0.875, -x), -8 / 7, q)
+    return gl.where(gl.abs(q) < float("inf"), corrected, q)
+
+
+@jit
+def _permute(
+    operands, ROWS: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
     """Puts the columns of x in the ring, where they are, into the order in which `_codes` has the weight's."""
     x_bufs, full, x_full, M, N, K = operands
     layout: tl.constexpr = _x_layout(DOT_K)
@@ -146,28 +174,39 @@ def _permute(operands, ROWS: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constex
 
 @jit
 def _scales(
-    absmax_ptrs, stride_ag, mask_n, k, K, GROUP: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constexpr
+    absmax_ptrs, stride_ag, k, end, GROUP: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constexpr
 ):  # fmt: skip
-    """absmax of the products of step k."""
+    """absmax of the products of step k; end: columns from where absmax_ptrs are to the matrix's end."""
     scales = ()
     for d in gl.static_range(DOTS):
         column = (k * DOTS + d) * DOT_K
         at = absmax_ptrs + (column // GROUP).to(gl.int64) * stride_ag
         # columns beyond the end have no scales
-        scales += (gl.load(at, mask=mask_n & (column < K), other=0.0),)
+        scales += (gl.load(at, mask=column < end, other=0.0),)
     return scales
+
+
+@jit
+def _add_scaled(acc, sums, scales, d: tl.constexpr, GROUP: tl.constexpr):
+    if GROUP == 0:
+        acc += sums
+    else:
+        scale, _ = gl.broadcast((scales[d].to(gl.float32) * 0.5).expand_dims(1), sums)
+        acc = gl.fma(sums, scale, acc)
+    return acc
 
 
 @jit
 def _consume(
     WG: tl.constexpr, operands,
-    GROUP: tl.constexpr, WGS: tl.constexpr, SHARE_K: tl.constexpr, PERMUTE: tl.constexpr, DOTS: tl.constexpr,
-    STAGES: tl.constexpr, GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
+    GROUP: tl.constexpr, WGS: tl.constexpr, PERMUTE: tl.constexpr, DOTS: tl.constexpr,
+    AT_ONCE: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     x_bufs, w_bufs, full, x_full, empty, shared = operands[:6]
     absmax_ptr, bias_ptr, out_ptr, M, N, K, stride_an, stride_ag = operands[6:]
     BLOCK_M: tl.constexpr = x_bufs.shape[1]
     DOT_K: tl.constexpr = x_bufs.shape[2]
+    SHARE_K: tl.constexpr = len(shared) > 0
     layout: tl.constexpr = _sums_layout(BLOCK_M)
     ROWS: tl.constexpr = _WG_N if SHARE_K else WGS * _WG_N
     STRIDE: tl.constexpr = WGS if SHARE_K else 1
@@ -178,53 +217,59 @@ def _consume(
     steps = gl.cdiv(K, DOTS * DOT_K)
     taken = 0  # steps of the tiles before
     round = 0
+    stage = 0
+    phase = 0
+    if SHARE_K:
+        stage += WG
     for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         tile_m, tile_n = tile_of(t, tiles_m, tiles_n, GROUP_M)
         offs_n = tile_n * ROWS + (0 if SHARE_K else WG * _WG_N) + gl.arange(0, _WG_N, gl.SliceLayout(1, layout))
-        mask_n = offs_n < N
-        absmax_ptrs = absmax_ptr + offs_n.to(gl.int64) * stride_an
+        absmax_ptrs = absmax_ptr + gl.minimum(offs_n, N - 1).to(gl.int64) * stride_an
         acc = gl.full([_WG_N, BLOCK_M], 0.0, gl.float32, layout)
         first = 0
         if SHARE_K:
             first += first_step(taken, WG, WGS)
+        scales = ()
         if GROUP > 0:
-            scales = _scales(absmax_ptrs, stride_ag, mask_n, first, K, GROUP, DOT_K, DOTS)
+            scales = _scales(absmax_ptrs, stride_ag, first, K, GROUP, DOT_K, DOTS)
         for k in range(first, steps, STRIDE):
-            stage = (taken + k) % STAGES
-            phase = (taken + k) // STAGES & 1
             if GROUP > 0:  # a step ahead: they come from memory
-                next_scales = _scales(absmax_ptrs, stride_ag, mask_n, k + STRIDE, K, GROUP, DOT_K, DOTS)
+                next_scales = _scales(absmax_ptrs, stride_ag, k + STRIDE, K, GROUP, DOT_K, DOTS)
             mbarrier.wait(full.index(stage), phase)
-            for d in gl.static_range(DOTS):
-                w = w_bufs.index(stage * DOTS + d)
-                if not SHARE_K:
-                    w = w.slice(WG * _WG_N, _WG_N, 0)
-                codes = _codes(w, gl.DotOperandLayout(0, layout, 2), x_bufs.dtype)
-                if PERMUTE and d == 0:
-                    mbarrier.wait(x_full.index(stage), phase)
-                x = x_bufs.index(stage * DOTS + d).permute([1, 0])
-                sums = gl.full([_WG_N, BLOCK_M], 0.0, gl.float32, layout)
-                sums = warpgroup_mma(codes, x, sums, use_acc=False, is_async=True)
-                sums = warpgroup_mma_wait(0, (sums,))
-                if d == DOTS - 1:
+            if PERMUTE:
+                mbarrier.wait(x_full.index(stage), phase)
+            for d in gl.static_range(0, DOTS, AT_ONCE):
+                products = ()
+                for i in gl.static_range(AT_ONCE):
+                    w = _words(w_bufs, stage, d + i, WG, SHARE_K, DOT_K, STAGES)
+                    codes = _codes(w, gl.DotOperandLayout(0, layout, 2), x_bufs.dtype)
+                    x = x_bufs.index(stage * DOTS + d + i).permute([1, 0])
+                    sums = gl.full([_WG_N, BLOCK_M], 0.0, gl.float32, layout)
+                    products += (warpgroup_mma(codes, x, sums, use_acc=False, is_async=True),)
+                products = warpgroup_mma_wait(0, products)
+                if AT_ONCE == 1:
+                    products = (products,)
+                if d + AT_ONCE == DOTS:
                     mbarrier.arrive(empty.index(stage), count=1)
-                if GROUP == 0:
-                    acc += sums
-                else:
-                    scale, _ = gl.broadcast(_seventh(scales[d].to(gl.float32)).expand_dims(1), sums)
-                    acc = gl.fma(sums, scale, acc)
+                for i in gl.static_range(AT_ONCE):
+                    acc = _add_scaled(acc, products[i], scales, d + i, GROUP)
+            stage += STRIDE
+            if stage >= STAGES:
+                stage -= STAGES
+                phase ^= 1
             if GROUP > 0:
                 scales = next_scales
         taken += steps
         if GROUP == 0:
-            scale = _seventh(gl.load(absmax_ptrs, mask=mask_n, other=0.0).to(gl.float32))
-            scale, _ = gl.broadcast(scale.expand_dims(1), acc)
+            scale, _ = gl.broadcast((gl.load(absmax_ptrs).to(gl.float32) * 0.5).expand_dims(1), acc)
             acc *= scale
         if SHARE_K and WG > 0:
             give_sums(acc, shared, round, WG)
         else:
             if SHARE_K:
                 acc = take_sums(acc, shared, round, WGS)
+            acc = _eight_sevenths(acc)
+            mask_n = offs_n < N
             if HAS_BIAS:
                 acc += gl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(gl.float32).expand_dims(1)
             offs_m = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
@@ -244,6 +289,7 @@ def _int4_gemm_sm90_kernel(
     BLOCK_M: tl.constexpr,  # tokens of a tile
     DOT_K: tl.constexpr,  # columns of a product
     DOTS: tl.constexpr,  # products of a stage
+    AT_ONCE: tl.constexpr,  # of them are in flight together
     STAGES: tl.constexpr, GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr, REGISTERS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -251,7 +297,8 @@ def _int4_gemm_sm90_kernel(
         gdc_launch_dependents()
     ROWS: tl.constexpr = _WG_N if SHARE_K else WGS * _WG_N
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES * DOTS, BLOCK_M, DOT_K], x_desc.layout)
-    w_bufs = gl.allocate_shared_memory(gl.int32, [STAGES * DOTS, ROWS, DOT_K // 8], w_desc.layout)
+    PARTS: tl.constexpr = DOTS * DOT_K // (8 * _PART)
+    w_bufs = gl.allocate_shared_memory(gl.int32, [STAGES * PARTS, ROWS, _PART], w_desc.layout)
     full = barriers(STAGES, 1)
     x_full = barriers(STAGES, 1)
     empty = barriers(STAGES, 1 if SHARE_K else WGS)
@@ -269,9 +316,9 @@ def _int4_gemm_sm90_kernel(
         permute = (x_bufs, full, x_full, M, N, K)
         gl.warp_specialize(
             [
-                (_consume, (0, consume, GROUP, WGS, SHARE_K, PERMUTE, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
-                (_consume, (1, consume, GROUP, WGS, SHARE_K, PERMUTE, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
-                (_consume, (2, consume, GROUP, WGS, SHARE_K, PERMUTE, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
+                (_consume, (0, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, HAS_BIAS, EARLY)),
+                (_consume, (1, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, HAS_BIAS, EARLY)),
+                (_consume, (2, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, HAS_BIAS, EARLY)),
                 (_permute, (permute, ROWS, DOT_K, DOTS, STAGES)),
                 (keep_full, (produce, DOTS, STAGES, GROUP_M, PERMUTE, EARLY)),
             ],
@@ -280,9 +327,9 @@ def _int4_gemm_sm90_kernel(
     elif WGS == 3:
         gl.warp_specialize(
             [
-                (_consume, (0, consume, GROUP, WGS, SHARE_K, PERMUTE, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
-                (_consume, (1, consume, GROUP, WGS, SHARE_K, PERMUTE, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
-                (_consume, (2, consume, GROUP, WGS, SHARE_K, PERMUTE, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
+                (_consume, (0, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, HAS_BIAS, EARLY)),
+                (_consume, (1, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, HAS_BIAS, EARLY)),
+                (_consume, (2, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, HAS_BIAS, EARLY)),
                 (keep_full, (produce, DOTS, STAGES, GROUP_M, PERMUTE, EARLY)),
             ],
             [4, 4, 1], [REGISTERS, REGISTERS, 32],
@@ -291,8 +338,8 @@ def _int4_gemm_sm90_kernel(
         gl.static_assert(WGS == 2)
         gl.warp_specialize(
             [
-                (_consume, (0, consume, GROUP, WGS, SHARE_K, PERMUTE, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
-                (_consume, (1, consume, GROUP, WGS, SHARE_K, PERMUTE, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
+                (_consume, (0, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, HAS_BIAS, EARLY)),
+                (_consume, (1, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, HAS_BIAS, EARLY)),
                 (keep_full, (produce, DOTS, STAGES, GROUP_M, PERMUTE, EARLY)),
             ],
             [4, 1], [REGISTERS, 32],
@@ -327,31 +374,33 @@ class _Tile(NamedTuple):
     group_m: int = 8  # rows of tiles that are gone through column by column
 
 
-# Timed on an H200 at N = K = 8192, of some ten each, 2026-11-22. Up to 16 tokens, a stage is small enough that the
-# next call's CTAs find room beside those at work.
+# Timed on an H200 at N = K = 8192, of some ten each, 2026-11-23. Up to 16 tokens, stages are few and small enough that
+# the next call's CTAs find room beside those at work; more of them pay where a CTA has many tiles (long).
 _CONFIGS = {
     "decode8": _Tile(3, True, True, 8, columns=256, stages=6, registers=128),
+    "decode8 long": _Tile(3, True, True, 8, columns=256, stages=9, registers=128),
     "decode16": _Tile(3, True, True, 16, columns=256, stages=6, registers=128),
     "decode8 ordered": _Tile(3, True, False, 8, columns=256, stages=6, registers=152),
+    "decode8 ordered long": _Tile(3, True, False, 8, columns=256, stages=9, registers=152),
     "decode16 ordered": _Tile(3, True, False, 16, columns=256, stages=6, registers=152),
     "32": _Tile(2, True, False, 32, columns=256, stages=4, registers=224),
     "64": _Tile(2, True, False, 64, columns=256, stages=4, registers=224),
     "128": _Tile(2, True, False, 128, columns=128, stages=4, registers=240),
     "large": _Tile(2, False, False, 128, columns=128, stages=5, registers=240),
-    "large, small groups": _Tile(2, False, False, 64, columns=128, stages=8, registers=224),
 }
 
 
 def _choose(M, N, group_size, multiprocessors, aligned):
+    """Of N depends only what leaves the bits as they are: a weight's rows, multiplied apart, give the same."""
     if M <= 16:
-        # a tile a multiprocessor: x is put into order once. Of more products a step, the registers hold no more
-        permute = aligned and cdiv(N, 64) <= multiprocessors and group_size not in (32, 64)
-        return ("decode8" if M <= 8 else "decode16") + ("" if permute else " ordered")
+        tiles = cdiv(N, 64)
+        # a tile a multiprocessor, x is put into order once; of 16 tokens that takes longer than to launch a kernel more
+        permute = aligned and group_size not in (32, 64) and (M <= 8 or 2 * tiles <= multiprocessors)
+        name = ("decode8" if M <= 8 else "decode16") + ("" if permute else " ordered")
+        return name + (" long" if M <= 8 and tiles > multiprocessors else "")
     if M <= 64:
         return "32" if M <= 32 else "64"
-    if group_size in (32, 64):  # sums of more tokens, beside the scales of more groups, don't fit in the registers
-        return "large, small groups"
-    return "128" if 2 * cdiv(M, 128) * cdiv(N, 128) <= multiprocessors else "large"
+    return "128" if M <= 128 else "large"
 
 
 def _rows_fit_tma(x):
@@ -377,6 +426,8 @@ def int4_gemm_sm90(x, words, absmax, bias, out, group_size, config=None):
     config = config or _choose(M, N, group_size, multiprocessors, _rows_fit_tma(x))
     c = _CONFIGS[config] if isinstance(config, str) else config
     dot_k = min(group_size or LONGEST_SUM, LONGEST_SUM)
+    dots = min(c.columns // dot_k, 4)
+    stages = c.stages * c.columns // (dots * dot_k)
     columns, stride = K, x.stride(0) if M > 1 else cdiv(K, 8) * 8
     if not c.permute:
         columns = stride = cdiv(K, dot_k) * dot_k
@@ -392,9 +443,9 @@ def int4_gemm_sm90(x, words, absmax, bias, out, group_size, config=None):
     launch(
         x.device, _int4_gemm_sm90_kernel, (min(multiprocessors, cdiv(M, c.block_m) * cdiv(N, rows)),),
         descriptor(x, M, columns, stride, (c.block_m, dot_k)),
-        descriptor(words, N, cdiv(K, 8), words.stride(0), (rows, dot_k // 8)),
+        descriptor(words, N, cdiv(K, 8), words.stride(0), (rows, _PART.value)),
         absmax, bias, out, M, N, K, absmax.stride(0), 0 if group_size is None else absmax.stride(1),
         GROUP=group_size or 0, WGS=c.wgs, SHARE_K=c.share_k, PERMUTE=c.permute, BLOCK_M=c.block_m, DOT_K=dot_k,
-        DOTS=min(c.columns // dot_k, 4), STAGES=c.stages, GROUP_M=c.group_m, HAS_BIAS=bias is not None,
-        REGISTERS=c.registers, early=True, num_warps=4,
+        DOTS=dots, AT_ONCE=max(min(128, 4096 // c.block_m) // dot_k, 1), STAGES=stages, GROUP_M=c.group_m,
+        HAS_BIAS=bias is not None, REGISTERS=c.registers, early=True, num_warps=4,
     )  # fmt: skip

@@ -77,15 +77,18 @@ def barriers(COUNT: tl.constexpr, ARRIVALS: tl.constexpr):
 
 @jit
 def _load_step(
-    x, w, scales, ready, stage, tile_m, tile_n, k, X: tl.constexpr, W: tl.constexpr, DOTS: tl.constexpr
+    x, w, scales, ready, stage, tile_m, tile_n, k, X: tl.constexpr, W: tl.constexpr, DOTS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Step k of a tile, of x or the weight or both, into a stage of the ring."""
-    for d in gl.static_range(DOTS):
-        buf = stage * DOTS + d
-        step = k * DOTS + d
-        if W:
-            tma_load(w[0], [tile_n * w[1].shape[1], step * w[1].shape[2]], ready, w[1].index(buf))
-        if X:
+    if W:
+        for d in gl.static_range(PARTS):
+            step = k * PARTS + d
+            tma_load(w[0], [tile_n * w[1].shape[1], step * w[1].shape[2]], ready, w[1].index(stage * PARTS + d))
+    if X:
+        for d in gl.static_range(DOTS):
+            buf = stage * DOTS + d
+            step = k * DOTS + d
             tma_load(x[0], [tile_m * x[1].shape[1], step * x[1].shape[2]], ready, x[1].index(buf))
             if len(scales) > 0:
                 tma_load(scales[0], [step, tile_m * x[1].shape[1]], ready, scales[1].index(buf))
@@ -98,29 +101,31 @@ def keep_full(
 ):  # fmt: skip
     """Keeps a ring of x and a weight full by TMA, which fills in zeros beyond the matrices. One warp does.
 
-    x, w: descriptor and buffers, [STAGES * DOTS, tokens or rows, elements along K]: a stage is DOTS products long along
-    K, and a buffer holds what one takes. scales: of x, K-major, as [STAGES * DOTS, 1, tokens], or (). WEIGHT_WAITS:
+    x, w: descriptor and buffers, [., tokens or rows, elements along K], as many in each stage: of x DOTS, each what a
+    product takes along K. scales: of x, K-major, as [STAGES * DOTS, 1, tokens], or (). WEIGHT_WAITS:
     the kernel before this one may have written the weight, too; otherwise only x.
     """
     x, w, scales, full, empty, M, N, K = operands
     BLOCK_M: tl.constexpr = x[1].shape[1]
     X_BYTES: tl.constexpr = BLOCK_M * x[1].shape[2] * x[1].dtype.primitive_bitwidth // 8
     W_BYTES: tl.constexpr = w[1].shape[1] * w[1].shape[2] * w[1].dtype.primitive_bitwidth // 8
-    BYTES: tl.constexpr = DOTS * (X_BYTES + W_BYTES + (4 * BLOCK_M if len(scales) > 0 else 0))
+    PARTS: tl.constexpr = w[1].shape[0] // STAGES
+    BYTES: tl.constexpr = PARTS * W_BYTES + DOTS * (X_BYTES + (4 * BLOCK_M if len(scales) > 0 else 0))
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(N, w[1].shape[1])
     steps = gl.cdiv(K, DOTS * x[1].shape[2])
     tile_m, tile_n = tile_of(gl.program_id(0), tiles_m, tiles_n, GROUP_M)
-    ahead = gl.minimum(STAGES, steps)
+    # Of the weight no more stages than that come before x: what it is multiplied with would have to wait for them all.
+    ahead = gl.minimum(2, steps)
     if EARLY and WEIGHT_WAITS:
         gdc_wait()
     for k in range(ahead):
         mbarrier.expect(full.index(k), BYTES)
-        _load_step(x, w, scales, full.index(k), k, tile_m, tile_n, k, False, True, DOTS)
+        _load_step(x, w, scales, full.index(k), k, tile_m, tile_n, k, False, True, DOTS, PARTS)
     if EARLY and not WEIGHT_WAITS:
         gdc_wait()
     for k in range(ahead):
-        _load_step(x, w, scales, full.index(k), k, tile_m, tile_n, k, True, False, DOTS)
+        _load_step(x, w, scales, full.index(k), k, tile_m, tile_n, k, True, False, DOTS, PARTS)
     taken = ahead
     for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         tile_m, tile_n = tile_of(t, tiles_m, tiles_n, GROUP_M)
@@ -128,7 +133,7 @@ def keep_full(
             stage = taken % STAGES
             mbarrier.wait(empty.index(stage), (taken // STAGES & 1) ^ 1)
             mbarrier.expect(full.index(stage), BYTES)
-            _load_step(x, w, scales, full.index(stage), stage, tile_m, tile_n, k, True, True, DOTS)
+            _load_step(x, w, scales, full.index(stage), stage, tile_m, tile_n, k, True, True, DOTS, PARTS)
             taken += 1
 
 

@@ -198,21 +198,26 @@ def _int8_feed_forward_backward(
     seeds = (None, None) if seed is None else seed.split(1)
     g, g_t, g_scale, db2 = _quantized_gradient(as_matrix(g), block_size, seeds[0], b2_dtype)
     dx, dw1, db1, dw2 = (_nothing(g) for _ in range(4))
-    if any(dtype is not None for dtype in (x_dtype, w1_dtype, b1_dtype)):
+    back = any(dtype is not None for dtype in (x_dtype, w1_dtype, b1_dtype))
+    if back:
         dh = int8_gemm_quant(g, g_scale, w2_t, w2_scale.t(), block_size, block_size, out_square=True)
+        del g  # here and below: with the largest tensors goes the memory that a step takes at most
         how = {"activation": activation, "rounding": "nearest" if seed is None else "stochastic", "seed": seeds[1]}
         dz, dz_t, dz_scale, h_t, h_scale, sums = int8_gelu_backward(*dh, z, z_scale, block_size, **how)
         del dh
         db1 = _sum(sums, b1_dtype)
-        if x_dtype is not None:
-            dx = int8_gemm(dz, dz_scale, w1_t, w1_scale.t(), block_size, x_dtype)
-        if w1_dtype is not None:
-            dw1 = int8_gemm(dz_t, dz_scale.t(), x_t, x_scale.t(), block_size, w1_dtype)
     elif w2_dtype is not None:
         h, h_scale = int8_gelu(z, z_scale, block_size, activation=activation)
         h_t = h.t()
     if w2_dtype is not None:
         dw2 = int8_gemm(g_t, g_scale.t(), h_t, h_scale.t(), block_size, w2_dtype)
+        del g_t, h_t
+    if w1_dtype is not None:
+        dw1 = int8_gemm(dz_t, dz_scale.t(), x_t, x_scale.t(), block_size, w1_dtype)
+    if back:
+        del dz_t
+    if x_dtype is not None:
+        dx = int8_gemm(dz, dz_scale, w1_t, w1_scale.t(), block_size, x_dtype)
     return dx, dw1, db1, dw2, db2
 
 

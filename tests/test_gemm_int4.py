@@ -277,6 +277,18 @@ def test_the_same_bits_every_run(poison):
 
 
 @gpu
+def test_rows_of_a_weight_multiplied_apart():
+    """To the bit what they are multiplied together: layers cut among GPUs rely on it, on Hopper."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("elsewhere K is split among programs where tiles are few")
+    for M, group_size in itertools.product(TOKENS, (None, 32, 128)):
+        x, packed, absmax = operands(M, 17000, 1024, group_size)
+        whole = qk.int4_gemm(x, packed, absmax, None, group_size, torch.float32)
+        for rows in slice(0, 1000), slice(1000, 8000), slice(8000, None):
+            assert same(qk.int4_gemm(x, packed[rows], absmax[rows], None, group_size, torch.float32), whole[:, rows])
+
+
+@gpu
 @pytest.mark.parametrize("M", (1, 64, 256, 600))
 def test_graph(M):
     x, packed, absmax = operands(M, 1024, 4096, 128)
