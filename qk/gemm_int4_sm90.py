@@ -393,11 +393,10 @@ _CONFIGS = {
 def _choose(M, N, group_size, multiprocessors, aligned):
     """Of N depends only what leaves the bits as they are: a weight's rows, multiplied apart, give the same."""
     if M <= 16:
-        tiles = cdiv(N, 64)
-        # a tile a multiprocessor, x is put into order once; of 16 tokens that takes longer than to launch a kernel more
-        permute = aligned and group_size not in (32, 64) and (M <= 8 or 2 * tiles <= multiprocessors)
+        one = cdiv(N, 64) <= multiprocessors  # tile a multiprocessor: x is put into order once
+        permute = aligned and group_size not in (32, 64) and (one or M <= 8)
         name = ("decode8" if M <= 8 else "decode16") + ("" if permute else " ordered")
-        return name + (" long" if M <= 8 and tiles > multiprocessors else "")
+        return name + ("" if one or M > 8 else " long")
     if M <= 64:
         return "32" if M <= 32 else "64"
     return "128" if M <= 128 else "large"

@@ -27,6 +27,7 @@ counts, when the clocks are those that this contender's power leaves it. In roun
 those of the mixture, which would favour whoever draws most.
 """
 
+import collections
 import functools
 import itertools
 import math
@@ -252,6 +253,18 @@ def replay_of(call, sets):
         torch.cuda.synchronize()
         turns = itertools.cycle(sets)
         return lambda: call(*next(turns)), 1, "events"
+
+
+def kernels_of(replay, calls, most=8):
+    """-> [name, microseconds of a call] of the kernels that take longest in a replay, each with all its launches."""
+    times = collections.Counter()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        replay()
+        torch.cuda.synchronize()
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            times[event.name[:80]] += event.device_time
+    return [[name, round(us / calls, 1)] for name, us in times.most_common(most)]
 
 
 def _cold_lines():

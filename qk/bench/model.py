@@ -17,7 +17,6 @@ and `load_s`: seconds to quantize the model on the GPU (kernels are compiled the
 just written. `kernels`: of a compiled step, the kernels that take longest, and their microseconds.
 """
 
-import collections
 import functools
 import importlib.util
 import itertools
@@ -30,7 +29,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import qk
-from qk.bench import Case
+from qk.bench import Case, kernels_of
 from qk.bench.decoder import LLAMA_3_8B, Decoder, random_cache
 from qk.data.sentences import minilm, minilm_folder
 from qk.nn import quantize_
@@ -87,18 +86,6 @@ def random_decoder(shape, kind):
             del model
             model, load_s = _seconds(_loaded, shape, kind, file)
     return model.requires_grad_(False), ({} if kind == "bf16" else {"quantize_s": quantize_s}) | {"load_s": load_s}
-
-
-def kernels_of(replay, calls, most=8):
-    """-> [name, microseconds of a call] of the kernels that take longest in a replay, each with all its launches."""
-    times = collections.Counter()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
-        replay()
-        torch.cuda.synchronize()
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            times[event.name[:80]] += event.device_time
-    return [[name, round(us / calls, 1)] for name, us in times.most_common(most)]
 
 
 def _case(op, shape, models, inputs, run, read, worst, cached=0, **others):

@@ -14,7 +14,8 @@ weight in int8 is quantized once a call, as in training, where each step changes
 
 Besides what all rows say: `saved_bytes`, what the forward pass keeps besides weights and their codes; `weight_bytes`,
 of weights, and in int8 of their codes, both ways; `peak_bytes`, weights and AdamW's moments, x and its gradient, and
-what a call allocates at most at a time. `error` is that of the worst gradient, against bfloat16's.
+what a call allocates at most at a time; `kernels`, of a compiled "both": those that take longest, and their
+microseconds. `error` is that of the worst gradient, against bfloat16's.
 """
 
 import functools
@@ -25,7 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import qk
-from qk.bench import Case
+from qk.bench import Case, kernels_of
 from qk.training import Int8FeedForward, Int8TrainLinear, int8_train_
 
 _DTYPE = torch.bfloat16
@@ -171,11 +172,15 @@ def _cases_of(part, make, tokens, width, flops):
     def more(op, name, outcome):
         contender = made()[name]
         cached = sum(codes.nbytes for codes in contender.codes())
-        return {
+        row = {
             "saved_bytes": saved_bytes(contender.model, contender.call, inputs()[0]),
             "weight_bytes": weights + 2 * int8_weights(contender.model),
             "peak_bytes": (3 if op == "step" else 1) * weights + 2 * values + cached + outcome["allocated"],
         }
+        if op != "both" or name.endswith("eager"):
+            return row
+        replay, calls, _ = outcome["replay"]
+        return row | {"kernels": kernels_of(replay, calls)}
 
     moved = {"forward": 2 * values + weights, "both": 4 * values + 3 * weights, "step": 4 * values + 9 * weights}
     names = [name for kind in _kinds() for name in ([kind, f"{kind} eager"] if kind in _EAGER else [kind])]

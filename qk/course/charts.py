@@ -315,20 +315,25 @@ def roofline(record, shape):
 
 _RIVALS = {"compile": "torch.compile", "eager": "eager torch", "bf16": "bf16, cuBLAS", "cublas fp8": "FP8, cuBLAS"}
 _RIVALS |= {"_int_mm": "torch._int_mm, no scales"}
+_VERSIONS = "versions of "  # kernels of notebooks, on the way to those of the package
 
 
 @style()
 def speedups(record):
     """How much faster each operation is than what others wrote, measured side by side: a dot for each shape.
 
-    Eager torch is left out where there is a better rival, and so are other ways to use this package.
+    Eager torch is left out where there is a better rival, and so are other ways to use this package. Of training there
+    is the forward and backward pass.
     """
     known, dots = _RIVALS, {}
     for row in _results(record):
-        if row["contender"] == "qk" and row["op"] != "ladder":
+        part, _, until = row["op"].rpartition(" ")
+        others = row["op"] == "ladder" or row["op"].startswith(_VERSIONS) or until in ("forward", "step")
+        if row["contender"] == "qk" and not others:
+            op = f"training, {part}" if until == "both" else row["op"]
             over = {rival: ratio for rival, ratio in row.get("speedup_over", {}).items() if rival in known}
             for rival in over.keys() - {"eager"} or over:
-                dots.setdefault(row["op"], []).append((over[rival], known[rival]))
+                dots.setdefault(op, []).append((over[rival], known[rival]))
     if not dots:
         return _not_measured("speedups")
     fig, ax = subplots(9, 1.6 + 0.34 * len(dots))
@@ -354,6 +359,7 @@ def host_times(record):
     """What a call of each operation costs the host at one token, beside what others' calls cost: a dot for each."""
     known = {"qk": "qk", "qk compile": "qk under torch.compile"} | _RIVALS
     rows = [row for row in _results(record) if row["shape"][0] == 1 and row["contender"] in known and "us" in row]
+    rows = [row for row in rows if not row["op"].startswith(_VERSIONS)]
     dots = {}
     # of an operation the smallest shape, as it was measured last
     rows.sort(key=lambda row: row["date"], reverse=True)
