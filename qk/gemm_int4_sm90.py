@@ -58,7 +58,7 @@ _WG_N = tl.constexpr(64)  # rows of a consumer
 _PART = tl.constexpr(16)  # words of a row that are loaded together
 
 
-def _assembly(kind, low, high):
+def _unpacked_word(kind, low, high):
     """PTX: a word of eight codes -> four pairs of 16-bit numbers, codes p and p + 4 over 4 in the p-th.
 
     low, high: what flips the bits of a nibble there to a number, the number's factor and what it is too large by.
@@ -76,9 +76,9 @@ def _assembly(kind, low, high):
 
 
 # 1024 + code + 8 and 1024 + 16 (code + 8); a quarter, -258 and 1 / 64, -18
-_TO_FLOAT16 = _assembly("f16x2", (0x64086408, 0x34003400, 0xDC08DC08), (0x64806480, 0x24002400, 0xCC80CC80))
+_TO_FLOAT16 = _unpacked_word("f16x2", (0x64086408, 0x34003400, 0xDC08DC08), (0x64806480, 0x24002400, 0xCC80CC80))
 # 128 + code + 8 and, in the smallest numbers, 16 (code + 8) 2**-133; a quarter, -34 and 2**127, -2
-_TO_BFLOAT16 = _assembly("bf16x2", (0x43084308, 0x3E803E80, 0xC208C208), (0x00800080, 0x7F007F00, 0xC000C000))
+_TO_BFLOAT16 = _unpacked_word("bf16x2", (0x43084308, 0x3E803E80, 0xC208C208), (0x00800080, 0x7F007F00, 0xC000C000))
 _FOUR_WORDS = tl.constexpr((tl.int32,) * 4)
 
 
