@@ -5,11 +5,10 @@ holds a row, and of each 16 columns a thread has four, in two registers. Which f
 same order. So a thread reads a quarter of a row's words in one piece, and a word's codes p and p + 4 share a
 register. It is 16 bits wide for each, and of these, a nibble's four become the last or the next to last of a number:
 
-    word     | 7 | 6 | 5 | 4 | 3 | 2 | 1 | 0 |        nibbles 4, 0, or 6, 2 of word >> 8:
-    pair 0               ^               ^              (word & 0x000f000f) ^ magic: 128 + 8 + code, 1024 in float16
-    pair 1           ^               ^                nibbles 5, 1, or 7, 3 of word >> 8:
-                                                        (word & 0x00f000f0) ^ magic: 16 (8 + code), and 1024 in float16
-                                                      an fma: code / 4, exactly
+    word       | 7 | 6 | 5 | 4 | 3 | 2 | 1 | 0 |
+    pair 0                 ^               ^       (word & 0x000f000f) ^ magic: 128 + 8 + code (in float16 1024)
+    pair 1             ^               ^           (word & 0x00f000f0) ^ magic: 16 (8 + code) (in float16 and 1024)
+    pairs 2, 3     the same of word >> 8           and of each an fma makes code / 4, exactly
 
 In bfloat16, whose fractions have seven bits, the second is a whole number of times 2**-133, the smallest there is:
 subnormal, or just beyond, where numbers still lie as far apart. So it takes nine instructions for eight codes (a shift,
@@ -174,21 +173,21 @@ def _permute(
 
 @jit
 def _scales(
-    absmax_ptrs, stride_ag, k, end, GROUP: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constexpr
+    absmax_ptrs, stride_ag, k, K, GROUP: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constexpr
 ):  # fmt: skip
-    """absmax of the products of step k; end: columns from where absmax_ptrs are to the matrix's end."""
+    """absmax of the products of step k."""
     scales = ()
     for d in gl.static_range(DOTS):
         column = (k * DOTS + d) * DOT_K
         at = absmax_ptrs + (column // GROUP).to(gl.int64) * stride_ag
         # columns beyond the end have no scales
-        scales += (gl.load(at, mask=column < end, other=0.0),)
+        scales += (gl.load(at, mask=column < K, other=0.0),)
     return scales
 
 
 @jit
 def _add_scaled(acc, sums, scales, d: tl.constexpr, GROUP: tl.constexpr):
-    if GROUP == 0:
+    if GROUP == 0:  # the row's scale comes at the end
         acc += sums
     else:
         scale, _ = gl.broadcast((scales[d].to(gl.float32) * 0.5).expand_dims(1), sums)
@@ -199,8 +198,8 @@ def _add_scaled(acc, sums, scales, d: tl.constexpr, GROUP: tl.constexpr):
 @jit
 def _consume(
     WG: tl.constexpr, operands,
-    GROUP: tl.constexpr, WGS: tl.constexpr, PERMUTE: tl.constexpr, DOTS: tl.constexpr,
-    AT_ONCE: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
+    GROUP: tl.constexpr, WGS: tl.constexpr, PERMUTE: tl.constexpr, DOTS: tl.constexpr, AT_ONCE: tl.constexpr,
+    STAGES: tl.constexpr, GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     x_bufs, w_bufs, full, x_full, empty, shared = operands[:6]
     absmax_ptr, bias_ptr, out_ptr, M, N, K, stride_an, stride_ag = operands[6:]
