@@ -140,6 +140,9 @@ class _Style(ParallelStyle):
 class ColwiseQuantized(_Style):
     """Cuts an Int8Linear or an Int4Linear by rows of its weight; out is what one GPU makes, to the bit.
 
+    Not to the bit: int4 and up to some hundred tokens on other GPUs than Hopper's. There K is split among programs
+    where a weight has few rows, so float32 sums come in another order.
+
     input_layouts: Replicate() (None), or Shard(d): x is gathered; where d is not the last dimension, in the form that
     the product takes, int8 codes and scales for Int8Linear. A tensor that isn't a DTensor is cut evenly along d, as
     torch has it; along the last dimension it is cut as `RowwiseQuantized` would cut the layer.
