@@ -148,9 +148,7 @@ def _eight_sevenths(x):
 
 
 @jit
-def _permute(
-    operands, ROWS: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr
-):  # fmt: skip
+def _permute(operands, ROWS: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr):
     """Puts the columns of x in the ring, where they are, into the order in which `_codes` has the weight's."""
     x_bufs, full, x_full, M, N, K = operands
     layout: tl.constexpr = _x_layout(DOT_K)
@@ -373,8 +371,8 @@ class _Tile(NamedTuple):
     group_m: int = 8  # rows of tiles that are gone through column by column
 
 
-# Timed on an H200 at N = K = 8192, of some ten each, 2026-11-23. Up to 16 tokens, stages are few and small enough that
-# the next call's CTAs find room beside those at work; more of them pay where a CTA has many tiles (long).
+# Timed on an H200 at N = K = 8192, of some ten each, 2026-11-23. For few tokens, more stages were slower where a CTA
+# has one tile, and faster where it has many (long).
 _CONFIGS = {
     "decode8": _Tile(3, True, True, 8, columns=256, stages=6, registers=128),
     "decode8 long": _Tile(3, True, True, 8, columns=256, stages=9, registers=128),

@@ -201,7 +201,7 @@ def _int8_feed_forward_backward(
     back = any(dtype is not None for dtype in (x_dtype, w1_dtype, b1_dtype))
     if back:
         dh = int8_gemm_quant(g, g_scale, w2_t, w2_scale.t(), block_size, block_size, out_square=True)
-        del g  # here and below: with the largest tensors goes the memory that a step takes at most
+        del g  # here and below: a step takes the most memory in this function
         how = {"activation": activation, "rounding": "nearest" if seed is None else "stochastic", "seed": seeds[1]}
         dz, dz_t, dz_scale, h_t, h_scale, sums = int8_gelu_backward(*dh, z, z_scale, block_size, **how)
         del dh
