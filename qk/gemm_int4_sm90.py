@@ -297,7 +297,7 @@ def _int4_gemm_sm90_kernel(
     PARTS: tl.constexpr = DOTS * DOT_K // (8 * _PART)
     w_bufs = gl.allocate_shared_memory(gl.int32, [STAGES * PARTS, ROWS, _PART], w_desc.layout)
     full = barriers(STAGES, 1)
-    x_full = barriers(STAGES, 1)
+    x_full = barriers(STAGES, 1) if PERMUTE else full
     empty = barriers(STAGES, 1 if SHARE_K else WGS)
     shared = ()
     if SHARE_K:

@@ -337,6 +337,15 @@ def _barriers(STAGES: tl.constexpr, COUNT: tl.constexpr):
     return first, second
 
 
+@jit
+def _turns():
+    first = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    second = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(first, count=1)
+    mbarrier.init(second, count=1)
+    return first, second
+
+
 @jit(do_not_specialize=["M", "N", "KB"])
 def _int8_gemm_sm90_kernel(
     a_desc, b_desc, out_desc, out_scale_ptr, a_scale, b_scale, bias_ptr, M, N, KB,
@@ -364,11 +373,9 @@ def _int8_gemm_sm90_kernel(
         b_scales = reinterpret(b_scale_bufs, gl.float32, [HALVES * STAGES * _SCALES, 1], one)
     full = _barriers(STAGES, 1)
     empty = _barriers(STAGES, 2)
-    turn0 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    turn1 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(turn0, count=1)
-    mbarrier.init(turn1, count=1)
-    turn = (turn0, turn1)
+    turn = ()
+    if not PER_TOKEN:  # without blocks there is nothing to take turns at
+        turn = _turns()
     exchange = ()
     if OUT_SQUARE:
         exchange = maxima_exchange(HALVES)

@@ -68,7 +68,11 @@ def tile_of(t, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @jit
 def barriers(COUNT: tl.constexpr, ARRIVALS: tl.constexpr):
-    """An array of COUNT mbarriers whose phases end after as many arrivals."""
+    """An array of COUNT mbarriers whose phases end after as many arrivals.
+
+    Each must be waited for: of one that isn't, the compiler takes the memory for data, which PTX forbids before
+    mbarrier.inval. (On an H200 a barrier's first state came to stand in that data, microseconds later.)
+    """
     array = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(array.index(i), count=ARRIVALS)

@@ -18,6 +18,15 @@ from qk.aot import __main__ as command
 # own.
 SWEEPS = {"90": ".", "75,89": "gemm"}
 
+# what Gluon makes of a kernel whose warpgroups wait for one of two barriers
+BARRIERS = """
+    %full = ttg.local_alloc : () -> !ttg.memdesc<9x1xi64, #shared, #smem, mutable>
+    %turn = ttg.local_alloc : () -> !ttg.memdesc<1xi64, #shared, #smem, mutable>
+    %sums = ttg.local_alloc : () -> !ttg.memdesc<64x8xf32, #shared1, #smem, mutable>
+    ttng.init_barrier %turn, 1 : !ttg.memdesc<1xi64, #shared, #smem, mutable>
+    ttg.warp_specialize(%full, %sums) attributes {requestedRegisters = array<i32: 24>}
+"""
+
 # a room with kernels of which one is wrong in each way, and what is said of it
 ROOM = """
 import os
@@ -144,6 +153,11 @@ sys.exit(main(["--arch", "89", "--json", sys.argv[1]], {{"planted": lambda arch:
     found = {row["case"]: " ".join(row["problems"]) for row in json.loads(file.read_text())}
     for call, (_, problem) in CASES.items():
         assert re.search(problem, found[call]) if problem else found[call] == "", (call, found[call])
+
+
+def test_barriers_that_nothing_waits_for_are_found():
+    assert aot._unused_barriers(BARRIERS) == ["turn"]
+    assert aot._unused_barriers(BARRIERS.replace("(%full", "(%turn, %full")) == []
 
 
 def test_a_good_case_alone_ends_with_0_and_leaves_what_was_made(tmp_path):

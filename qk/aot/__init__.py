@@ -8,7 +8,7 @@ instruction.
     python -m qk.aot --arch 75,90 --only int4 --keep artefacts
 
 ends with 1 if a kernel does not compile, does not fit its GPU, spills, lacks an instruction that the case expects, or
-is launched early and doesn't wait first.
+is launched early and doesn't wait first, or leaves an mbarrier unused.
 """
 
 import collections
@@ -242,7 +242,16 @@ def _describe(kernel, arch, stem):
         before, wait, _ = kernel.asm["ptx"].partition("griddepcontrol.wait")
         if not wait or _ACCESS.search(before):
             row["problems"].append("touches memory before it has waited for the kernel before")
+    if unused := _unused_barriers(str(kernel.asm.get("ttgir", ""))):
+        row["problems"].append(f"never uses the mbarriers {', '.join(unused)}, whose memory others get")
     return row
+
+
+def _unused_barriers(ttgir):
+    """Of mbarriers that Gluon allocates, those that are made for several warpgroups, and reach none."""
+    shared = re.search(r"ttg\.warp_specialize\((.*?)\)", ttgir)
+    made = re.findall(r"%(\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(?:\d+x)+i64", ttgir)
+    return [name for name in made if shared and name not in re.findall(r"%(\w+)", shared[1])]
 
 
 def compile_launch(launch, arch, stem):
