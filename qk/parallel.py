@@ -38,7 +38,7 @@ __all__ = ["ColwiseQuantized", "RowwiseQuantized"]
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the latter: before torch 2.13
 
 _ALIGNED = 32  # columns of packed int4 that fill 16 bytes: where a row is one group, parts begin at these
-_SMALL = 2**18  # bytes of sums that a rank may be sent whole, by each of the others, in place of a second collective
+_SMALL = 2**21  # bytes of sums that a rank may be sent whole, by each of the others, in place of a second collective
 
 
 def _spans(size, unit, ranks):
@@ -403,7 +403,7 @@ class _Rowwise(_Part):
             raise ValueError(f"x is {layout}; it takes Shard({x.ndim - 1}) or Replicate()")
         dtype, dim = _output_dtype(x, self.in_features), _dim("output_layouts", self._style.output_layouts[0], x)
         x = self._by_blocks(x, torch.float32 if isinstance(self, Int8Linear) else x.dtype)
-        out = self._product(self._prepared(x, dtype), None, torch.float32).to(self._style.reduce_dtype)
+        out = self._product(self._prepared(x, dtype), None, self._style.reduce_dtype)
         shape = out.shape
         out = self._everywhere(out, dtype) if dim is None else self._share(out, dtype, dim)
         return self._placed(out, shape)

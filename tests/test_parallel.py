@@ -420,6 +420,10 @@ def _decoder(mesh, kind, shape):
         assert bench.error_of(b, a) < {"bf16": 1e-6, "int8": 2e-3, "int4": 4e-3}[kind]
         assert bench.error_of(b.flip(0), a) > 0.1
     assert bench_model.nbytes(part.layers) < 0.8 * bench_model.nbytes(whole.layers)
+    part = bench_parallel.random_part(shape, kind, mesh, torch.float32, by_tokens=True)
+    tokens, positions = torch.arange(8).view(2, 4) * 7, torch.arange(4)
+    a, b = whole(tokens, positions, caches[0]), part(here(tokens, 1, mesh), positions, caches[1])
+    assert bench.error_of(b, a) < {"bf16": 1e-6, "int8": 2e-3, "int4": 4e-3}[kind]
 
 
 @pytest.mark.parametrize(("kind", "kv_heads", "inner"), [("bf16", 3, 384), ("int8", 2, 256), ("int4", 2, 256)])

@@ -148,7 +148,7 @@ class Decoder(torch.nn.Module):
         x, update, rotation = compiled(Decoder.begin)(self, tokens, positions)
         for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
             x, update = compiled(Layer.forward)(layer, x, update, rotation, positions, keys, values)
-        return compiled(Decoder.end)(self, x, update)
+        return compiled(type(self).end)(self, x, update)
 
     def begin(self, tokens, positions):
         x = self.embedding(tokens)

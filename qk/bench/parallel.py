@@ -3,9 +3,13 @@
     torchrun --nproc-per-node 2 -m qk.bench model --gpus 2
 
 q, k and v are cut by heads, gate and up by blocks, all in one product; the attention's output and `down` add parts up
-(qk/parallel.py). Norms and the embedding are whole on each GPU. In bfloat16 the cuts are the same, and NCCL's
-all_reduce adds, in bfloat16. Each process makes every matrix of the whole, one at a time, and keeps its part: the
-weights are those of one GPU, and no process ever holds them all.
+(qk/parallel.py). Norms and the embedding are whole on each GPU. Each process makes every matrix of the whole, one at a
+time, and keeps its part: the weights are those of one GPU, and no process ever holds them all.
+
+In a decode step all GPUs hold all tokens. In a prefill each holds a share of them between the products (sequence
+parallelism, arXiv 2205.05198): it normalizes and quantizes its own, int8 codes are gathered, and sums are left where
+their tokens are. These travel in bfloat16 there, of decode steps in float32. In bfloat16 the cuts are the same, what is
+gathered are the floats, and NCCL adds, in bfloat16.
 
 All processes go through the same rounds, by the clock of rank 0. `weights`, `bytes`, `peak_bytes` and `tops` are those
 of a GPU. "gather", shape [tokens, width]: tokens that lie cut up are quantized and gathered; "qk int8" quantizes first,
@@ -20,14 +24,16 @@ import time
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import qk
 from qk.bench import Case, Pace
-from qk.bench.decoder import LLAMA_3_8B
+from qk.bench.decoder import LLAMA_3_8B, Decoder
 from qk.bench.model import _DTYPE, _KINDS, _decoder_case, _empty, _quantized
 from qk.parallel import ColwiseQuantized, RowwiseQuantized, _gather, _spans
+
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before torch 2.13
 
 
 def start(gpus):
@@ -55,21 +61,31 @@ def pace_of(mesh):
     return Pace(clock, lambda: dist.all_reduce(torch.zeros(1, device=device), group=group))
 
 
-def _cuts(shape):
+class _ByTokens(Decoder):
+    """Each process has its share of the tokens, `forward` is given these, and the last process the last."""
+
+    def end(self, x, update):
+        last = _gather((x + update)[:, -1:], 1, [1] * self.mesh.size(), self.mesh.get_group())
+        return self.head(self.norm(last[:, -1]))
+
+
+def _cuts(shape, by_tokens, dtype):
     """Of each matrix that is cut: what it is for `ColwiseQuantized`, or for `RowwiseQuantized`."""
     heads, kv = shape.heads * shape.head, shape.kv_heads * shape.head
+    tokens = {"input_layouts": Shard(1)} if by_tokens else {}
+    sums = {"output_layouts": Shard(1), "reduce_dtype": dtype} if by_tokens else {}
     return {
-        "qkv": {"fused": (heads, kv, kv), "units": shape.kv_heads},
-        "gate_up": {"fused": (shape.inner, shape.inner)},
+        "qkv": {"fused": (heads, kv, kv), "units": shape.kv_heads} | tokens,
+        "gate_up": {"fused": (shape.inner, shape.inner)} | tokens,
         "head": {"output_layouts": Replicate()},
-        "output": {"units": shape.kv_heads},
-        "down": {},
+        "output": {"units": shape.kv_heads} | sums,
+        "down": sums,
     }
 
 
-def _cut_plain(linear, name, mesh, fused=(), units=None, output_layouts=None):
+def _cut_plain(linear, name, mesh, fused=(), units=None, input_layouts=None, output_layouts=None, reduce_dtype=None):
     """Of a torch.nn.Linear, in its place, as the styles cut layers."""
-    dim = int(name in ("output", "down"))
+    dim, n = int(name in ("output", "down")), mesh.size()
     sizes, rank = fused or (linear.weight.shape[dim],), mesh.get_local_rank()
     own, begin, group = [], 0, mesh.get_group()
     for size in sizes:
@@ -77,25 +93,41 @@ def _cut_plain(linear, name, mesh, fused=(), units=None, output_layouts=None):
         own.append(linear.weight.detach().narrow(dim, begin + a, b - a))
         begin += size
     linear.weight = torch.nn.Parameter(torch.cat(own, dim), requires_grad=False)
-    if dim:
+    if input_layouts is not None:
+        linear.register_forward_pre_hook(lambda _, inputs: _gather(inputs[0], 1, [inputs[0].shape[1]] * n, group))
+    if dim and output_layouts is None:
 
         def reduced(_, inputs, out):
             dist.all_reduce(out, group=group)
             return out
 
         linear.register_forward_hook(reduced)
+    elif dim:
+
+        def scattered(_, inputs, out):
+            tokens = out.transpose(0, 1).contiguous()
+            own = tokens.new_empty((tokens.shape[0] // n, *tokens.shape[1:]))
+            _reduce_scatter(own, tokens, group=group)
+            return own.transpose(0, 1)
+
+        linear.register_forward_hook(scattered)
     elif output_layouts is not None:
-        columns = [b - a for a, b in _spans(begin, 128, mesh.size())]
+        columns = [b - a for a, b in _spans(begin, 128, n)]
         linear.register_forward_hook(lambda _, inputs, out: _gather(out, out.ndim - 1, columns, group))
 
 
 @torch.no_grad()
-def random_part(shape, kind, mesh, dtype=_DTYPE):
-    """This process's part of the decoder that `random_decoder` makes. ValueError: there are too few heads to cut."""
+def random_part(shape, kind, mesh, dtype=_DTYPE, by_tokens=False):
+    """This process's part of the decoder that `random_decoder` makes. ValueError: there are too few heads to cut.
+
+    by_tokens: it takes its share of the tokens, as many as all others, and all positions.
+    """
     if mesh.size() > shape.kv_heads:
         raise ValueError(f"the mesh has {mesh.size()} processes; it takes up to {shape.kv_heads}, one for each kv_head")
     model, device = _empty(shape, "bf16").to(dtype), qk.device()
-    generator, cuts = torch.Generator(device).manual_seed(0), _cuts(shape)
+    generator, cuts = torch.Generator(device).manual_seed(0), _cuts(shape, by_tokens, dtype)
+    if by_tokens:
+        model.__class__, model.mesh = _ByTokens, mesh
     for name in [name for name, _ in model.named_parameters()]:
         path = name.removesuffix(".weight")
         layer = model.get_submodule(path)
@@ -137,21 +169,26 @@ def _gather_case(mesh, tokens, width, pace):
 
 def cases(mesh, shape=LLAMA_3_8B, decode=((1, 512), (8, 512), (64, 512)), prefill=((1, 2048),)):
     """As `decoder_cases`, on the GPUs of a mesh; and what travels between them."""
-    models = functools.cache(lambda: {kind: (random_part(shape, kind, mesh), {}) for kind in _KINDS})
+    models = functools.cache(
+        lambda by_tokens: {kind: (random_part(shape, kind, mesh, by_tokens=by_tokens), {}) for kind in _KINDS}
+    )
     n, pace = mesh.size(), pace_of(mesh)
     first, last = _spans(shape.kv_heads, 1, n)[mesh.get_local_rank()]
 
-    def alike(inputs):
-        """The same tokens on all GPUs: each drew as many numbers for its cache as it has heads."""
+    def alike(inputs, by_tokens):
+        """Of the same tokens on all GPUs, all or a share: each drew as many numbers for its cache as it has heads."""
         tokens, *others = inputs()
         dist.broadcast(tokens, group_src=0, group=mesh.get_group())
-        return tokens, *others
+        return (tokens.chunk(n, 1)[mesh.get_local_rank()].contiguous() if by_tokens else tokens), *others
 
     for op, steps in (("decode", decode), ("prefill", prefill)):
-        for step in steps:
-            case = _decoder_case(models, shape, op, *step, kv_heads=last - first)
+        by_tokens = op == "prefill"
+        for sequences, context in steps:
+            context -= context % n if by_tokens else 0  # shares are equal
+            whose = functools.partial(models, by_tokens)
+            case = _decoder_case(whose, shape, op, sequences, context, kv_heads=last - first)
             yield case._replace(
-                inputs=functools.partial(alike, case.inputs),
+                inputs=functools.partial(alike, case.inputs, by_tokens),
                 options={"gpus": n},
                 pace=pace,
                 bytes=case.bytes // n,
