@@ -94,7 +94,7 @@ def test_the_shape_is_llama_3_8b_s():
 
 
 def test_the_kinds_are_the_same_model_and_their_rows_say_what_they_hold(monkeypatch):
-    monkeypatch.setattr(model, "kernels_of", lambda replay, calls: [[replay, 2.0 / calls]])
+    monkeypatch.setattr(model, "kernels_of", lambda replay, calls, pace: [[replay, 2.0 / calls]])
     (case,) = model.decoder_cases(TINY, decode=((2, 6),), prefill=())
     assert (case.op, case.shape, case.dtype, case.rates) == (
         "decode",

@@ -50,7 +50,7 @@ class Pace(NamedTuple):
     meet: Callable = lambda: None  # queues what lets the GPUs wait for each other
 
 
-_ALONE = Pace()
+ALONE = Pace()
 
 
 class Case(NamedTuple):
@@ -83,7 +83,7 @@ class Case(NamedTuple):
     rates: dict = {}
     more: Callable = lambda contender, outcome: {}
     fresh: bool = True
-    pace: Pace = _ALONE
+    pace: Pace = ALONE
 
 
 def measure(case, seconds=None):
@@ -255,14 +255,18 @@ def replay_of(call, sets):
         return lambda: call(*next(turns)), 1, "events"
 
 
-def kernels_of(replay, calls, most=8):
+def kernels_of(replay, calls, most=8, pace=ALONE):
     """-> [name, microseconds of a call] of the kernels that take longest in a replay, each with all its launches."""
     times = collections.Counter()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        pace.meet()  # or the first would wait for the others' profilers
+        torch.cuda._sleep(1)
         replay()
         torch.cuda.synchronize()
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+    events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    begin = max(event.time_range.start for event in events if "spin_kernel" in event.name)
+    for event in events:
+        if event.time_range.start > begin:
             times[event.name[:80]] += event.device_time
     return [[name, round(us / calls, 1)] for name, us in times.most_common(most)]
 
@@ -289,7 +293,7 @@ def _microseconds(events, calls):
     return start.elapsed_time(end) * 1e3 / calls
 
 
-def time_rounds(replays, seconds, pace=_ALONE):
+def time_rounds(replays, seconds, pace=ALONE):
     """{name: what replay_of returns} -> {name: microseconds of a call in each round}, in rounds for so many seconds."""
     lines = _cold_lines()
 
@@ -315,7 +319,7 @@ def rounds(once, seconds, clock=time.perf_counter):
     return counted
 
 
-def time_turns(replays, seconds, pace=_ALONE):
+def time_turns(replays, seconds, pace=ALONE):
     """As time_rounds, but in two turns of so many seconds each, of which the second half counts."""
     times, lines = {name: [] for name in replays}, _cold_lines()
 

@@ -29,7 +29,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import qk
-from qk.bench import Case, kernels_of
+from qk.bench import ALONE, Case, kernels_of
 from qk.bench.decoder import LLAMA_3_8B, Decoder, random_cache
 from qk.data.sentences import minilm, minilm_folder
 from qk.nn import quantize_
@@ -88,7 +88,7 @@ def random_decoder(shape, kind):
     return model.requires_grad_(False), ({} if kind == "bf16" else {"quantize_s": quantize_s}) | {"load_s": load_s}
 
 
-def _case(op, shape, models, inputs, run, read, worst, cached=0, **others):
+def _case(op, shape, models, inputs, run, read, worst, cached=0, pace=ALONE, **others):
     """models() -> {kind: (model, seconds)}. run(model, how, *inputs): how makes a function that is compiled, or not.
 
     read: bytes of a model's weights that a step reads. worst: the error that int4 may have, whose codes are off by 11 %
@@ -110,12 +110,12 @@ def _case(op, shape, models, inputs, run, read, worst, cached=0, **others):
         row = {"bytes": read(model) + cached, "weights": nbytes(model)}
         row |= {"peak_bytes": row["weights"] + cached + outcome["allocated"]} | seconds
         replay, calls, _ = outcome["replay"]
-        return row if name.endswith("eager") else row | {"kernels": kernels_of(replay, calls)}
+        return row if name.endswith("eager") else row | {"kernels": kernels_of(replay, calls, pace=pace)}
 
-    return Case(op, shape, _DTYPE, {}, inputs, contenders, limit=worst, worst=worst, more=more, **others)
+    return Case(op, shape, _DTYPE, {}, inputs, contenders, limit=worst, worst=worst, more=more, pace=pace, **others)
 
 
-def _decoder_case(models, shape, op, sequences, context, kv_heads=None):
+def _decoder_case(models, shape, op, sequences, context, kv_heads=None, pace=ALONE):
     """kv_heads: those of which this process holds the cache, if not all."""
     new = context if op == "prefill" else 1
     where, matrices = {"device": qk.device()}, shape.layers * shape.layer_weights
@@ -133,7 +133,7 @@ def _decoder_case(models, shape, op, sequences, context, kv_heads=None):
         run=lambda model, how, *tensors: model(*tensors, how),
         read=lambda model: nbytes(model) - nbytes(model.embedding),
         worst=0.3, cached=sequences * context * cached.cached * _DTYPE.itemsize,
-        bytes=matrices, flops=flops, rates={"tokens_per_s": sequences * new},
+        bytes=matrices, flops=flops, rates={"tokens_per_s": sequences * new}, pace=pace,
     )  # fmt: skip
 
 

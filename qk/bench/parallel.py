@@ -186,11 +186,10 @@ def cases(mesh, shape=LLAMA_3_8B, decode=((1, 512), (8, 512), (64, 512)), prefil
         for sequences, context in steps:
             context -= context % n if by_tokens else 0  # shares are equal
             whose = functools.partial(models, by_tokens)
-            case = _decoder_case(whose, shape, op, sequences, context, kv_heads=last - first)
+            case = _decoder_case(whose, shape, op, sequences, context, last - first, pace)
             yield case._replace(
                 inputs=functools.partial(alike, case.inputs, by_tokens),
                 options={"gpus": n},
-                pace=pace,
                 bytes=case.bytes // n,
                 flops=case.flops // n,
             )
