@@ -596,8 +596,16 @@ def test_model_gains_are_those_over_bf16():
     bars = [bar.get_width() for bar in ax.patches if bar.get_width()]
     assert bars == pytest.approx([1, 1.5, 3, 1, 1.5, 3, 1, 1.5, 1, 2, 3.2])
     assert {"1.50x (150 tokens/s)", "3.20x (5.0 GB)"} <= {text.get_text() for text in ax.texts}
+    two = [row | {"options": {"gpus": 2}, "weights": row["weights"] / 2} for row in rows if "tokens_per_s" in row]
+    two = [row | {"tokens_per_s": 1.25 * row["tokens_per_s"]} for row in two if row["op"] == "prefill"]
+    record = RECORD | {"results": rows + two}
+    assert [bar.get_width() for bar in course.model_gains(record).axes[0].patches if bar.get_width()] == bars
+    ax = course.model_gains(record, gpus=2).axes[0]
+    assert [bar.get_width() for bar in ax.patches if bar.get_width()] == pytest.approx([1.25, 1.25, 2, 2])
+    assert {"1.25x (188 tokens/s)", "2.00x (4.0 GB)"} <= {text.get_text() for text in ax.texts}
     for record in None, RECORD, SPEED_RECORD:
         assert any("No measurement of model" in text for text in texts(course.model_gains(record)))
+        assert any("No measurement of model" in text for text in texts(course.model_gains(record, gpus=2)))
 
 
 def test_two_times_says_which_decides():

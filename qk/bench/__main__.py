@@ -31,6 +31,7 @@ from qk.bench.jobs import DTYPES, JOBS, TUNED
 
 _METHOD = "median over rounds or turns of a CUDA graph of n calls on n cold input sets, / n; see qk/bench/__init__.py"
 _STAMP = ("job", "date", "torch", "triton")  # what all results of a job, measured at a time, share
+_SHARED = {"run": _STAMP, "case": ("op", "shape", "dtype", "options")}
 _IDENTITY = {"job", "op", "shape", "dtype", "options", "contender"}  # which result it is
 
 
@@ -153,20 +154,23 @@ def merge(old, new):
 
 
 def dump(report):
-    """A report as JSON, one result a line; what the results of a run share stands once, and the result has its number.
+    """A report as JSON, one result a line; what those of a run or a case share stands once, and they have its number.
 
     `qk.data.parse` makes it whole again.
     """
-    runs, lines = [], []
+    tables, lines = {name: [] for name in _SHARED}, []
     for row in report["results"]:
-        run = {name: row[name] for name in _STAMP if name in row}
-        if run not in runs:
-            runs.append(run)
-        own = {"run": runs.index(run)} | {name: value for name, value in row.items() if name not in run}
-        lines.append(json.dumps(own, separators=(",", ":")))
-    head = {name: value for name, value in report.items() if name != "results"} | {"runs": runs}
-    results = ",\n".join(lines)
-    return f'{json.dumps(head, indent=1)[:-2]},\n "results": [\n{results}\n ]\n}}\n'
+        own, numbers = dict(row), {}
+        for name, fields in _SHARED.items():
+            shared = {field: own.pop(field) for field in fields if field in own}
+            if shared not in tables[name]:
+                tables[name].append(shared)
+            numbers[name] = tables[name].index(shared)
+        lines.append(numbers | own)
+    text = json.dumps({name: value for name, value in report.items() if name != "results"}, indent=1)[:-2]
+    for name, rows in ((f"{name}s", table) for name, table in (*tables.items(), ("result", lines))):
+        text += f',\n "{name}": [\n' + ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows) + "\n ]"
+    return text + "\n}\n"
 
 
 def _ratios(rows):

@@ -387,38 +387,54 @@ def host_times(record):
     return fig
 
 
-@style()
-def model_gains(record):
-    """A whole decoder, the job `model`: how many times bfloat16's speed it has, and how many times smaller it is.
-
-    Beside the bars stand tokens a second, and gigabytes of weights.
-    """
-    known = {"bf16": ("bf16, torch.compile", GREY), "qk int8": ("int8 in blocks of 128", BLUE)}
-    known["qk int4"] = "int4 weights in groups of 128", ORANGE
-    groups, sizes = {}, {}
+def _steps(record, gpus):
+    """Of the job `model` on so many GPUs: {step: {contender: row}}."""
+    steps = {}
     for row in _results(record):
-        name, (sequences, context) = row["contender"], row["shape"][:2]
-        if "tokens_per_s" in row and name in known:
+        if "tokens_per_s" in row and row.get("options", {}).get("gpus", 1) == gpus:
+            sequences, context = row["shape"]
             step = f"{row['op']}, {context} tokens"
             if row["op"] == "decode":
                 step = f"decode, {sequences} sequence{'s' * (sequences > 1)}\nof {context} tokens"
-            groups.setdefault(step, {})[name] = row["tokens_per_s"], f"{row['tokens_per_s']:,.0f} tokens/s"
-            sizes[name] = 1 / row["weights"], f"{row['weights'] / 1e9:.1f} GB"
-    groups = {step: values for step, values in (groups | {"memory of weights": sizes}).items() if "bf16" in values}
+            steps.setdefault(step, {})[row["contender"]] = row
+    return steps
+
+
+@style()
+def model_gains(record, gpus=1):
+    """A whole decoder, the job `model`: how many times bfloat16's speed it has, and how many times smaller it is.
+
+    gpus: if more than one, what these have over one, each contender by itself. Beside the bars stand tokens a second,
+    and gigabytes of weights, a GPU's.
+    """
+    known = {"bf16": ("bf16, torch.compile", GREY), "qk int8": ("int8 in blocks of 128", BLUE)}
+    known["qk int4"] = "int4 weights in groups of 128", ORANGE
+    groups, sizes, alone = {}, {}, _steps(record, 1)
+    for step, rows in _steps(record, gpus).items():
+        for name in known.keys() & rows.keys():
+            row, base = rows[name], alone.get(step, {}).get(name if gpus > 1 else "bf16")
+            if base:
+                gain = row["tokens_per_s"] / base["tokens_per_s"]
+                groups.setdefault(step, {})[name] = gain, f"{row['tokens_per_s']:,.0f} tokens/s"
+                sizes[name] = base["weights"] / row["weights"], f"{row['weights'] / 1e9:.1f} GB"
     if not groups:
         return _not_measured("model")
+    groups["memory of weights"] = sizes
     fig, ax = subplots(9, 1.6 + 0.75 * len(groups))
     longest = 1
     for y, values in enumerate(groups.values()):
-        for i, (name, (value, text)) in enumerate(values.items()):
-            gain, y_bar = value / values["bf16"][0], y + 0.27 * (i - 1)
-            longest = max(longest, gain)
-            ax.barh(y_bar, gain, 0.25, color=known[name][1])
-            text, place = f"{gain:.2f}x ({text})", {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
-            ax.annotate(text, (gain, y_bar), **place, fontsize=9, bbox=PLAIN)
+        for i, (name, (_, color)) in enumerate(known.items()):
+            gain, text = values.get(name, (0, ""))
+            if gain:
+                longest, y_bar = max(longest, gain), y + 0.27 * (i - 1)
+                ax.barh(y_bar, gain, 0.25, color=color)
+                place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+                ax.annotate(f"{gain:.2f}x ({text})", (gain, y_bar), **place, fontsize=9, bbox=PLAIN)
     ax.axvline(1, **DASHED)
-    ax.set(title=f"A decoder of Llama-3-8B's shape, {_source(record)}", ylabel="step", xlim=(0, 1.35 * longest))
-    ax.set_xlabel("times bf16's speed, or times smaller (longer is better)")
+    what = f", on {gpus} GPUs" if gpus > 1 else ""
+    ax.set(title=f"A decoder of Llama-3-8B's shape{what}, {_source(record)}", ylabel="step", xlim=(0, 1.35 * longest))
+    over = "its own speed on one GPU" if gpus > 1 else "bf16's speed"
+    ax.set_xlabel(f"times {over}, or times smaller (longer is better)")
     _name_bars(ax, list(groups), dict(known.values()))
     fig.legend(loc="outside lower center", ncols=3)
     return fig

@@ -93,8 +93,12 @@ def stand_in(rows=8192, columns=2048, seed=0):
 def parse(text):
     """The JSON of a report of `python -m qk.bench` -> a dict whose results are whole again."""
     report = json.loads(text)
-    runs = report.pop("runs", [])
-    report["results"] = [runs[row.pop("run")] | row if "run" in row else row for row in report["results"]]
+    tables = {name: report.pop(f"{name}s", []) for name in ("run", "case")}
+    for i, row in enumerate(report["results"]):
+        shared = {}
+        for name, table in tables.items():
+            shared |= table[row.pop(name)] if name in row else {}
+        report["results"][i] = shared | row
     return report
 
 
