@@ -19,8 +19,8 @@ the byte shifted right by four into two halves, `lop3` keeps a nibble of each an
 For thousands of tokens a weight would be unpacked again and again: there its codes are written once, as 16-bit numbers,
 to a scratch, some rows at a time, and the same main loop reads them from there.
 
-Here codes, once they are unpacked, go through shared memory on their way to the tensor cores. On Hopper they don't:
-`qk/gemm_int4_sm90.py` has a kernel of its own.
+Here codes, once they are unpacked, go through shared memory on their way to the tensor cores. On Hopper they don't, and
+for float16 on a T4: `qk/gemm_int4_sm90.py` and `qk/gemm_int4_sm75.py` have kernels of their own.
 """
 
 import math
@@ -30,6 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .gemm_int4_sm75 import int4_gemm_sm75, supports_int4_sm75
 from .gemm_int4_sm90 import int4_gemm_sm90, supports_int4_sm90
 from .host import (
     BLOCKS,
@@ -348,6 +349,8 @@ def _solve(x, packed, absmax, bias, out, group_size, config=None):
     bias = None if bias is None else bias.contiguous()
     if config is None and supports_int4_sm90(x):
         return int4_gemm_sm90(x, words, absmax, bias, out, group_size)
+    if config is None and supports_int4_sm75(x):
+        return int4_gemm_sm75(_with_aligned_rows(x), words, absmax, bias, out, group_size)
     x = _with_aligned_rows(x)
     chosen, dot_k = _choose(x[:, :K], N, group_size)
     if config is not None:

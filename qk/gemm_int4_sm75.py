@@ -1,4 +1,4 @@
-"""The int4 GEMM of the T4 (sm_75) for float16 activations. Nothing calls it yet: no GPU has run it.
+"""The int4 GEMM of the T4 (sm_75) for float16 activations. `qk/gemm_int4.py` calls it; its tests run on newer GPUs too.
 
     out[m, n] = bias[n] + sum over groups of (x[m, group] . code[n, group]) * absmax[n, group] / 7
 

@@ -132,7 +132,7 @@ def _gemm_sm75_cases(arch):
         operands = _gemm_operands(M, 128)
         yield f"int8_gemm_sm75(Problem({operands}, None, f16({M}, 4096)))", least
         if arch != 75:
-            return  # elsewhere it runs for tests only
+            return  # elsewhere tests alone run it
         square = _gemm_operands(M, 128, square=True)
         yield f"int8_gemm_sm75(Problem({square}, None, f16({M}, 4096)))", least
         for out_block in 32, 64, 128, 256:
@@ -203,13 +203,13 @@ def _gemm_int4_cases(arch):
             yield call, least if group != 32 else {}
     for M in 1, 4096:
         operands = _int4_operands(M, "f16", 128, 4096, 4096, "i32")
-        yield f"int4_gemm({operands}, f16(4096), 128, f32.dtype)", {}
+        yield f"int4_gemm({operands}, f16(4096), 128, f32.dtype)", {"mma": 1} if arch == 75 else {}  # the T4's own
         yield f"int4_gemm({_int4_operands(M, 'bf16', 32, 1000, 1000)}, None, 32)", {}
 
 
 def _gemm_int4_sm75_cases(arch):
     if arch != 75:
-        return  # elsewhere it runs for tests only
+        return  # elsewhere tests alone run it
     for config, group, K, out in (
         ("decode", None, 8200, "f32"), ("small", 64, 8200, "f16"),
         ("large", 128, 8192, "f16"), ("large", 32, 8200, "f32"),
