@@ -142,8 +142,8 @@ class _Style(ParallelStyle):
 class ColwiseQuantized(_Style):
     """Cuts an Int8Linear or an Int4Linear by rows of its weight; out is what one GPU makes, to the bit.
 
-    Not to the bit: int4 and up to some hundred tokens on other GPUs than Hopper's. There K is split among programs
-    where a weight has few rows, so float32 sums come in another order.
+    Not to the bit: int4 and up to some hundred tokens on other GPUs than Hopper's. There it depends on a weight's rows
+    how K is split among programs or warps, and so in which order float32 sums come.
 
     input_layouts: Replicate() (None), or Shard(d): x is gathered; where d is not the last dimension, in the form that
     the product takes, int8 codes and scales for Int8Linear. A tensor that isn't a DTensor is cut evenly along d, as

@@ -203,10 +203,6 @@ def exchange(wait=True):
     assert not wait or out.eq(100 + torch.arange(4, device="cuda")[:, None, None]).all()
 
 
-def race():
-    return exchange(wait=False)
-
-
 CASES = {
     function.__name__: function
     for function in (int4, int4_gemm, int8, hadamard, gelu, dequant_bias, slide, parts, hand_over, exchange)
@@ -216,7 +212,7 @@ IN_GLUON = ("sm90", "sm90_decode", "parts", "hand_over", "exchange", "race")
 # What a function writes another reads. One thread says so, on an mbarrier, when a barrier has held back its warps.
 # Racecheck follows that where nothing else happens, in `hand_over` and `exchange`; in kernels with TMA it loses it.
 SUMS, MAXIMA = ("give_sums", "take_sums"), ("_write_maximum", "_read_maximum")
-HAND_OVERS = {"sm90": MAXIMA, "sm90_decode": SUMS, "int4_gemm": SUMS}
+HAND_OVERS = {"sm90": MAXIMA, "sm90_decode": SUMS}
 
 
 def lines_of(kernel):
@@ -233,7 +229,9 @@ def places_of(hazard):
 def is_hand_over(hazard, case):
     """Whether it is what one part of the warps writes and another reads, where a case's kernel hands something over."""
     places = places_of(hazard)
-    if case not in HAND_OVERS or len({thread // 128 for thread, *_ in places}) < 2:
+    if case not in HAND_OVERS or {kind for _, kind, *_ in places} != {"Read", "Write"}:
+        return False
+    if len({thread // 128 for thread, *_ in places}) < 2:
         return False
     for _, kind, file, line in places:
         room = {"hopper.py": hopper, "gemm_sm90_epilogue.py": epilogue}.get(file)
