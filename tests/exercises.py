@@ -18,6 +18,10 @@ CHECK = re.compile(r"course\.check\(\s*(\w+)")
 SOLUTION = re.compile(r"<summary>Solution.*?```python\n(.*?)```", re.DOTALL)
 
 
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
 @dataclass
 class Exercise:
     """A code cell that says '# your answer', the cell that checks it, and the code of the folded solution."""

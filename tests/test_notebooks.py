@@ -12,7 +12,7 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
-from exercises import MASK, READS, complaint, exercises, gaps, needed, wrong_answers
+from exercises import MASK, READS, code_cells, complaint, exercises, gaps, needed, wrong_answers
 
 import qk
 from qk import copy as qk_copy
@@ -35,10 +35,6 @@ HELPERS = {a or b for file in (ROOT / "qk").glob("*.py") for a, b in HELPER.find
 
 def read(name):
     return nbformat.read(FOLDER / name, as_version=4)
-
-
-def code_cells(notebook):
-    return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
 def setup(notebook):
