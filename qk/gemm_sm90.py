@@ -188,8 +188,8 @@ def _sum_scaled_blocks(
     """-> float32 sums [64, 128] of the two halves (of one: the second stays 0), stage, phase."""
     row_layout: tl.constexpr = gl.SliceLayout(1, layout)
     FIRST: tl.constexpr = 1 if WG == 0 else 0  # consumer 0 finds its turn already come
-    mine = turn[WG].index(0)
-    other = turn[1 - WG].index(0)
+    mine = turn[WG]
+    other = turn[1 - WG]
     use_first = never if EXACT else True  # does a pair's first product add to what the registers hold?
     use_second = never if EXACT else True
     product = gl.full([WG_M, HALF], 0, gl.int32, layout)
@@ -328,12 +328,21 @@ def _consumer(
 
 @jit
 def _barriers(STAGES: tl.constexpr, COUNT: tl.constexpr):
-    """Two arrays, one for each K block of a pair, say: the compiler puts fewer CTA barriers between uses of the two."""
+    """One array for each K block of a pair: the compiler then puts fewer CTA barriers between uses of the two."""
     first = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     second = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(first.index(i), count=COUNT)
         mbarrier.init(second.index(i), count=COUNT)
+    return first, second
+
+
+@jit
+def _turns():
+    first = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    second = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(first, count=1)
+    mbarrier.init(second, count=1)
     return first, second
 
 
@@ -366,7 +375,7 @@ def _int8_gemm_sm90_kernel(
     empty = _barriers(STAGES, 2)
     turn = ()
     if not PER_TOKEN:  # without blocks there is nothing to take turns at
-        turn = _barriers(1, 1)
+        turn = _turns()
     exchange = ()
     if OUT_SQUARE:
         exchange = maxima_exchange(HALVES)
