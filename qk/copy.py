@@ -35,6 +35,7 @@ _ORDER = (
     "gemm_sm90_decode",
     "gemm_int4_sm75",
     "gemm_int4_sm90",
+    "gemm_int4_sm80",
     *ROOMS,
 )
 

@@ -407,8 +407,9 @@ def _rows_fit_tma(x):
 
 
 def supports_int4_sm90(x):
-    """Whether `int4_gemm_sm90` can multiply x [M, K]: on Hopper, where Gluon has what it takes, with K >= 1."""
-    return AVAILABLE and x.is_cuda and x.shape[1] > 0 and gpu(x.device).capability == (9, 0)
+    """Whether `int4_gemm_sm90` can multiply x [M, K]: on Hopper, where Gluon has what it takes, with 1 <= K < 2**24."""
+    # a grid's second axis has 65535 programs: so many times 256 columns can be put into order
+    return AVAILABLE and x.is_cuda and 0 < x.shape[1] <= 65535 * 256 and gpu(x.device).capability == (9, 0)
 
 
 def int4_gemm_sm90(x, words, absmax, bias, out, group_size, config=None):

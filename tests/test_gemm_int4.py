@@ -1,5 +1,6 @@
 import itertools
 import math
+import types
 
 import pytest
 import torch
@@ -7,7 +8,7 @@ from cases import DEVICE, FLOATS, GROUPS, gpu, layouts, randn, same
 
 import qk
 from qk import gemm_int4 as room
-from qk import gemm_int4_sm75
+from qk import gemm_int4_sm75, gemm_int4_sm80, gemm_int4_sm90, host
 
 NAN = math.nan
 HALVES = (torch.float16, torch.bfloat16)
@@ -163,6 +164,30 @@ def test_views(packing):
     assert one.shape == (40,) and error(one, expected[2].double()) < 1e-2
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="of memory that others allocated, on the CPU")
+def test_memory_that_torch_would_not_view_as_words():
+    """packed lies at a multiple of 16 bytes, but not in its storage."""
+    x, packed, absmax = operands(3, 5, 256)
+    storage = torch.frombuffer(memoryview(bytearray(packed.numel() + 32))[1:], dtype=torch.uint8)
+    start = -storage.data_ptr() % 16
+    moved = storage[start : start + packed.numel()].view(packed.shape).copy_(packed)
+    assert moved.storage_offset() % 4
+    assert same(qk.int4_gemm(x, moved, absmax), qk.int4_gemm(x, packed, absmax))
+
+
+def test_rows_longer_than_a_grid(monkeypatch):
+    """What a kernel's second axis can't count goes to another kernel."""
+    most = 65535 * 1024
+    for K, scratch in ((most, True), (most + 1, False)):
+        config, _ = gemm_int4_sm80._choose(torch.empty((600, K), dtype=torch.float16, device="meta"), 8, None)
+        assert (config.scratch > 0) == scratch or torch.cuda.is_available()
+    monkeypatch.setattr(gemm_int4_sm90, "AVAILABLE", True)
+    monkeypatch.setattr(gemm_int4_sm90, "gpu", lambda device: host.Gpu((9, 0), 132))
+    for K, can in ((0, False), (1, True), (65535 * 256, True), (65535 * 256 + 1, False)):
+        x = types.SimpleNamespace(shape=(17, K), is_cuda=True, device=None)
+        assert gemm_int4_sm90.supports_int4_sm90(x) == can
+
+
 def test_pads_are_not_looked_at():
     """What a ragged row is filled up with, in its last byte or word and in x's memory behind it."""
     x, packed, absmax = operands(3, 5, 257, 128)
@@ -177,9 +202,9 @@ def test_pads_are_not_looked_at():
 @pytest.mark.parametrize(
     "config",
     (
-        room.Tile(64, 128, 64, group_m=1, warps=4, stages=3, programs=40),
-        room.Tile(128, 256, 128, group_m=2, warps=8, stages=2, programs=2),
-        room.Tile(64, 256, 128, group_m=2, warps=8, stages=3, programs=0, scratch=1),
+        gemm_int4_sm80.Tile(64, 128, 64, group_m=1, warps=4, stages=3, programs=40),
+        gemm_int4_sm80.Tile(128, 256, 128, group_m=2, warps=8, stages=2, programs=2),
+        gemm_int4_sm80.Tile(64, 256, 128, group_m=2, warps=8, stages=3, programs=0, scratch=1),
     ),
     ids=lambda config: f"programs={config.programs}",
 )
@@ -225,7 +250,7 @@ def test_a_seventh_is_correctly_rounded():
 def portable(x, packed, absmax, bias, group_size, out_dtype):
     """By the kernel of most GPUs, on Hopper too."""
     out = x.new_full((x.shape[0], packed.shape[0]), NAN, dtype=out_dtype)
-    config, _ = room._choose(x, packed.shape[0], group_size)
+    config, _ = gemm_int4_sm80._choose(x, packed.shape[0], group_size)
     room._solve(x, packed, absmax, bias, out, group_size, config)
     return out
 

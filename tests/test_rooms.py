@@ -17,7 +17,7 @@ FLOORS = [
     {"host"},
     {"int4", "int8", "hadamard", "gelu", "dequant", "sparsity", "gemm_epilogue", "hopper"},
     {"gemm_sm90_epilogue"},
-    {"gemm_sm75", "gemm_sm80", "gemm_sm90", "gemm_sm90_decode", "gemm_int4_sm75", "gemm_int4_sm90"},
+    {"gemm_sm75", "gemm_sm80", "gemm_sm90", "gemm_sm90_decode", "gemm_int4_sm75", "gemm_int4_sm80", "gemm_int4_sm90"},
     {"gemm", "gemm_int4"},
     {"linear"},
     {"calibration"},

@@ -191,16 +191,18 @@ def _int4_operands(M, x="bf16", group=128, N=8192, K=8192, packed="u8"):
     return f"{x}({M}, {K}), {packed}({N}, {-(-K // (8 if packed == 'i32' else 2))}), {x}({N}, {groups})"
 
 
-def _gemm_int4_cases(arch):
+def _gemm_int4_sm80_cases(arch):
     # a tile of M rows takes what its dots take; below capability 8.0 they are of float32
     large = {75: "fma", 90: "wgmma", 100: "tcgen05|mma"}.get(arch, "mma")
     least = {large: 1} | ({} if arch == 75 else {"cp.async|cp.async.bulk": 1})
     for M in 1, 64, 256, 4096:
         for x, group in ("bf16", 128), ("f16", 32), ("bf16", 64), ("f16", None):
-            # by name of the table's entry: on Hopper the public function has another kernel
-            tile = f"_choose({x}({M}, 8192), 8192, {group})[0]"
-            call = f"_solve({_int4_operands(M, x, group)}, None, {x}({M}, 8192), {group}, {tile})"
-            yield call, least if group != 32 else {}
+            # on Hopper the public function has another kernel
+            operands = _int4_operands(M, x, group, packed="i32")
+            yield f"int4_gemm_sm80({operands}, None, {x}({M}, 8192), {group})", least if group != 32 else {}
+
+
+def _gemm_int4_cases(arch):
     for M in 1, 4096:
         operands = _int4_operands(M, "f16", 128, 4096, 4096, "i32")
         yield f"int4_gemm({operands}, f16(4096), 128, f32.dtype)", {"mma": 1} if arch == 75 else {}  # the T4's own
@@ -319,6 +321,7 @@ CASES = {
     "gemm_sm90_decode": _gemm_sm90_decode_cases,
     "gemm_int4": _gemm_int4_cases,
     "gemm_int4_sm75": _gemm_int4_sm75_cases,
+    "gemm_int4_sm80": _gemm_int4_sm80_cases,
     "gemm_int4_sm90": _gemm_int4_sm90_cases,
     "hadamard": _hadamard_cases,
     "gelu": _gelu_cases,
