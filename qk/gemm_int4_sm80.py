@@ -82,6 +82,25 @@ _CONFIGS = {
 _SHARED = {75: 64, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
 
 
+def _choose(x, N, group_size):
+    """-> the Tile of a problem, and columns of a dot."""
+    M, K = x.shape
+    arch = gpu(x.device).arch
+    known = "float" if arch < 80 else arch if arch in _CONFIGS else 80
+    # a grid's second axis has 65535 programs: so many times 1024 columns can be unpacked to a scratch
+    size = "decode" if M <= 16 else "small" if M <= 64 else "medium" if M <= 512 or K > 65535 * 1024 else "large"
+    config = _CONFIGS[known][size]
+    dot_k = min(config.step, group_size or LONGEST_SUM, LONGEST_SUM)
+    if INTERPRETED.value:  # few large programs: each costs a millisecond
+        block_m, block_n = (min(max(next_power_of_2(size), 16), 256) for size in (M, N))
+        dot_k = min(group_size or 256, max(next_power_of_2(K), 32))
+        return config._replace(block_m=block_m, block_n=block_n, step=max(config.step, dot_k)), dot_k
+    # of a stage: x, and packed codes; besides, codes on their way to the tensor cores
+    stage = config.step * (2 * config.block_m + (2 * config.block_n if config.scratch else config.block_n // 2))
+    room = _SHARED.get(arch, 99) * 1024 - (0 if config.scratch else 2 * dot_k * config.block_n)
+    return config._replace(stages=max(min(config.stages, room // stage), 1)), dot_k
+
+
 def _to_halves(one, offset, magic, kind):
     """PTX: a word of eight codes -> four words of two 16-bit numbers, columns 2 p and 2 p + 1 in the p-th."""
     lines = ["{", ".reg .b32 s, t, one, offset, magic;", "shr.u32 s, $4, 4;"]
@@ -270,25 +289,6 @@ def _unpack_int4_gemm_kernel(
     codes_ptrs = codes_ptr + offs_r[:, None] * stride_cn + offs_k[None, :]
     codes = _unpack(packed, codes_ptr.dtype.element_ty)
     tl.store(codes_ptrs, codes, mask=mask_r[:, None] & (offs_k < words * 8)[None, :])
-
-
-def _choose(x, N, group_size):
-    """-> the Tile of a problem, and columns of a dot."""
-    M, K = x.shape
-    arch = gpu(x.device).arch
-    known = "float" if arch < 80 else arch if arch in _CONFIGS else 80
-    # a grid's second axis has 65535 programs: so many times 1024 columns can be unpacked to a scratch
-    size = "decode" if M <= 16 else "small" if M <= 64 else "medium" if M <= 512 or K > 65535 * 1024 else "large"
-    config = _CONFIGS[known][size]
-    dot_k = min(config.step, group_size or LONGEST_SUM, LONGEST_SUM)
-    if INTERPRETED.value:  # few large programs: each costs a millisecond
-        block_m, block_n = (min(max(next_power_of_2(size), 16), 256) for size in (M, N))
-        dot_k = min(group_size or 256, max(next_power_of_2(K), 32))
-        return config._replace(block_m=block_m, block_n=block_n, step=max(config.step, dot_k)), dot_k
-    # of a stage: x, and packed codes; besides, codes on their way to the tensor cores
-    stage = config.step * (2 * config.block_m + (2 * config.block_n if config.scratch else config.block_n // 2))
-    room = _SHARED.get(arch, 99) * 1024 - (0 if config.scratch else 2 * dot_k * config.block_n)
-    return config._replace(stages=max(min(config.stages, room // stage), 1)), dot_k
 
 
 def _split(config, tiles, K, device):

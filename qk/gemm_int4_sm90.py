@@ -57,6 +57,45 @@ _WG_N = tl.constexpr(64)  # rows of a consumer
 _PART = tl.constexpr(16)  # words of a row that are loaded together
 
 
+class _Tile(NamedTuple):
+    wgs: int  # consumers; 3 where one more warpgroup permutes x
+    share_k: bool
+    permute: bool
+    block_m: int  # tokens of a tile
+    columns: int  # of a stage, in up to four products
+    stages: int  # where consumers share K, a multiple of theirs: each has its own
+    registers: int  # of a consumer's thread
+    group_m: int = 8  # rows of tiles that are gone through column by column
+
+
+# Timed on an H200 at N = K = 8192, of some ten each, 2026-11-23. For few tokens, more stages were slower where a CTA
+# has one tile, and faster where it has many (long).
+_CONFIGS = {
+    "decode8": _Tile(3, True, True, 8, columns=256, stages=6, registers=128),
+    "decode8 long": _Tile(3, True, True, 8, columns=256, stages=9, registers=128),
+    "decode16": _Tile(3, True, True, 16, columns=256, stages=6, registers=128),
+    "decode8 ordered": _Tile(3, True, False, 8, columns=256, stages=6, registers=152),
+    "decode8 ordered long": _Tile(3, True, False, 8, columns=256, stages=9, registers=152),
+    "decode16 ordered": _Tile(3, True, False, 16, columns=256, stages=6, registers=152),
+    "32": _Tile(2, True, False, 32, columns=256, stages=4, registers=224),
+    "64": _Tile(2, True, False, 64, columns=256, stages=4, registers=224),
+    "128": _Tile(2, True, False, 128, columns=128, stages=4, registers=240),
+    "large": _Tile(2, False, False, 128, columns=128, stages=5, registers=240),
+}
+
+
+def _choose(M, N, group_size, multiprocessors, aligned):
+    """Of N depends only what leaves the bits as they are: a weight's rows, multiplied apart, give the same."""
+    if M <= 16:
+        one = cdiv(N, 64) <= multiprocessors  # tile a multiprocessor: x is put into order once
+        permute = aligned and group_size not in (32, 64) and (one or M <= 8)
+        name = ("decode8" if M <= 8 else "decode16") + ("" if permute else " ordered")
+        return name + ("" if one or M > 8 else " long")
+    if M <= 64:
+        return "32" if M <= 32 else "64"
+    return "128" if M <= 128 else "large"
+
+
 def _unpacked_word(kind, low, high):
     """PTX: a word of eight codes -> four pairs of 16-bit numbers, codes p and p + 4 over 4 in the p-th.
 
@@ -358,45 +397,6 @@ def _permute_kernel(
     x = tl.reshape(tl.permute(x, (0, 1, 3, 5, 2, 4)), (ROWS, COLUMNS))
     mask = (offs_m < M)[:, None] & (offs_k < columns)[None, :]
     tl.store(out_ptr + offs_m[:, None] * columns + offs_k[None, :], x, mask=mask)
-
-
-class _Tile(NamedTuple):
-    wgs: int  # consumers; 3 where one more warpgroup permutes x
-    share_k: bool
-    permute: bool
-    block_m: int  # tokens of a tile
-    columns: int  # of a stage, in up to four products
-    stages: int  # where consumers share K, a multiple of theirs: each has its own
-    registers: int  # of a consumer's thread
-    group_m: int = 8  # rows of tiles that are gone through column by column
-
-
-# Timed on an H200 at N = K = 8192, of some ten each, 2026-11-23. For few tokens, more stages were slower where a CTA
-# has one tile, and faster where it has many (long).
-_CONFIGS = {
-    "decode8": _Tile(3, True, True, 8, columns=256, stages=6, registers=128),
-    "decode8 long": _Tile(3, True, True, 8, columns=256, stages=9, registers=128),
-    "decode16": _Tile(3, True, True, 16, columns=256, stages=6, registers=128),
-    "decode8 ordered": _Tile(3, True, False, 8, columns=256, stages=6, registers=152),
-    "decode8 ordered long": _Tile(3, True, False, 8, columns=256, stages=9, registers=152),
-    "decode16 ordered": _Tile(3, True, False, 16, columns=256, stages=6, registers=152),
-    "32": _Tile(2, True, False, 32, columns=256, stages=4, registers=224),
-    "64": _Tile(2, True, False, 64, columns=256, stages=4, registers=224),
-    "128": _Tile(2, True, False, 128, columns=128, stages=4, registers=240),
-    "large": _Tile(2, False, False, 128, columns=128, stages=5, registers=240),
-}
-
-
-def _choose(M, N, group_size, multiprocessors, aligned):
-    """Of N depends only what leaves the bits as they are: a weight's rows, multiplied apart, give the same."""
-    if M <= 16:
-        one = cdiv(N, 64) <= multiprocessors  # tile a multiprocessor: x is put into order once
-        permute = aligned and group_size not in (32, 64) and (one or M <= 8)
-        name = ("decode8" if M <= 8 else "decode16") + ("" if permute else " ordered")
-        return name + ("" if one or M > 8 else " long")
-    if M <= 64:
-        return "32" if M <= 32 else "64"
-    return "128" if M <= 128 else "large"
 
 
 def _rows_fit_tma(x):
