@@ -125,7 +125,9 @@ def collect(model, batches, names=None, call=None, progress=True):
     """
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; it takes a torch.nn.Module")
-    if isinstance(batches, collections.abc.Mapping | torch.Tensor | str):
+    # not iter(batches): a DataLoader would start its processes
+    iterable = any(hasattr(type(batches), name) for name in ("__iter__", "__getitem__"))
+    if not iterable or isinstance(batches, collections.abc.Mapping | torch.Tensor | str):
         raise ValueError(f"batches is a {type(batches).__name__}; it takes an iterable of batches, such as [batch]")
     layers = _named(model, names)
     if not layers and names is not None:
@@ -174,6 +176,8 @@ def _check_moment(second_moment, K=None, name="second_moment"):
     check_data(name, second_moment, (torch.float32, torch.float64), "[K, K]" if K is None else (K, K))
     if second_moment.shape[0] != second_moment.shape[1]:
         raise ValueError(f"{name} has shape {list(second_moment.shape)}; it takes [K, K]")
+    if second_moment.is_meta:
+        raise ValueError(f"{name} is on meta; it takes a tensor with numbers")
     second_moment = second_moment.detach().double()
     if not second_moment.sum().isfinite():
         raise ValueError(f"{name} holds NaN or Inf; it takes finite numbers")
@@ -188,8 +192,8 @@ def _check(w, group_size, second_moment, damping):
     """-> the moments as float64 on w's device, or None where there are none, or no input was ever anything but 0."""
     check_data("w", w, FLOATS, "[N, K]")
     check_one_of("group_size", group_size, (*BLOCKS, None), " (a group is a row)")
-    if not isinstance(damping, float | int) or not 0 < damping < float("inf"):
-        raise ValueError(f"damping is {damping!r}; it takes a number above 0")
+    if not isinstance(damping, float | int) or isinstance(damping, bool) or not 0 < damping < 2**63:
+        raise ValueError(f"damping is {damping!r}; it takes a number above 0 and below 2**63")
     if second_moment is None:
         return None
     second_moment = _check_moment(second_moment, w.shape[1]).to(w.device)
@@ -265,7 +269,11 @@ def _clip(w, group_size, second_moment, damping, progress):
     if not x.numel():
         return x.new_zeros(x.shape[:2], dtype=torch.float16)
     rows = max((_ELEMENTS if w.device.type == "cpu" else 256 * _ELEMENTS) // x[0].numel(), 1)
-    return torch.cat([_least_squares(part, weight) for part in _bar(x.split(rows), "clipping", progress)])
+    absmax = x.new_empty(x.shape[:2], dtype=torch.float16)
+    parts = _bar(x.split(rows), "clipping", progress)
+    for part, found in zip(parts, absmax.split(rows), strict=True):  # autocast to bfloat16 has no cat of float16
+        found.copy_(_least_squares(part, weight))
+    return absmax
 
 
 def _inverse_factor(second_moment):

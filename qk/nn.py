@@ -12,7 +12,7 @@ block, rotated): a state of another kind is refused. Codes and scales keep their
 to. The layers are for inference: like the functions that they call, they pass no gradient on.
 """
 
-import collections
+import collections.abc
 import copy
 import dis
 import fnmatch
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.benchmark import Timer
 
-from .calibration import _bar, _check_moment, quantize_weight, rotate_moment
+from .calibration import LayerStatistics, _bar, _check_moment, quantize_weight, rotate_moment
 from .gemm import int8_addmm
 from .gemm_int4 import int4_gemm
 from .hadamard import hadamard, hadamard_quant
@@ -58,8 +58,9 @@ _OTHER_HOOKS = (
 
 
 def _described(format):
-    """[kind, size of a block (0: a row), rotated] in words."""
-    if len(format) != 3 or format[0] not in _KINDS:
+    """[kind, size of a block (0: a row), rotated] in words; or whatever else a state has there."""
+    numbers = isinstance(format, list) and all(isinstance(number, int | float) for number in format)
+    if not numbers or len(format) != 3 or format[0] not in _KINDS:
         return f"a format that this qk doesn't know, {format}"
     kind, block, rotated = format
     return _KINDS[kind].format(block or "a row") + (", rotated" if rotated else "")
@@ -97,8 +98,10 @@ class _Quantized(torch.nn.Module):
         format, has = state_dict.get(f"{prefix}format"), None
         if format is None and f"{prefix}weight" in state_dict:
             has = f"a weight in {state_dict[f'{prefix}weight'].dtype}"
-        elif format is not None and not format.is_meta and format.tolist() != self._format:
-            has = _described(format.tolist())
+        elif format is not None and not getattr(format, "is_meta", False):
+            format = format.tolist() if isinstance(format, torch.Tensor) else format
+            if not isinstance(format, list) or format != self._format:
+                has = _described(format)
         if has is None:
             return super()._load_from_state_dict(state_dict, prefix, *others)
         error_msgs = others[-1]
@@ -117,6 +120,15 @@ def _output_dtype(x, columns):
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
+def _check_parameters(whose, weight, bias):
+    """That a layer can be made of them. whose: what their names begin with."""
+    check_data(f"{whose}weight", weight, FLOATS, "[N, K]")
+    if bias is not None:
+        check_data(f"{whose}bias", bias, FLOATS, weight.shape[:1])
+        if bias.is_meta != weight.is_meta:
+            raise ValueError(f"{whose}bias is on {bias.device}, and the weight on {weight.device}; it takes one device")
+
+
 class _QuantizedLinear(_Quantized):
     """The sizes, and what every product begins and ends with."""
 
@@ -133,9 +145,7 @@ class _QuantizedLinear(_Quantized):
         """-> one on the meta device, and the weight that it is to quantize."""
         if not isinstance(linear, torch.nn.Linear):
             raise ValueError(f"linear is a {type(linear).__name__}; it takes a torch.nn.Linear")
-        check_data("linear.weight", linear.weight, FLOATS, "[N, K]")
-        if linear.bias is not None:
-            check_data("linear.bias", linear.bias, FLOATS, linear.weight.shape[:1])
+        _check_parameters("linear.", linear.weight, linear.bias)
         dtype = None if linear.bias is None else linear.bias.dtype
         (N, K), w = linear.weight.shape, linear.weight.detach()
         new = cls(K, N, linear.bias is not None, block, rotate, "meta", dtype)
@@ -159,9 +169,10 @@ class _QuantizedLinear(_Quantized):
         return ", ".join(f"{name}={value}" for name, value in parts.items())
 
 
-def _check_linear(in_features, out_features, rotate):
+def _check_linear(in_features, out_features, bias, rotate):
     check_integer("in_features", in_features, 0)
     check_integer("out_features", out_features, 0)
+    check_one_of("bias", bias, (True, False))
     check_one_of("rotate", rotate, (True, False))
 
 
@@ -181,7 +192,7 @@ class Int8Linear(_QuantizedLinear):
     """
 
     def __init__(self, in_features, out_features, bias=True, block_size=128, rotate=False, device=None, dtype=None):
-        _check_linear(in_features, out_features, rotate)
+        _check_linear(in_features, out_features, bias, rotate)
         check_one_of("block_size", block_size, BLOCKS)
         blocks = cdiv(out_features, block_size), cdiv(in_features, block_size)
         super().__init__(
@@ -226,7 +237,7 @@ class Int4Linear(_QuantizedLinear):
     """
 
     def __init__(self, in_features, out_features, bias=True, group_size=128, rotate=False, device=None, dtype=None):
-        _check_linear(in_features, out_features, rotate)
+        _check_linear(in_features, out_features, bias, rotate)
         _check_group_size(group_size)
         groups = 1 if group_size is None else cdiv(in_features, group_size)
         super().__init__(
@@ -395,7 +406,8 @@ def _shape(layer):
 
 def _bytes(module):
     tensors = itertools.chain(module.parameters(), module.buffers())
-    return sum(x.nbytes for x in tensors if not isinstance(x, torch.nn.parameter.UninitializedTensorMixin))
+    tensors = (x for x in tensors if not isinstance(x, torch.nn.parameter.UninitializedTensorMixin))
+    return sum(x.numel() * x.itemsize for x in tensors)  # nbytes raises where x is sparse
 
 
 def _weight_readers(kind):
@@ -466,8 +478,10 @@ def _why_not(layer, kinds, stays=False):
         return "its weight is computed at each call, as by weight_norm or pruning"
     if type(weight) is not torch.nn.Parameter:
         return f"its weight is a {type(weight).__name__}"
-    if weight.dtype not in FLOATS:
-        return f"its weight has dtype {weight.dtype}"
+    try:
+        _check_parameters("its ", weight, getattr(layer, "bias", None))
+    except ValueError as error:
+        return str(error).partition(";")[0]
     if "forward" in layer.__dict__:
         return "its forward was replaced"
     if not stays and any(getattr(layer, hooks) for hooks in _OTHER_HOOKS):
@@ -536,7 +550,7 @@ def _checked_skip(skip):
 
 def _decide(jobs, to, skip):
     """-> the jobs, with what their layers become. ValueError: for what skip has, or what to says."""
-    unused, decided = set(skip), []
+    unused, decided, given = set(skip), [], {}
     for job in jobs:
         name, layer = job.names[0], job.layers[0]
         skipped = {p for p in skip for at in job.names if any(fnmatch.fnmatchcase(at, q) for q in (p, f"{p}.*"))}
@@ -548,6 +562,12 @@ def _decide(jobs, to, skip):
                 becomes, note = None, "left alone by to"
             elif not isinstance(becomes, torch.nn.Module):
                 check_one_of(f"to({name!r}, ...)", becomes, ("int8", "int4", None), " or a module")
+            elif any(getattr(becomes, hooks) for hooks in _FORWARD_HOOKS):
+                has = f"is a {type(becomes).__name__} with hooks"
+                raise ValueError(f"to({name!r}, ...) {has}; it takes a module without: the layer's go along")
+            elif (other := given.setdefault(becomes, name)) != name:
+                has = f"is the {type(becomes).__name__} that {other!r} becomes, too"
+                raise ValueError(f"to({name!r}, ...) {has}; it takes another: each has its layer's hooks")
         decided.append(job._replace(to=becomes, note=note))
     if unused:
         raise ValueError(f"skip has {min(unused)!r}; it takes names of layers, or patterns of them, that model holds")
@@ -572,12 +592,17 @@ def _check_devices(layers, measure):
 
 def _check_statistics(layers, statistics):
     """That there are statistics of all layers that become int4: (name, layer)."""
+    if not isinstance(statistics, collections.abc.Mapping):
+        raise ValueError(f"statistics are a {type(statistics).__name__}; they take what calibration.collect returns")
     if not layers:
         raise ValueError("statistics are given, and no layer becomes int4; others take none")
     for name, layer in layers:
         if name not in statistics:
             raise ValueError(f"statistics have no {name!r}; they take all layers that become int4")
-        _check_moment(statistics[name].second_moment, layer.in_features, f"statistics[{name!r}].second_moment")
+        found, what = statistics[name], f"statistics[{name!r}]"
+        if not isinstance(found, LayerStatistics):
+            raise ValueError(f"{what} is a {type(found).__name__}; it takes a qk.calibration.LayerStatistics")
+        _check_moment(found.second_moment, layer.weight.shape[1], f"{what}.second_moment")
 
 
 def _relative_error(new, weight):
@@ -600,7 +625,7 @@ def _microseconds(layer, example):
 def _example(layer, tokens):
     (rows, columns), device = layer.weight.shape, layer.weight.device
     if isinstance(layer, torch.nn.Embedding):
-        return torch.arange(tokens, device=device) % rows
+        return torch.arange(tokens if rows else 0, device=device).remainder(max(rows, 1))
     return torch.randn(tokens, columns, dtype=layer.weight.dtype, device=device)
 
 
@@ -639,7 +664,6 @@ def _replace(model, job, make, tokens, times):
         if any(getattr(layer, hooks) for hooks in _FORWARD_HOOKS):
             notes.append("with its hooks")
         for hooks in _FORWARD_HOOKS:  # the dict itself: a hook's handle knows it
-            getattr(layer, hooks).update(getattr(new, hooks))
             setattr(new, hooks, getattr(layer, hooks))
         if isinstance(job.to, str):
             new.to(home)
@@ -657,19 +681,20 @@ def quantize_(
     """Puts quantized layers where a model has torch.nn.Linears or Int8TrainLinears, in place. Returns a `Report`.
 
     to: "int8" (`Int8Linear`, block_size), "int4" (`Int4Linear`, group_size), or a function of a layer's name and the
-    layer, which says either, or gives a module to put there, or None: left alone. skip: names of layers that stay; one
-    of a module stands for all in it, and `*` in one for any text, dots too. embeddings: torch.nn.Embedding becomes
-    `Int8Embedding`. rotate: see the top of the file. statistics: of the inputs, as `calibration.collect` gathers them,
-    by which int4 codes are chosen. measure: each layer is also timed, here, on 256 rows, or on as many as measure says.
-    progress: a bar, where it takes longer than a second.
+    layer, which says either, or gives a module to put there, each another, without hooks of forward, or None: left
+    alone. skip: names of layers that stay; one of a module stands for all in it, and `*` in one for any text, dots
+    too. embeddings: torch.nn.Embedding becomes `Int8Embedding`. rotate: see the top of the file. statistics: of the
+    inputs, as `calibration.collect` gathers them, by which int4 codes are chosen. measure: each layer is also timed,
+    here, on 256 rows, or on as many as measure says. progress: a bar, where it takes longer than a second.
 
     What is replaced depends on the model alone, so a state that was saved on one machine loads on any. A module that
     stands in several places becomes one again, and so do layers that share weight and bias. Hooks of forward go along.
     A layer stays, and the report says why, if it is of a subclass, if its weight is somebody else's, too (an
     embedding's), or is computed at each call, or read by a module above it (`self.linear.weight`, in forward or in
     methods that forward calls: so the layers of an `Int8FeedForward` stay, whose state a module of torch.nn.Linears up
-    and down takes), if its forward was replaced, or if it has other hooks. Who reads it is told from code: what a
-    function that is no method reads, or getattr, isn't seen. Name such layers in skip.
+    and down takes), if its forward was replaced, if it has other hooks, or if weight or bias are such that from_linear
+    doesn't take them: by their dtypes, shapes or layout, or as one of them is on the meta device. Who reads it is told
+    from code: what a function that is no method reads, or getattr, isn't seen. Name such layers in skip.
 
     Layers are replaced one after the other, so it takes the memory of one layer more, not of one model more; where
     kernels are compiled, a model on the CPU is quantized on the GPU, layer by layer. Raises ValueError, before anything

@@ -403,6 +403,8 @@ class _Rowwise(_Part):
             x = x[..., slice(*self._span)]
         elif cut != x.ndim - 1:
             raise ValueError(f"x is {layout}; it takes Shard({x.ndim - 1}) or Replicate()")
+        elif sizes not in (None, self._sizes):  # on some ranks x would fit, and wait for the others
+            raise ValueError(f"x has {sizes} columns on the ranks; it takes {self._sizes}")
         dtype, dim = _output_dtype(x, self.in_features), _dim("output_layouts", self._style.output_layouts[0], x)
         x = self._by_blocks(x, torch.float32 if isinstance(self, Int8Linear) else x.dtype)
         out = self._product(self._prepared(x, dtype), None, self._style.reduce_dtype)
@@ -414,7 +416,8 @@ class _Rowwise(_Part):
         """out: [ranks * n, ...], what this rank has to add to it. -> [ranks, n, ...]: for its own n, what all have."""
         parts = torch.empty_like(out, memory_format=torch.contiguous_format)
         dist.all_to_all_single(parts, out.contiguous(), group=self._group)
-        return parts.view(len(self._spans), -1, *out.shape[1:])
+        ranks = len(self._spans)
+        return parts.view(ranks, out.shape[0] // ranks, *out.shape[1:])
 
     def _everywhere(self, out, dtype):
         ranks = len(self._spans)

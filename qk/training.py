@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .gelu import int8_gelu, int8_gelu_backward
 from .gemm import int8_addmm, int8_addmm_quant, int8_gemm, int8_gemm_quant
-from .host import BLOCKS, FLOATS, as_matrix, cdiv, check_one_of, differentiable, listed
+from .host import BLOCKS, FLOATS, as_matrix, cdiv, check_integer, check_one_of, differentiable, listed
 from .int8 import _square_quant_sums, square_quant, weight_quant
 from .nn import (
     _FORWARD_HOOKS,
@@ -40,6 +40,7 @@ from .nn import (
     _shape,
     _why_not,
 )
+from .plans import _raw_stream
 
 __all__ = ["Int8FeedForward", "Int8TrainLinear", "int8_train_", "refresh"]
 
@@ -291,6 +292,11 @@ def _capturing():
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def _stream(weight):
+    """Where its codes are made: another stream doesn't wait for them. None: on the CPU."""
+    return _raw_stream(weight.get_device()) if weight.is_cuda else None
+
+
 def _after_step(optimizer, args, kwargs):
     global _replayed
     if not torch.compiler.is_compiling():  # what such code changes in place is seen
@@ -322,11 +328,11 @@ class Int8TrainLinear(torch.nn.Linear):
     Inf makes NaN of its rows of the output, and of its columns of weight's gradient; one of the output's gradient, of
     its rows of x's gradient and of weight's. Raises ValueError for bad arguments.
 
-    The codes of weight are made again after it was changed in place, replaced, or an optimizer made a step: see
-    `refresh`. Under torch.compile, in a CUDA graph, in torch's dispatch modes and for a weight that is computed (by
-    torch.nn.utils.parametrize, torch.func.functional_call) they are made at each call; with FSDP2, whenever the weight
-    is gathered. torch.func.vmap goes through a layer; torch.func.grad, jvp and other derivatives, and forward mode,
-    raise RuntimeError.
+    The codes of weight are made again after it was changed in place, replaced, or an optimizer made a step (see
+    `refresh`), and by a call on another CUDA stream than the last. Under torch.compile, in a CUDA graph, in torch's
+    dispatch modes and for a weight that is computed (by torch.nn.utils.parametrize, torch.func.functional_call) they
+    are made at each call; with FSDP2, whenever the weight is gathered. torch.func.vmap goes through a layer;
+    torch.func.grad, jvp and other derivatives, and forward mode, raise RuntimeError.
     """
 
     _cache = None
@@ -334,6 +340,8 @@ class Int8TrainLinear(torch.nn.Linear):
     def __init__(
         self, in_features, out_features, bias=True, device=None, dtype=None, block_size=128, rounding="stochastic"
     ):  # fmt: skip
+        check_integer("in_features", in_features, 0)
+        check_integer("out_features", out_features, 0)
         _check(block_size, rounding)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.block_size, self.rounding = block_size, rounding
@@ -362,7 +370,8 @@ class Int8TrainLinear(torch.nn.Linear):
             self._forget()
             return _quantized_weight(weight, self.block_size, transposed)
         cached = self._cache
-        state = _steps, weight._version, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, self.block_size
+        layout = weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
+        state = _steps, weight._version, *layout, self.block_size, _stream(weight)
         known = cached is not None and cached.weight is weight and cached.state == state
         if not known or (transposed and cached.codes_t is None):
             with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode can't be kept
@@ -468,6 +477,8 @@ class Int8FeedForward(torch.nn.Module):
         activation="gelu",
     ):  # fmt: skip
         super().__init__()
+        check_integer("width", width, 0)
+        check_integer("inner", inner, 0)
         check_one_of("activation", activation, _ACTIVATIONS)
         check_one_of("block_size", block_size, BLOCKS[:-1])
         how = {"bias": bias, "device": device, "dtype": dtype, "block_size": block_size, "rounding": rounding}
@@ -528,7 +539,8 @@ def int8_train_(model, skip=(), *, block_size=128, rounding="stochastic"):
     as before, and tied weights stay tied. skip: names of layers that stay as they are; one of a module stands for all
     in it, and `*` in one for any text, dots too. block_size: 32, 64, 128 or 256. rounding: "stochastic" or "nearest".
     A layer also stays as it is, and the report says why, if it is of a subclass, if its weight is computed at each
-    call, or read by a module above it (`self.linear.weight`), or if its forward was replaced.
+    call, or read by a module above it (`self.linear.weight`), if its forward was replaced, or if weight or bias are
+    such that it can't take them: by their dtypes, shapes or layout, or as one of them is on the meta device.
     Raises ValueError for bad arguments, before anything is changed.
     """
     if not isinstance(model, torch.nn.Module):

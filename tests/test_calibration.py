@@ -2,6 +2,7 @@
 
 import collections
 import io
+import itertools
 import sys
 import weakref
 
@@ -220,6 +221,7 @@ def test_inputs_without_columns_and_without_tokens():
         ({"batches": []}, "^batches is empty; it takes at least one"),
         ({"batches": BATCHES[0]}, "^batches is a Tensor; it takes an iterable of batches"),
         ({"batches": {"x": BATCHES[0]}}, "^batches is a dict; it takes an iterable of batches"),
+        ({"batches": None}, "^batches is a NoneType; it takes an iterable of batches"),
         ({"names": ["first", "last"]}, "^names has 'last'; it takes a list of names of torch.nn.Linears: first, again"),
         ({"names": "first"}, "^names has 'first'; it takes a list"),
         ({"names": []}, "^names is empty; it takes"),
@@ -426,6 +428,21 @@ def test_quantize_weight_is_the_parts_together():
     assert same(quantize_weight(w, 32)[1], clip(w, 32))
 
 
+@pytest.mark.parametrize("autocast", [torch.float16, torch.bfloat16], ids=str)
+def test_autocast_changes_nothing(autocast):
+    def made(w):
+        turned = rotate_moment(S)
+        tables = quantize_weight(w, 32, turned), quantize_weight(w, 32, turned, clipping=False), gptq(w, S, 32)
+        return [clip(w, 32), clip(w, 32, S), *itertools.chain(*tables)]
+
+    S = moment(96)
+    for dtype in FLOATS:
+        w = randn(5, 96, dtype=dtype)
+        expected = made(w)
+        with torch.autocast(DEVICE, autocast):
+            assert all(map(same, made(w), expected)), dtype
+
+
 def test_layouts_and_parameters():
     w, S = randn(6, 70), moment(70)
     expected = quantize_weight(w, 32, S)
@@ -486,6 +503,9 @@ W, S = randn(5, 70), moment(70)
         ({"second_moment": S.tril()}, "^second_moment isn't symmetric"),
         ({"damping": 0}, "^damping is 0; it takes a number above 0"),
         ({"damping": torch.inf}, "^damping is inf; it takes a number above 0"),
+        ({"damping": 2**70}, f"^damping is {2**70}; it takes a number above 0 and below"),
+        ({"damping": True}, "^damping is True; it takes a number above 0"),
+        ({"second_moment": S.to("meta")}, "^second_moment is on meta; it takes a tensor with numbers"),
     ],
 )
 def test_bad_arguments(function, arguments, message):
@@ -503,6 +523,7 @@ def test_bad_arguments(function, arguments, message):
         (lambda: quantize_weight(W, packing="int8"), "^packing is 'int8'"),
         (lambda: quantize_weight(W, clipping=1), "^clipping is 1; it takes True or False"),
         (lambda: quantize_weight(W, compensate="gptq"), "^compensate is 'gptq'"),
+        (lambda: rotate_moment(S.to("meta")), "^second_moment is on meta; it takes a tensor with numbers"),
         (lambda: rotate_moment(W), r"^second_moment has shape \[5, 70\]; it takes \[K, K\]"),
     ],
 )

@@ -230,6 +230,8 @@ def test_layers_of_no_size(kind, sizes):
         (lambda: Int8Linear(70, 40, block_size=48), "block_size is 48; it takes 32, 64, 128 or 256"),
         (lambda: Int4Linear(70, 40, group_size=16), "group_size is 16; it takes 32, 64, 128, 256 or None"),
         (lambda: Int8Linear(-1, 40), "in_features is -1; it takes an integer"),
+        (lambda: Int8Linear(70, 40, "a"), "bias is 'a'; it takes True or False"),
+        (lambda: Int4Linear(70, 40, 128), "bias is 128; it takes True or False"),
         (lambda: Int4Linear(70, 4.0), "out_features is 4.0; it takes an integer"),
         (lambda: Int8Linear(70, 40, rotate="yes"), "rotate is 'yes'; it takes True or False"),
         (lambda: Int8Linear.from_linear(nn.Identity()), "linear is a Identity; it takes a torch.nn.Linear"),
@@ -392,10 +394,22 @@ def test_a_state_of_another_kind_is_refused(mine, assign, tmp_path):
 
 def test_a_format_of_another_release_is_refused():
     layer = Int8Linear.from_linear(PLAIN)
-    for format in ([1, 128, 0, 5], [77, 128, 0], []):
+    for format in ([1, 128, 0, 5], [77, 128, 0], [], 5, [[1], [128], [0]]):
         state = layer.state_dict() | {"format": torch.tensor(format, dtype=torch.int32)}
         with pytest.raises(RuntimeError, match=re.escape(f"a format that this qk doesn't know, {format}")):
             layer.load_state_dict(state)
+
+
+def test_a_format_that_is_no_tensor_is_refused():
+    layer = Int8Linear.from_linear(PLAIN)
+    for format, message in (
+        ([1, 128, 0], "format"),
+        ([1, 64, 0], "the state has int8 codes in blocks of 64"),
+        ((1, 128, 0), "a format that this qk doesn't know, (1, 128, 0)"),
+        (5, "a format that this qk doesn't know, 5"),
+    ):
+        with pytest.raises(RuntimeError, match=re.escape(message)):
+            layer.load_state_dict(layer.state_dict() | {"format": format})
 
 
 def test_what_is_missing_is_said():
@@ -832,6 +846,32 @@ def test_stays(note, change):
         assert model[0](randn(3, 70, dtype=next(layer.parameters()).dtype)).shape == (3, 70)
 
 
+# that from_linear makes no layer of
+UNFIT = {
+    "its bias has dtype torch.float64": ("bias", torch.Tensor.double),
+    "its bias has shape [1, 70]": ("bias", lambda bias: bias[None]),
+    "its bias has shape [1]": ("bias", lambda bias: bias[:1]),
+    "its bias has layout torch.sparse_coo": ("bias", torch.Tensor.to_sparse),
+    f"its bias is on meta, and the weight on {PLAIN.weight.device}": ("bias", lambda bias: bias.to("meta")),
+    f"its bias is on {PLAIN.weight.device}, and the weight on meta": ("weight", lambda weight: weight.to("meta")),
+    "its weight has layout torch.sparse_coo": ("weight", torch.Tensor.to_sparse),
+    "its weight has layout torch.sparse_csr": ("weight", torch.Tensor.to_sparse_csr),
+    "its weight has shape [70]": ("weight", lambda weight: weight[0]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("to", ["int8", "int4"])
+@pytest.mark.parametrize(("note", "change"), UNFIT.items(), ids=UNFIT)
+def test_a_layer_of_unfit_parameters_stays(note, change, to):
+    model, (name, make) = nn.Sequential(linear(70, 70), linear(70, 70)), change
+    setattr(model[1], name, nn.Parameter(make(getattr(model[1], name).detach())))
+    other, row = quantize_(model, to).rows
+    assert other.replaced and not row.replaced and row.note == note and type(model[1]) is nn.Linear
+    with pytest.raises(ValueError, match="^linear." + re.escape(note[4:])):
+        type(model[0]).from_linear(model[1])
+
+
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_a_layer_without_a_size_stays():
     model = nn.Sequential(nn.LazyLinear(70, device=DEVICE), linear(70, 70))
@@ -931,6 +971,12 @@ def test_a_function_chooses():
     assert report.rows[3].error is None and report.rows[3].bytes_after == 0 and 0.05 < report.rows[4].error < 0.2
 
 
+def with_hooks():
+    layer = linear(70, 70)
+    layer.register_forward_pre_hook(print)
+    return layer
+
+
 def two_devices():
     return nn.ModuleDict({"a": linear(70, 70), "b": nn.Linear(70, 70, device="meta")})
 
@@ -963,6 +1009,12 @@ def moments(model, of=torch.eye):
         (lambda: [linear(70, 70)], {}, "model is a list; it takes a torch.nn.Module"),
         (Block, {"to": "int2"}, "to is 'int2'; it takes 'int8' or 'int4', or a function"),
         (Block, {"to": lambda name, layer: "fp8"}, "to('up', ...) is 'fp8'; it takes 'int8', 'int4' or None"),
+        (Block, {"to": lambda name, layer: with_hooks()}, "to('up', ...) is a Linear with hooks; it takes a module w"),
+        (
+            lambda: nn.Sequential(linear(70, 70), nn.Sequential(linear(70, 70))),
+            {"to": lambda name, layer: PLAIN},
+            "to('1.0', ...) is the Linear that '0' becomes, too; it takes another",
+        ),
         (Block, {"skip": ["up", "downs"]}, "skip has 'downs'; it takes names of layers"),
         (Block, {"skip": ["norm"]}, "skip has 'norm'"),
         (Block, {"skip": ["embed"]}, "skip has 'embed'"),
@@ -976,12 +1028,15 @@ def moments(model, of=torch.eye):
         (Block, {"measure": "yes"}, "measure is 'yes'; it takes an integer"),
         (lambda: Block().to("meta"), {"measure": True}, "measure is True, and up is on meta; it takes a model where"),
         (Block, {"statistics": moments(Block())}, "statistics are given, and no layer becomes int4"),
+        (Block, {"to": "int4", "statistics": [1]}, "statistics are a list; they take what calibration.collect"),
+        (Block, {"to": "int4", "statistics": {"up": torch.eye(70)}}, "statistics['up'] is a Tensor; it takes a qk.cal"),
         (Block, {"to": "int4", "statistics": {}}, "statistics have no 'up'; they take all layers that become int4"),
         *(
             (Block, {"to": "int4", "statistics": moments(Block(), of)}, f"statistics['up'].second_moment {message}")
             for of, message in [
                 (lambda K: torch.eye(K + 1), "has shape [71, 71]; it takes [70, 70]"),
                 (lambda K: torch.eye(K).half(), "has dtype torch.float16; it takes"),
+                (lambda K: torch.eye(K, device="meta"), "is on meta; it takes a tensor with numbers"),
                 (lambda K: torch.eye(K) * torch.nan, "holds NaN or Inf; it takes finite numbers"),
             ]
         ),
@@ -1068,6 +1123,9 @@ def test_measure(monkeypatch):
     lines = str(report).splitlines()
     assert lines[0].split()[-4:] == ["after", "us", "before", "after"]
     assert "slower" in lines[2] and "slower" not in lines[1] and "skipped" in lines[4]
+    del calls[:]
+    quantize_(nn.Sequential(embedding(0)), embeddings=True, measure=7)
+    assert calls == [(nn.Embedding, (0,)), (Int8Embedding, (0,))], "no row to ask for"
     del calls[:]
     quantize_(nn.Sequential(linear(70, 70)), measure=7)
     assert calls[0] == (nn.Linear, (7, 70))

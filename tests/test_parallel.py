@@ -295,6 +295,12 @@ def _scattered(mesh, dims):
     for dim in dims:
         part = cut(whole, mesh, RowwiseQuantized(output_layouts=Shard(dim)))
         assert same(part(x[..., slice(*spans[rank])]), here(expected, dim, mesh)), dim
+    nothing, x = Int8Linear(160, 0, block_size=32), x[..., slice(*spans[rank])]
+    rows = here(expected, 0, mesh).shape[0]
+    for dim, tokens, outputs in ((0, (rows, 0), (rows, 5)), (1, (4, 0), None), (2, None, (4, 5))):
+        style = RowwiseQuantized(output_layouts=Shard(dim))
+        assert tokens is None or cut(whole, mesh, style)(x[:, :0]).shape == (*tokens, 40)
+        assert outputs is None or cut(nothing, mesh, style)(x).shape == (*outputs, 0)
 
 
 @pytest.mark.parametrize(("size", "dims"), [(2, (1, -1)), (3, (0, -2, 2))])
@@ -688,6 +694,17 @@ def _refused(mesh):
 
 def test_what_can_t_be_cut(ranks):
     ranks(2, _refused)
+
+
+def _cut_elsewhere(mesh):
+    """Of 64, 32 and no columns: as torch cuts x, it fits on the second rank, and only there."""
+    part = cut(layer_of(Int8Linear, 96, 40, block=64), mesh, RowwiseQuantized())
+    x = distribute_tensor(randn(4, 96), mesh, [Shard(1)])
+    refused(r"^x has \[32, 32, 32\] columns on the ranks; it takes \[64, 32, 0\]$", part, x)
+
+
+def test_all_ranks_refuse_what_fits_on_one(ranks):
+    ranks(3, _cut_elsewhere)
 
 
 def _fails(rank, file):

@@ -643,6 +643,15 @@ def test_a_weight_is_quantized_when_it_was_changed(change, quantized):
 
 
 @QUICK
+def test_each_stream_makes_codes_of_its_own(quantized, monkeypatch):
+    layer, x, stream = layer_of(), randn(6, 70), [1]
+    monkeypatch.setattr(training, "_stream", lambda weight: stream[0])
+    expected = layer(x)
+    for stream[0], times in ((1, 1), (2, 2), (2, 2), (1, 3)):
+        assert same(layer(x), expected) and len(quantized) == times
+
+
+@QUICK
 def test_codes_in_flight_are_those_of_the_forward_pass():
     layer, x, g = layer_of(), randn(6, 70), randn(6, 40)
     expected = step(layer, x, g)
@@ -911,13 +920,19 @@ def test_what_is_left_alone():
         "normed": nn.utils.parametrizations.weight_norm(nn.Linear(8, 8, device=DEVICE)),
         "wide": nn.Linear(8, 8, dtype=torch.float64, device=DEVICE),
         "skipped": nn.Sequential(nn.Linear(8, 8, device=DEVICE)),
+        "bias": nn.Linear(8, 8, device=DEVICE),
+        "sparse": nn.Linear(8, 8, device=DEVICE),
         "taken": nn.Linear(8, 8, device=DEVICE),
     })  # fmt: skip
+    model["bias"].bias = nn.Parameter(randn(8).double())
+    model["sparse"].weight = nn.Parameter(randn(8, 8).to_sparse())
     report = int8_train_(model, ["skipped"], block_size=32)
     notes = {row.name: row.note for row in report.rows}
     assert [row.name for row in report.rows if row.replaced] == ["taken"] and notes["taken"] == ""
     assert notes["skipped.0"] == "skipped" and notes["reads.read"] == "its weight is read by Attention"
     assert "subclass" in notes["reads.attention.out_proj"] and "float64" in notes["wide"]
+    assert notes["bias"] == "its bias has dtype torch.float64"
+    assert notes["sparse"] == "its weight has layout torch.sparse_coo"
     assert type(model["skipped"][0]) is nn.Linear
     again = int8_train_(model, ["skipped", "wide"])
     assert not any(row.replaced for row in again.rows) and model["taken"].block_size == 32
@@ -965,6 +980,10 @@ class Lora(nn.Linear):
         (nn.utils.parametrizations.weight_norm, "up is a ParametrizedLinear, and a subclass of Linear"),
         (lambda linear: prune.identity(linear, "weight"), "up is a Linear, and its weight is computed"),
         (nn.Linear.double, "up is a Linear, and its weight has dtype torch.float64"),
+        (
+            lambda linear: setattr(linear, "bias", nn.Parameter(randn(1, 70))),
+            "up is a Linear, and its bias has shape",
+        ),
         (lambda linear: linear.register_forward_hook(print), "up is a Linear, and it has hooks"),
         (lambda linear: linear.register_state_dict_pre_hook(print), "up is a Linear, and it has hooks besides"),
         (lambda linear: setattr(linear, "forward", print), "up is a Linear, and its forward was replaced"),
@@ -988,6 +1007,10 @@ def test_repr():
     [
         (lambda: Int8TrainLinear(70, 40, block_size=48), "block_size is 48; it takes 32, 64, 128 or 256"),
         (lambda: Int8TrainLinear(70, 40, rounding="up"), "rounding is 'up'; it takes 'stochastic' or 'nearest'"),
+        (lambda: Int8TrainLinear(-1, 40), "in_features is -1; it takes an integer of at least 0"),
+        (lambda: Int8TrainLinear(70, "a"), "out_features is 'a'; it takes an integer"),
+        (lambda: Int8FeedForward(-1, 40), "width is -1; it takes an integer"),
+        (lambda: Int8FeedForward(70, 1.5), "inner is 1.5; it takes an integer"),
         (lambda: Int8FeedForward(70, 40, activation="relu"), "activation is 'relu'; it takes 'gelu', 'gelu_tanh' or"),
         (lambda: Int8FeedForward(70, 40, block_size=256), "block_size is 256; it takes 32, 64 or 128"),
         (lambda: Int8FeedForward.from_linears(layer_of(), 5), "down is a int; it takes a torch.nn.Linear"),
@@ -1022,6 +1045,18 @@ def test_compiled_by_inductor(make):
     for a, b in zip(step(compiled, x, g), step(layer, x, g), strict=True):
         assert error(a, b) < 0.05  # g and dz are each rounded by chance, a scale apart at most: 0.03 in all
     torch._dynamo.reset()
+
+
+@gpu
+def test_a_stream_does_not_wait_for_another_s_codes(quantized):
+    layer, x, stream = layer_of(), randn(6, 70), torch.cuda.Stream()
+    expected = layer(x)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        layer(x)
+        out = layer(x)
+    stream.synchronize()
+    assert same(out, expected) and len(quantized) == 2
 
 
 @gpu
