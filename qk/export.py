@@ -93,8 +93,16 @@ def _cell(kind, name, source, **metadata):
     return cell | {"source": source.splitlines(keepends=True)}
 
 
+def _is_packed(cell):
+    """Whether an export has put the cell there."""
+    return str(cell.get("id")).startswith("pack-")
+
+
 def export(notebook):
-    """A notebook (the dict that its JSON holds) -> one that writes the package's files before it uses them."""
+    """A notebook (the dict that its JSON holds) -> one that writes the package's files before it uses them.
+
+    In an export these take the place of the files that it carries.
+    """
     files = package_files()
     folders = sorted({path.rpartition("/")[0] for path in files})
     sources = {"folders": _FOLDERS.format(folders=folders)}
@@ -104,9 +112,10 @@ def export(notebook):
         _cell("code", f"pack-{name}", source, tags=["nbval-ignore-output"], **_FOLDED)
         for name, source in sources.items()
     ]
-    first, *rest = notebook["cells"]
+    own = [cell for cell in notebook["cells"] if not _is_packed(cell)]
     about = _cell("markdown", "pack-about", _ABOUT)
-    return notebook | {"cells": [first, about, *cells, *rest], "metadata": notebook["metadata"] | _METADATA}
+    cells = [*own[:1], about, *cells, *own[1:]]
+    return notebook | {"cells": cells, "metadata": notebook["metadata"] | _METADATA}
 
 
 def pictures(notebook):
@@ -159,7 +168,7 @@ def _is_export(path):
         cells = read(path)["cells"]
     except ValueError:
         return False
-    return any(str(cell.get("id")).startswith("pack-") for cell in cells)
+    return any(map(_is_packed, cells))
 
 
 def main(argv=None):

@@ -172,8 +172,8 @@ def int8_gelu(x, x_scale, block_size=128, *, activation="gelu", scale_layout="ro
     Returns what `act_quant` makes of the activated values, or, where x has scales of squares, `weight_quant`: codes,
     int8 [..., K], and scale, float32, of x_scale's shape. A block that comes to zeros has scale 0; one with a scale of
     NaN or Inf gets NaN, and codes 0. Against `int8_gelu_ref`, whose erf may differ in the last bits, at most 0.1 % of
-    codes move, by one. (More do, and further, in a block that lies wholly left of -6, where exact GELU is less than
-    6e-9 in magnitude.)
+    codes move, by one. (Of exact GELU more do in a block that lies wholly left of -3, and further in one left
+    of -6, where it is less than 6e-9 in magnitude.)
     Raises ValueError for bad arguments.
     """
     check_tensor("x", x, (torch.int8,), "[..., K]")

@@ -256,7 +256,8 @@ def int8_addmm_quant(
     Takes what `int8_addmm` takes, and: out_block_size 32, 64, 128 or 256; activation None, "gelu" (exact, with erf),
     "gelu_tanh" or "silu", in float32; scale_layout "row", or "column" for the same scales laid out K-major.
     Returns what `act_quant` would make of the float32 result: int8 codes [..., N] and float32 scales
-    [..., ceil(N / out_block_size)]; groups of zeros have scale 0, groups with NaN or Inf scale NaN, both codes 0.
+    [..., ceil(N / out_block_size)]; groups of zeros have scale 0, groups with NaN or Inf scale NaN, both codes 0. (In
+    a group that lies wholly left of -6 codes of exact GELU are off, as `int8_gelu`'s are.)
     out_square=True: what `weight_quant` would make of it, a scale for each square of out_block_size 32, 64 or 128 (of
     256, its sums fit no multiprocessor's registers): [ceil(M / out_block_size), ceil(N / out_block_size)]; a is [M, K],
     scale_layout "row". Raises ValueError for bad arguments.

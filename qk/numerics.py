@@ -261,8 +261,8 @@ def quantize_ref(x, dims, dtype=torch.int8, noise=None):
     values = torch.where(usable, x * (torch.full_like(absmax, qmax) / absmax), 0)
     values = values if noise is None else values + noise
     codes = (values.round() if dtype == torch.int8 else values).to(dtype)
-    scale = absmax / torch.full_like(absmax, qmax)
-    return codes, torch.where(usable, scale, torch.where(absmax.isfinite(), 0, torch.nan))
+    scale = torch.where(usable, absmax / torch.full_like(absmax, qmax), 0)
+    return codes, torch.where(absmax.isfinite(), scale, torch.nan)
 
 
 def quantize_blocks_ref(x, block_size, scale_layout="row"):
@@ -322,9 +322,12 @@ def activate_ref(x, activation):
 
 
 def _activated(x, activation):
-    if activation == "silu":
-        return torch.nn.functional.silu(x)
-    return torch.nn.functional.gelu(x, approximate="none" if activation == "gelu" else "tanh")
+    # torch's gelu has 1 + erf and 1 + tanh, which cancel left of 0, in float64 too: at -9 nothing is left
+    if activation == "gelu":
+        return x * torch.erfc(-x / 2**0.5) / 2
+    if activation == "gelu_tanh":
+        return x * torch.sigmoid((8 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))
+    return torch.nn.functional.silu(x)
 
 
 def activation_gradient_ref(x, activation):

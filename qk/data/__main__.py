@@ -2,7 +2,9 @@
 
 import argparse
 import hashlib
+import os
 from importlib.metadata import version
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -94,8 +96,11 @@ def differences(tensors):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m qk.data", description=__doc__)
-    parser.add_argument("--out", help="write the new file here (default: only compare)")
+    parser.add_argument("--out", type=Path, help="write the new file here (default: only compare)")
     out = parser.parse_args(argv).out
+    # before the work is done
+    if out and (out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK)):
+        parser.error(f"can't write to {out}")
     try:
         tensors, metadata = make()
     except ImportError as error:
