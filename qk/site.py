@@ -144,12 +144,12 @@ def _records(path, notebook, pictures):
     }  # fmt: skip
 
 
-def _image(name, width, height, alt="figure"):
+def _image(name, width, height, alt):
     size = "".join(f' {side}="{value}"' for side, value in (("width", width), ("height", height)) if value)
     return f'<img src="pictures/{name}"{size} alt="{html.escape(alt)}" loading="lazy">'
 
 
-def _sliders(found):
+def _sliders(found, alt):
     """The HTML of sliders and their figure; site.js brings it to life."""
     controls, free = found["controls"], found["free"]
     about = "<noscript><p>The sliders need JavaScript.</p></noscript>"
@@ -159,12 +159,12 @@ def _sliders(found):
             f"<p>On this page, at most {one} away from the start at a time: the one that you moved first goes back. "
             "In a running notebook all move freely.</p>"
         )
-    image = _image(*found["pictures"][",".join(map(str, found["start"]))])
+    image = _image(*found["pictures"][",".join(map(str, found["start"]))], alt)
     data = json.dumps(found).replace("</", r"<\/")
     return f'<div class="sliders"><script type="application/json">{data}</script>{about}{image}</div>'
 
 
-def _shown(outputs, records, pictures):
+def _shown(outputs, records, pictures, alt):
     """A cell's outputs, as a page shows them: pictures as files, sliders with what was recorded."""
     records, shown, drawn = list(records), [], False
     for output in outputs:
@@ -172,11 +172,11 @@ def _shown(outputs, records, pictures):
         if _has(output, _WIDGET):
             drawn = bool(records)  # its figure, the next output, is among the pictures
             words = "".join(output["data"].get("text/plain", ""))
-            text = _sliders(records.pop(0)) if records else f"<p>{html.escape(words)}</p>"
+            text = _sliders(records.pop(0), alt) if records else f"<p>{html.escape(words)}</p>"
         elif _has(output, "image/png") and not _has(output, "text/html"):
             size = output.get("metadata", {}).get("image/png", {})
             png = b64decode("".join(output["data"]["image/png"]))
-            text = "" if drawn else _image(_store(png, pictures), size.get("width"), size.get("height"))
+            text = "" if drawn else _image(_store(png, pictures), size.get("width"), size.get("height"), alt)
             drawn = False
         if text is None:
             shown.append(output)
@@ -207,6 +207,12 @@ def _title(notebook, stem):
     source = "".join(notebook["cells"][0]["source"])
     heading = re.match(r"# +(.+)", source)
     return heading[1].strip() if heading else stem.replace("_", " ")
+
+
+def _headings(source):
+    """The headings of Markdown; what looks like one in a block of code is a comment."""
+    prose = re.sub(r"^```.*?^```", "", source, flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"^#+ +(.+?) *$", prose, re.MULTILINE)
 
 
 def _first_picture(notebook, pictures):
@@ -314,12 +320,14 @@ def _fill(new, notebooks, by_stem, readme):
     stems, pictures = list(by_stem), new / "pictures"
     for i, (path, notebook) in enumerate(notebooks.items()):
         records = _records(path, notebook, pictures)
-        cells = [
-            cell | {"outputs": _shown(cell["outputs"], records.get(cell.get("id"), []), pictures)}
-            if "outputs" in cell
-            else cell
-            for cell in notebook["cells"]
-        ]
+        cells, heading = [], path.stem
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "markdown":
+                heading = [heading, *_headings("".join(cell["source"]))][-1]
+            if "outputs" in cell:
+                shown = _shown(cell["outputs"], records.get(cell.get("id"), []), pictures, f"Figure: {heading}")
+                cell = cell | {"outputs": shown}
+            cells.append(cell)
         links = ['<a href="index.html">All notebooks</a>']
         for word, j in (("Before", i - 1), ("Next", i + 1)):
             if 0 <= j < len(stems):

@@ -12,6 +12,8 @@ import nbformat
 FOLDER = Path(__file__).parent / "wrong_answers"
 FEWEST = 6  # wrong answers of an exercise
 MASK = "missing or too wide?"  # the end of what course.launch says
+OTHER = "with other="  # that of what it says where a load without it has a say
+STAYS = "must stay as it is."  # and of what course.check says where an answer writes into an argument
 READS = "load's mask"  # what it says where only a load goes too far
 STUB = re.compile(r"# your answer")
 CHECK = re.compile(r"course\.check\(\s*(\w+)")
@@ -112,6 +114,7 @@ def complaint(said, hint):
     lines = said.splitlines() or [""]
     if said.startswith(("Right", "Not answered yet")) or not (said.startswith("Not yet: ") or " raised " in said):
         return "isn't refused"
-    if hint and not (hint in lines[-1] and (lines[-1].startswith("Hint: ") or lines[-1].endswith(MASK))):
+    named = lines[-1].startswith("Hint: ") or lines[-1].endswith((MASK, OTHER, STAYS))
+    if hint and not (hint in lines[-1] and named):
         return f"gets no hint with {hint!r}"
     return ""

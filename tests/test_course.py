@@ -751,6 +751,34 @@ def test_a_learner_s_kernel_may_forget_its_masks():
         assert not out.any(), "nothing comes back of a kernel that went astray"
 
 
+@triton.jit
+def _largest_or_not(x_ptr, out_ptr, n, USED: tl.constexpr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, mask=offs < n)
+    tl.store(out_ptr + offs, tl.max(x, 0) if USED else x, mask=offs < n)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="compiled, nobody watches a kernel's loads")
+@pytest.mark.parametrize("dtype", (torch.int8, torch.int32, torch.float16, torch.bfloat16, torch.float32))
+def test_a_kernel_that_counts_on_what_is_masked_off(dtype):
+    x, out = torch.arange(5, 25, device=DEVICE).to(dtype), torch.zeros(20, dtype=dtype, device=DEVICE)
+    with pytest.raises(course.OutOfBounds, match="depends on what a load gives where the mask is false"):
+        course.launch(_largest_or_not, (1,), x, out, 20, True, BLOCK=32)
+    assert not out.any()
+    course.launch(_largest_or_not, (1,), x, out, 20, False, BLOCK=32)
+    assert torch.equal(out, x)
+
+
+def test_check_s_arguments_stay_as_they_are(capsys):
+    def doubled(factor, x):
+        return x.mul_(factor)
+
+    case = 2, torch.ones(3)
+    course.check(doubled, lambda factor, x: factor * x, case)
+    assert capsys.readouterr().out == "Not yet: doubled(2, [1.0, 1.0, 1.0]) writes into x; it must stay as it is.\n"
+    assert torch.equal(case[1], torch.ones(3))
+
+
 def test_a_kernel_whose_runs_differ(monkeypatch):
     class Racing:
         arg_names, runs = ["out_ptr"], 0

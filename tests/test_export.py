@@ -47,6 +47,15 @@ def test_export_keeps_the_notebook(name, monkeypatch):
     assert notebook.metadata.kernelspec == original.metadata.kernelspec
 
 
+def test_an_export_of_an_export_carries_this_package(monkeypatch):
+    def carrying(file, notebook):
+        monkeypatch.setattr(export, "package_files", lambda: {file: b"# qk\n"})
+        return export.export(notebook)
+
+    notebook = export.read(FOLDER / NAMES[0])
+    assert carrying("qk/new.py", carrying("qk/old.py", notebook)) == carrying("qk/new.py", notebook)
+
+
 def test_export_asks_for_a_gpu_and_folds_its_cells(exported):
     notebook = nbformat.read(exported, as_version=4)
     assert notebook.metadata.accelerator == "GPU" and notebook.metadata.colab.gpuType == "T4"
@@ -325,7 +334,9 @@ def test_a_lost_figure_is_found():
 def pages(tmp_path_factory):
     """A site of three notebooks, one of them with sliders; and what its making printed."""
     source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site") / "new"
-    link = nbformat.v4.new_markdown_cell("See [tiny](tiny.ipynb), [other](other.ipynb), [web](https://example.org/).")
+    link = nbformat.v4.new_markdown_cell(
+        "See [tiny](tiny.ipynb), [other](other.ipynb), [web](https://example.org/).\n\n## All white\n```sh\n# no\n```"
+    )
     said = nbformat.v4.new_output("stream", text="17 <bytes>\n")
     cells = {
         "tiny": [tiny.code(tiny.SETUP), tiny.sliders(tiny.FEW), tiny.sliders(tiny.MANY), tiny.code("1 / 0")],
@@ -379,6 +390,7 @@ def test_site_is_whole_and_asks_nobody(pages):
 def test_site_shows_what_is_stored(pages):
     page = text_of(pages, "a")
     assert "17 &lt;bytes&gt;" in page and len(re.findall(r'src="pictures/\w+', page)) == 1
+    assert 'alt="Figure: All white"' in page and 'alt="Figure: The tiny"' in (pages / "tiny.html").read_text()
     assert 'href="tiny.html"' in page and 'href="other.ipynb"' in page, "a link to a notebook leads to its page"
     assert "ZeroDivisionError" not in text_of(pages, "tiny"), "a cell behind the last sliders isn't run"
 

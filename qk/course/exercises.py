@@ -70,7 +70,8 @@ def launch(kernel, grid, *args, **options):
     """kernel[grid](*args, **options), of a learner's kernel, on copies of its tensors that have guarded ends.
 
     Raises OutOfBounds, and says where, if the kernel wrote beyond a tensor, or read there: in the interpreter anything,
-    compiled what changes a result. Raises Race if two runs on the same data differ. Then the tensors stay as they were.
+    compiled what changes a result. In the interpreter also if it counts on what a load gives where its mask is false.
+    Raises Race if two runs on the same data differ, compiled. Then the tensors stay as they were.
     """
     windows = (_interpreted if INTERPRETED.value else _compiled)(kernel, grid, args, options)
     for window in filter(None, windows):
@@ -81,21 +82,32 @@ _AFTER, _BEFORE = "past the end", "before the start"
 
 
 def _interpreted(kernel, grid, args, options):
-    windows = windows_of(args)
-    named = {name: window for name, window in zip(kernel.arg_names, windows, strict=False) if window}
+    named = [name for name, arg in zip(kernel.arg_names, args, strict=False) if isinstance(arg, torch.Tensor)]
     read = {(name, side): False for name in named for side in (_AFTER, _BEFORE)}
 
-    def hear(program, kind, name, elements, mask):
-        if kind == "load":
-            read[name, _AFTER] |= bool((elements[mask] >= named[name].size).any())
-            read[name, _BEFORE] |= bool((elements[mask] < 0).any())
+    def run(unset):
+        windows = windows_of(args)
+        sizes = {name: window.size for name, window in zip(kernel.arg_names, windows, strict=False) if window}
 
-    with watching(kernel, windows, hear):
-        run_on(kernel, grid, args, windows, options)
-    _refuse_writes(kernel, windows)
+        def hear(program, kind, name, elements, mask):
+            if kind == "load":
+                read[name, _AFTER] |= bool((elements[mask] >= sizes[name]).any())
+                read[name, _BEFORE] |= bool((elements[mask] < 0).any())
+
+        with watching(kernel, windows, hear, unset) as guessed:
+            run_on(kernel, grid, args, windows, options)
+        _refuse_writes(kernel, windows)
+        return windows, guessed
+
+    windows, guessed = run(unset=0)
     for (name, side), happened in read.items():
         if happened:
             raise _read_beyond(name, side)
+    if guessed and not _same_bits(windows, run(unset=90)[0]):  # 90: in int8; in float16 203.25, in float32 1.5e16
+        raise OutOfBounds(
+            "its result depends on what a load gives where the mask is false. On a GPU that can be anything: say it, "
+            "with other="
+        )
     return windows
 
 
@@ -140,12 +152,13 @@ def check(answer, expected, *cases, mistakes=()):
     """Compares a learner's function with the expected one on each case, a tuple of arguments; prints what is wrong.
 
     mistakes: {hint: function}; the hint of the first function that gives the same answers, in every case, is printed
-    too. An answer of None counts as not answered yet. Nothing is raised.
+    too. An answer of None counts as not answered yet; one that writes into its arguments is wrong. Nothing is raised.
     """
     failure = None
     answers = []
     for case in cases:
         call = f"{answer.__name__}({', '.join(map(_argument, case))})"
+        kept = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in case]
         try:
             got = answer(*case)
         except Exception as error:  # a learner's mistake of any kind is explained, not raised
@@ -156,6 +169,11 @@ def check(answer, expected, *cases, mistakes=()):
         if got is None:
             print(f"Not answered yet: {answer.__name__} returns nothing, or its kernel stores nothing.")
             return
+        for name, arg, before in zip(inspect.signature(answer).parameters, case, kept, strict=False):
+            if isinstance(arg, torch.Tensor) and _difference(arg, before):
+                arg.copy_(before)
+                print(*filter(None, (failure, f"Not yet: {call} writes into {name}; it must stay as it is.")), sep="\n")
+                return
         answers.append(got)
         problem = _difference(got, expected(*case))
         failure = failure or (problem and f"Not yet: {call} gave {_text(got)}; {problem}.")

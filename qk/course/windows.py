@@ -12,7 +12,7 @@ GUARD = 2**16  # elements before and after each buffer
 
 
 class OutOfBounds(Exception):
-    """A kernel touched what lies beyond its tensors."""
+    """A kernel touched what lies beyond its tensors, or counted on it."""
 
 
 class Window:
@@ -55,17 +55,21 @@ def run_on(kernel, grid, args, windows, options):
 
 
 @contextlib.contextmanager
-def watching(kernel, windows, hear):
+def watching(kernel, windows, hear, unset=0):
     """Around a launch of a kernel on windows in the interpreter: hear(program, kind, name, elements, mask).
 
     It hears of each load and store before it happens: the program's numbers, "load" or "store", the argument, and for
     the whole tile how far from the tensor's first element, and whether the mask lets it. One that is farther away than
     the guards reach raises OutOfBounds, and doesn't happen.
+
+    Where its mask is false, a load without `other` gives a number of which each byte is `unset`; on a GPU, any number.
+    Yields a list of how many elements each such load gave so.
     """
     from triton.runtime.interpreter import interpreter_builder as builder
 
     named = {name: window for name, window in zip(kernel.arg_names, windows, strict=False) if window}
     load, store, atomic = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
+    guessed = []
 
     def note(kind, pointers, mask):
         addresses = torch.from_numpy(np.atleast_1d(pointers.data).astype(np.int64))
@@ -79,9 +83,15 @@ def watching(kernel, windows, hear):
         if mask.any():
             raise OutOfBounds("it touches memory far from all of its tensors")
 
-    def noted_load(pointers, mask, *others):
+    def noted_load(pointers, mask, other, *others, **named_others):
         note("load", pointers, mask)
-        return load(pointers, mask, *others)
+        loaded = load(pointers, mask, other, *others, **named_others)
+        tile = np.atleast_1d(loaded.data)
+        off = ~np.broadcast_to(mask.data, tile.shape).astype(bool)
+        if other is None and off.any():
+            guessed.append(int(off.sum()))
+            tile[off] = np.frombuffer(bytes([unset]) * tile.itemsize, tile.dtype)[0]
+        return loaded
 
     def noted_store(pointers, value, mask, *others):
         note("store", pointers, mask)
@@ -94,7 +104,7 @@ def watching(kernel, windows, hear):
     hooks = {"create_masked_load": noted_load, "create_masked_store": noted_store, "create_atomic_rmw": noted_atomic}
     try:
         with host.interpreting(), mock.patch.multiple(builder, **hooks):
-            yield
+            yield guessed
     except Exception as error:
         if isinstance(error.__cause__, OutOfBounds):  # the interpreter's own error says less
             raise error.__cause__ from None

@@ -120,7 +120,7 @@ ANSWERS = {
     ],
     "row_max": [
         ("0 is the largest", longest(MAX, load=ROW_LOAD.replace(LOWEST, "0"))),
-        ("0 is the largest", longest(MAX, load=ROW_LOAD.replace(f", other={LOWEST}", ""))),
+        ("with other=", longest(MAX, load=ROW_LOAD.replace(f", other={LOWEST}", ""))),
         ("magnitude", longest(MAX.replace("max(x)", "max(tl.abs(x))"), load=ROW_LOAD.replace(LOWEST, "0"))),
         ("sum of the row", longest(MAX.replace("max", "sum"), load=ROW_LOAD.replace(LOWEST, "0"))),
         ("smallest", longest(MAX.replace("max", "min"), load=ROW_LOAD.replace(LOWEST, 'float("inf")'))),
@@ -154,6 +154,7 @@ ANSWERS = {
         ("not `columns`", walk(load=LOAD.replace("* stride", "* columns"))),
         ("took row 0", walk(load=LOAD.replace("row * stride + ", ""))),
         ("mask", walk(load="    x = tl.load(x_ptr + row * stride + offs)")),
+        ("with other=", walk(load=LOAD.replace(", other=0", ""))),
         ("", walk(keep="    largest += tl.abs(x)")),
     ],
 }

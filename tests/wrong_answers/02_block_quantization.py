@@ -22,6 +22,7 @@ ANSWERS = {
         ("past the end of q_ptr", KERNEL.replace(", mask=offs < n, other=0.0", "").replace(", mask=offs < n", "")),
         ("past the end of q_ptr", KERNEL.replace("code.to(tl.int8), mask=offs < n", "code.to(tl.int8)")),
         ("missing or too wide?", KERNEL.replace(", mask=offs < n, other=0.0", "")),
+        ("with other=", KERNEL.replace(", other=0.0", "")),
         ("this truncates", code("x * inverse")),
         ("this rounds down", code("tl.floor(x * inverse)")),
         ("ties go up here", code("tl.floor(x * inverse + 0.5)")),

@@ -91,6 +91,7 @@ ANSWERS = {
         ("behind the last column", changed(TRIP, "offs < K, other", "offs < (block + 1) * BLOCK, other")),
         ("one column too many", changed(TRIP, "offs < K, other", "offs <= K, other")),
         ("must not be the largest", changed(TRIP, "other=0.0", "other=1.0")),
+        ("with other=", changed(TRIP, ", other=0.0", "")),
         ("past the end of out_ptr", changed(TRIP, *MASKS)),
         ("past the end of out_ptr", changed(TRIP, ", offs < K)", ")")),
         ("", changed(TRIP, "offs < K, other", "row * K + offs < tl.num_programs(0) * K, other")),
@@ -115,6 +116,11 @@ ANSWERS = {
         (
             "another program may store",
             changed(ABSMAX, f"{ATOMIC}absmax_ptr + row, largest)", "old = tl.load(absmax_ptr + row)")
+            + "\n    tl.store(absmax_ptr + row, tl.maximum(old, largest))",
+        ),
+        (
+            "another program may store",
+            changed(ABSMAX, f"{ATOMIC}absmax_ptr + row, largest)", "old = tl.atomic_max(absmax_ptr + row, -1.0)")
             + "\n    tl.store(absmax_ptr + row, tl.maximum(old, largest))",
         ),
         ("the sum", changed(ABSMAX, ATOMIC, "tl.atomic_add(")),

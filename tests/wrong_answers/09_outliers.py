@@ -96,6 +96,10 @@ ANSWERS = {
                 "    now[:, k + 1 :] = (now / scale[:, None]).round()[:, k + 1 :]\n    return now",
             ),
         ),
+        (
+            "writes into w",
+            changed(STEP, "now = w.clone()\n", "old, now = w[:, k].clone(), w\n").replace("w[:, k] - now", "old - now"),
+        ),
         ("", changed(STEP, "now = w.clone()\n", "now = w\n").replace("error[:, None] * U", "2 * error[:, None] * U")),
         ("", changed(STEP, "* scale", "* scale.mean()")),
     ],
