@@ -261,6 +261,26 @@ def test_fp8(chain):
             assert torch.linalg.norm(out - want) <= limit * torch.linalg.norm(want), (problem, gemm_dtype)
 
 
+def test_fp8_scales_are_float32_by_any_default(monkeypatch):
+    given = []
+
+    def scaled_mm(a, b, scale_a, scale_b, out_dtype):
+        given.extend((scale_a, scale_b))
+        return (a.float() @ b.float()).to(out_dtype)
+
+    monkeypatch.setattr(linear, "_has_cublaslt", lambda device: True)
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(linear, "_LEAST_ROWS", 1)
+    a, b = (randn(*shape).to(torch.float8_e4m3fn) for shape in ((32, 64), (48, 64)))
+    torch.set_default_dtype(torch.float16)
+    try:
+        out = linear._dense_mm(a, b, torch.float32)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [scale.dtype for scale in given] == [torch.float32] * 2
+    assert torch.equal(out, a.float() @ b.float().T)
+
+
 @gpu
 @pytest.mark.parametrize("searched", [False, True])
 def test_cuda_graph(searched, monkeypatch):

@@ -1,5 +1,6 @@
 """Plans: a second call like the first does what the first did, and a call that differs in anything makes a new one."""
 
+import concurrent.futures
 import contextlib
 import ctypes
 import os
@@ -244,6 +245,21 @@ def test_an_operator_shows_its_launches_to_the_function_around_it(doubled):
         inner(x) if count == 1 else outer(x)
         assert len(doubled.first) == count
     del plans._all_plans[-2:]
+
+
+def test_a_thread_does_not_see_what_another_notes(doubled):
+    seen = []
+
+    @plans.planned()
+    def function(x):
+        seen.append(plans.recording() is not None)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            seen.append(pool.submit(plans.recording).result() is not None)
+        return doubled.__wrapped__(x)
+
+    function(torch.randn(5))
+    assert seen == [True, False]
+    plans._all_plans.pop()
 
 
 @pytest.mark.parametrize("sizes", [range(1, 60), [50] * 200], ids=["first calls", "one plan"])
