@@ -568,6 +568,9 @@ def _decide(jobs, to, skip):
             elif (other := given.setdefault(becomes, name)) != name:
                 has = f"is the {type(becomes).__name__} that {other!r} becomes, too"
                 raise ValueError(f"to({name!r}, ...) {has}; it takes another: each has its layer's hooks")
+            elif isinstance(becomes, _QuantizedLinear) and (becomes.out_features, becomes.in_features) != _shape(layer):
+                takes = "in_features={1}, out_features={0}".format(*_shape(layer))
+                raise ValueError(f"to({name!r}, ...) is {becomes}; it takes one with {takes}")
         decided.append(job._replace(to=becomes, note=note))
     if unused:
         raise ValueError(f"skip has {min(unused)!r}; it takes names of layers, or patterns of them, that model holds")
@@ -606,9 +609,9 @@ def _check_statistics(layers, statistics):
 
 
 def _relative_error(new, weight):
-    if weight.is_meta or not isinstance(new, _Quantized):
+    if not isinstance(new, _Quantized) or weight.is_meta or new.format.is_meta:
         return None
-    difference = new.dequantize().sub_(weight)
+    difference = new.dequantize().to(weight.device).sub_(weight)
     error, norm = (torch.linalg.vector_norm(w, dtype=torch.float32).item() for w in (difference, weight))
     return error / norm if norm else error
 

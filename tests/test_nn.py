@@ -1015,6 +1015,7 @@ def moments(model, of=torch.eye):
             {"to": lambda name, layer: PLAIN},
             "to('1.0', ...) is the Linear that '0' becomes, too; it takes another",
         ),
+        (Block, {"to": lambda name, layer: Int8Linear(70, 8)}, "to('up', ...) is Int8Linear(in_features=70"),
         (Block, {"skip": ["up", "downs"]}, "skip has 'downs'; it takes names of layers"),
         (Block, {"skip": ["norm"]}, "skip has 'norm'"),
         (Block, {"skip": ["embed"]}, "skip has 'embed'"),
