@@ -718,3 +718,13 @@ def test_tune_on_the_gpu(monkeypatch, capsys):
     command.tune(tuned._replace(kinds=kinds), command.here(), 0)
     assert room._CONFIGS["medium"] == (2, 512, 2, 8) != slow
     assert capsys.readouterr().out.endswith(f'"medium": {room._CONFIGS["medium"]},\n')
+
+
+def test_a_dtype_that_a_job_does_not_have_is_refused(tmp_path, capsys):
+    """Nothing is measured, so nothing is recorded, not a date either."""
+    file = tmp_path / "record.json"
+    machine = {"gpu": "a GPU", "capability": [9, 0], "date": "2026-01-01", "versions": {}, "method": "none"}
+    with pytest.raises(SystemExit) as end:
+        command.main(["int4", "--dtype", "fp32", "--json", str(file)], here=lambda: machine, measure=lambda *case: [])
+    assert end.value.code == 2 and "int4 has no cases of torch.float32" in capsys.readouterr().err
+    assert not file.exists()

@@ -752,31 +752,86 @@ def test_a_learner_s_kernel_may_forget_its_masks():
 
 
 @triton.jit
-def _largest_or_not(x_ptr, out_ptr, n, USED: tl.constexpr, BLOCK: tl.constexpr):
+def _reduced_or_not(x_ptr, out_ptr, n, USED: tl.constexpr, BLOCK: tl.constexpr):
     offs = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + offs, mask=offs < n)
-    tl.store(out_ptr + offs, tl.max(x, 0) if USED else x, mask=offs < n)
+    reduced = tl.max(x, 0) if USED == "max" else tl.min(x, 0) if USED == "min" else x
+    tl.store(out_ptr + offs, reduced, mask=offs < n)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="compiled, nobody watches a kernel's loads")
 @pytest.mark.parametrize("dtype", (torch.int8, torch.int32, torch.float16, torch.bfloat16, torch.float32))
 def test_a_kernel_that_counts_on_what_is_masked_off(dtype):
-    x, out = torch.arange(5, 25, device=DEVICE).to(dtype), torch.zeros(20, dtype=dtype, device=DEVICE)
-    with pytest.raises(course.OutOfBounds, match="depends on what a load gives where the mask is false"):
-        course.launch(_largest_or_not, (1,), x, out, 20, True, BLOCK=32)
+    x, out = torch.arange(-5, 115, 6, device=DEVICE).to(dtype), torch.zeros(20, dtype=dtype, device=DEVICE)
+    for used in "max", "min":
+        with pytest.raises(course.OutOfBounds, match="depends on what a load gives where the mask is false"):
+            course.launch(_reduced_or_not, (1,), x, out, 20, used, BLOCK=32)
     assert not out.any()
-    course.launch(_largest_or_not, (1,), x, out, 20, False, BLOCK=32)
+    course.launch(_reduced_or_not, (1,), x, out, 20, "no", BLOCK=32)
     assert torch.equal(out, x)
 
 
-def test_check_s_arguments_stay_as_they_are(capsys):
-    def doubled(factor, x):
-        return x.mul_(factor)
+@triton.jit
+def _counted(n_ptr, x_ptr, out_ptr, rows):
+    row = tl.program_id(0)
+    total = 0
+    for k in range(0, tl.load(n_ptr + row, mask=row < rows)):
+        total += tl.load(x_ptr + k)
+    tl.store(out_ptr + row, total, mask=row < rows)
 
-    case = 2, torch.ones(3)
-    course.check(doubled, lambda factor, x: factor * x, case)
-    assert capsys.readouterr().out == "Not yet: doubled(2, [1.0, 1.0, 1.0]) writes into x; it must stay as it is.\n"
-    assert torch.equal(case[1], torch.ones(3))
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="compiled, nobody watches a kernel's loads")
+def test_a_number_of_steps_that_is_masked_off_ends():
+    n = torch.tensor([2, 1], dtype=torch.int32)
+    with pytest.raises(course.OutOfBounds, match="depends on what a load gives"):
+        course.launch(_counted, (3,), n, torch.ones(4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), 2)
+
+
+@triton.jit
+def _split_signs(x_ptr, plus_ptr, minus_ptr, n, stride, BLOCK: tl.constexpr):
+    row, offs = tl.program_id(0), tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * n + offs, mask=offs < n, other=0)
+    tl.store(plus_ptr + row * stride + offs, x, mask=offs < n)
+    tl.store(minus_ptr + row * stride + offs, -x, mask=offs < n)
+
+
+def test_arguments_of_the_same_memory():
+    x, out = torch.arange(1.0, 9, device=DEVICE).view(2, 4), torch.zeros(2, 8, device=DEVICE)
+    course.launch(_split_signs, (2,), x, out[:, :4], out[:, 4:], 4, 8, BLOCK=4)
+    assert torch.equal(out, torch.cat([x, -x], 1))
+    with pytest.raises(TypeError, match="minus_ptr is a tensor: give tensors by position"):
+        course.launch(_split_signs, (2,), x, out, minus_ptr=out, n=4, stride=8, BLOCK=4)
+
+
+def _cleared(costs, x):
+    costs.clear()
+
+
+@pytest.mark.parametrize(
+    ("answer", "which"),
+    [
+        (lambda costs, x: x.mul_(2), "x"),
+        (lambda costs, x: x.mul_(2) and None, "x"),
+        (lambda *both: both[1].mul_(2), "argument 2"),
+        (_cleared, "costs"),
+    ],
+)
+def test_check_s_arguments_stay_as_they_are(answer, which, capsys):
+    case = {"a": 1}, torch.ones(1)
+    course.check(answer, lambda costs, x: 2 * x, case)
+    assert capsys.readouterr().out.endswith(f"writes into {which}; it must stay as it is.\n")
+    assert case == ({"a": 1}, torch.ones(1))
+
+
+def test_check_of_several_tensors_and_of_other_kinds(capsys):
+    x = torch.arange(3.0)
+    course.check(torch.abs, torch.abs, (x,))
+    course.check(lambda x: (x + 1, 2 * x), lambda x: (x + 1, 2 * x), (x,))
+    course.check(lambda x: (x + 1, x), lambda x: (x + 1, 2 * x), (x,))
+    course.check(lambda x: x, lambda x: 3, (x,))
+    right, also, wrong, tensor = capsys.readouterr().out.splitlines()
+    assert right == also == "Right, in all 1 cases."
+    assert "[1] is 1.0, but must be 2.0" in wrong and "it is a Tensor, expected 3" in tensor
 
 
 def test_a_kernel_whose_runs_differ(monkeypatch):

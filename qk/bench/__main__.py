@@ -324,7 +324,10 @@ def main(argv=None, here=here, measure=bench.measure):
             print(f"This was recorded on {args.check['gpu']}: its ratios may not hold here")
         return 0 if check(args.check["results"], args.tolerance, run_for) else 1
     for job in args.jobs or JOBS:
-        report = machine | {"results": run_for(job, args.dtype)}
+        results = run_for(job, args.dtype)
+        if not results:
+            parser.error(f"{job} has no cases of {', '.join(map(str, args.dtype))}")
+        report = machine | {"results": results}
         if args.json:
             record(args.json, report)
             print(f"{job} recorded in {args.json}", flush=True)

@@ -40,7 +40,10 @@ class Window:
         return self.buffer[GUARD : GUARD + self.size]
 
     def copy_back(self):
-        self.flat.copy_(self.span())
+        """What was written, and no more: another argument may be of the same memory."""
+        after, before = (x[GUARD : GUARD + self.size] for x in (self.buffer, self.before))
+        changed = (after.view(torch.uint8) != before.view(torch.uint8)).view(self.size, -1).any(1)
+        self.flat[changed] = after[changed]
 
 
 def windows_of(args, seeds=None):
