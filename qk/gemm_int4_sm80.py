@@ -82,6 +82,10 @@ _CONFIGS = {
 _SHARED = {75: 64, 80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
 
 
+def _dot_columns(config, group_size):
+    return min(config.step, group_size or LONGEST_SUM, LONGEST_SUM)
+
+
 def _choose(x, N, group_size):
     """-> the Tile of a problem, and columns of a dot."""
     M, K = x.shape
@@ -90,7 +94,7 @@ def _choose(x, N, group_size):
     # a grid's second axis has 65535 programs: so many times 1024 columns can be unpacked to a scratch
     size = "decode" if M <= 16 else "small" if M <= 64 else "medium" if M <= 512 or K > 65535 * 1024 else "large"
     config = _CONFIGS[known][size]
-    dot_k = min(config.step, group_size or LONGEST_SUM, LONGEST_SUM)
+    dot_k = _dot_columns(config, group_size)
     if INTERPRETED.value:  # few large programs: each costs a millisecond
         block_m, block_n = (min(max(next_power_of_2(size), 16), 256) for size in (M, N))
         dot_k = min(group_size or 256, max(next_power_of_2(K), 32))
@@ -308,10 +312,10 @@ def int4_gemm_sm80(x, words, absmax, bias, out, group_size, config=None):
     multiples of 16 bytes. bias: contiguous, or None. config: an entry of _CONFIGS.
     """
     (M, N), K = out.shape, x.shape[1]
-    chosen, dot_k = _choose(x, N, group_size)
-    if config is not None:
-        chosen, dot_k = config, min(config.step, group_size or LONGEST_SUM, LONGEST_SUM)
-    c = chosen
+    if config is None:
+        c, dot_k = _choose(x, N, group_size)
+    else:
+        c, dot_k = config, _dot_columns(config, group_size)
     stride_ag = 0 if group_size is None else absmax.stride(1)
     early = M <= 16
     rows = N

@@ -204,9 +204,7 @@ def _notebook_page(notebook, title, links, stems):
 
 def _title(notebook, stem):
     """A notebook's first heading."""
-    source = "".join(notebook["cells"][0]["source"])
-    heading = re.match(r"# +(.+)", source)
-    return heading[1].strip() if heading else stem.replace("_", " ")
+    return [*_headings("".join(notebook["cells"][0]["source"])), stem.replace("_", " ")][0]
 
 
 def _headings(source):

@@ -136,16 +136,8 @@ def test_a_room_s_tests_pass_on_its_copy(copies, tmp_path):
     shutil.copy(copies / "my_all.py", tmp_path)
     tests = tmp_path / "tests"
     tests.mkdir()
-    for name in (
-        "cases",
-        "conftest",
-        "test_contract",
-        "test_int4",
-        "test_int8",
-        "test_hadamard",
-        "test_gelu",
-        "test_sparsity",
-    ):
+    of_rooms = [f"test_{room}" for room in ("int4", "int8", "hadamard", "gelu", "sparsity")]
+    for name in ("cases", "conftest", "test_contract", *of_rooms):
         text = (ROOT / "tests" / f"{name}.py").read_text()
         # operators are named after the file, and a file's name is all that a function's module can be
         text = text.replace('operation.namespace == "qk"', 'operation.namespace == "my_all"')
