@@ -251,7 +251,6 @@ def _consume(
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(N, ROWS)
     steps = gl.cdiv(K, DOTS * DOT_K)
-    taken = 0  # steps of the tiles before
     round = 0
     stage = 0
     phase = 0
@@ -264,7 +263,9 @@ def _consume(
         acc = gl.full([_WG_N, BLOCK_M], 0.0, gl.float32, layout)
         first = 0
         if SHARE_K:
-            first += first_step(taken, WG, WGS)
+            # What a loop carries, and only an inner loop's bounds are made of, Triton 3.6 takes for constant. A count
+            # of steps, kept from tile to tile and read here alone, stayed 0: the kernel of whole rows never ended.
+            first += first_step(round * steps, WG, WGS)
         scales = ()
         if GROUP > 0:
             scales = _scales(absmax_ptrs, stride_ag, first, K, GROUP, DOT_K, DOTS)
@@ -295,7 +296,6 @@ def _consume(
                 phase ^= 1
             if GROUP > 0:
                 scales = next_scales
-        taken += steps
         if GROUP == 0:
             scale, _ = gl.broadcast((gl.load(absmax_ptrs).to(gl.float32) * 0.5).expand_dims(1), acc)
             acc *= scale

@@ -160,6 +160,16 @@ def test_barriers_that_nothing_waits_for_are_found():
     assert aot._unused_barriers(BARRIERS.replace("(%full", "(%turn, %full")) == []
 
 
+@pytest.mark.skipif(not _has_gluon(), reason="Triton has no Gluon")
+def test_consumers_take_their_steps_in_turn(tmp_path):
+    """Triton 3.6 dropped what int4's consumers of whole rows counted from tile to tile: their kernel never ended."""
+    case = r"^gemm_int4_sm90\..*None, 'decode8 long'"
+    done = _run(["-m", "qk.aot", "--arch", "90", "--only", case, "--keep", str(tmp_path)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    (ttgir,) = tmp_path.glob("*.ttgir")
+    assert len(re.findall(r"%first\w* = arith\.remsi %\w+, %c3_i32", ttgir.read_text())) == 3 * 2
+
+
 def test_a_good_case_alone_ends_with_0_and_leaves_what_was_made(tmp_path):
     case = r"^int4\.pack_int4\(i8\(8192, 2048\)\)"
     done = _run(["-m", "qk.aot", "--arch", "89", "--only", case, "--keep", str(tmp_path)])

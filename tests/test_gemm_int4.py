@@ -271,16 +271,17 @@ def test_every_number_of_tokens(M, group_size, poison):
 
 
 @gpu
-@pytest.mark.parametrize("M", (1, 16, 100))
-def test_more_tiles_than_multiprocessors(M, poison):
-    """Where a multiprocessor takes tile after tile, and consumers go on in turn."""
-    for K in (384, 1000, 4096):
-        x, packed, absmax = operands(M, 40000, K, 128)
-        out = qk.int4_gemm(x, packed, absmax, None, 128, torch.float32)
-        assert error(out, float64_product(x, packed, absmax, 128)) < 5e-6
+@pytest.mark.parametrize("group_size", (None, 128))
+@pytest.mark.parametrize("M", (1, 16, 50, 100))
+def test_more_tiles_than_multiprocessors(M, group_size, poison):
+    """Where a multiprocessor takes tile after tile, and consumers go on in turn: of whole rows, too, by the steps."""
+    for K in (384, 600, 1000, 4096):  # steps that two consumers, or three, share evenly, and that they don't
+        x, packed, absmax = operands(M, 40000, K, group_size)
+        out = qk.int4_gemm(x, packed, absmax, None, group_size, torch.float32)
+        assert error(out, float64_product(x, packed, absmax, group_size)) < 5e-6
         wide = randn(M, K + 3, dtype=torch.bfloat16)[:, 3:]  # rows that TMA can't read
-        out = qk.int4_gemm(wide, packed, absmax, None, 128, torch.float32)
-        assert error(out, float64_product(wide, packed, absmax, 128)) < 5e-6
+        out = qk.int4_gemm(wide, packed, absmax, None, group_size, torch.float32)
+        assert error(out, float64_product(wide, packed, absmax, group_size)) < 5e-6
 
 
 @gpu

@@ -206,7 +206,8 @@ def _gemm_int4_cases(arch):
     for M in 1, 4096:
         operands = _int4_operands(M, "f16", 128, 4096, 4096, "i32")
         yield f"int4_gemm({operands}, f16(4096), 128, f32.dtype)", {"mma": 1} if arch == 75 else {}  # the T4's own
-        yield f"int4_gemm({_int4_operands(M, 'bf16', 32, 1000, 1000)}, None, 32)", {}
+        few = {"spilled": 8} if (M, arch) == (4096, 90) else {}  # on Triton 3.6: outside of the loop along K
+        yield f"int4_gemm({_int4_operands(M, 'bf16', 32, 1000, 1000)}, None, 32)", few
 
 
 def _gemm_int4_sm75_cases(arch):
