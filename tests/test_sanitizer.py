@@ -220,6 +220,7 @@ SUMS, MAXIMA = ("give_sums", "take_sums"), ("_write_maximum", "_read_maximum")
 HAND_OVERS = {"sm90": MAXIMA, "sm90_decode": SUMS} | dict.fromkeys(INT4_GEMM, SUMS)
 
 
+@functools.cache  # a case may have a million hazards
 def lines_of(kernel):
     lines, first = inspect.getsourcelines(kernel.fn)
     return range(first, first + len(lines))
