@@ -303,7 +303,7 @@ def _consume(
             give_sums(acc, shared, round, WG)
         else:
             if SHARE_K:
-                acc = take_sums(acc, shared, round, WGS)
+                acc = take_sums(acc, shared, round, first, WGS)
             acc = _eight_sevenths(acc)
             mask_n = offs_n < N
             if HAS_BIAS:

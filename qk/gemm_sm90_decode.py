@@ -111,7 +111,7 @@ def _consume_int8(
             give_sums(acc, shared, round, WG)
         else:
             if SHARE_K:
-                acc = take_sums(acc, shared, round, WGS)
+                acc = take_sums(acc, shared, round, first, WGS)
             if PER_TOKEN:
                 a_scales = gl.load(a_scale + offs_m, mask=mask_m, other=0.0).expand_dims(0)
                 b_scale = gl.load(b_scale_ptr + offs_n.to(gl.int64) * stride_bsn, mask=mask_n, other=0.0).expand_dims(1)

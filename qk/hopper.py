@@ -166,14 +166,29 @@ def give_sums(sums, shared, round, WG: tl.constexpr):
 
 
 @jit
-def take_sums(sums, shared, round, WGS: tl.constexpr):
-    """The first of consumers that share K -> the sums of all, added in their order."""
+def take_sums(sums, shared, round, first, WGS: tl.constexpr):
+    """The first of consumers that share K, having begun with step `first` of a tile -> the sums of all.
+
+    Of three, those are added first that began with steps 0 and 1, whoever had them: the same bits in every tile.
+    """
     bufs, given, free = shared
-    for other in gl.static_range(WGS - 1):
+    ORDERED: tl.constexpr = WGS == 3 and sums.dtype == gl.float32
+    own = sums
+    if ORDERED:
+        if first == 2:
+            # -0.0: what is added to that stays what it is
+            sums = gl.full(sums.shape, -(2**31), gl.int32, sums.type.layout).to(gl.float32, bitcast=True)
+    for i in gl.static_range(WGS - 1):
+        other = i
+        if ORDERED:
+            other = gl.where(first == 1, 1 - i, i)
         mbarrier.wait(given.index(other), round & 1)
         sums += bufs.index(other).load(sums.type.layout)
         barrier()
         mbarrier.arrive(free.index(other), count=1)
+    if ORDERED:
+        if first == 2:
+            sums += own
     return sums
 
 

@@ -659,7 +659,8 @@ def test_squares_are_exact_and_repeat_themselves(path, poison):
 def test_rows_of_a_weight_multiplied_apart():
     """To the bit what they are multiplied together, whatever path each takes: layers cut among GPUs rely on it."""
     for M, block_size in itertools.product((1, 16, 17, 100, 128, 129, 200, 600), (128, None)):
-        a, a_scale, b, b_scale = operands(M, 8192, 1024, block_size, lowest=-128)
+        # more tiles than multiprocessors: three consumers that share eight steps each begin another tile with another
+        a, a_scale, b, b_scale = operands(M, 20480, 1024, block_size, lowest=-128)
         whole = gemm.int8_gemm(a, a_scale, b, b_scale, block_size, torch.float32)
         for rows in slice(0, 1024), slice(1024, 3072), slice(3072, None):
             scales = slice(rows.start // block_size, rows.stop and rows.stop // block_size) if block_size else rows

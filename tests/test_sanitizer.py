@@ -150,7 +150,7 @@ def _take(out_ptr, shared):
     offs = gl.arange(0, 64, gl.SliceLayout(1, layout)).expand_dims(1) * 32
     offs += gl.arange(0, 32, gl.SliceLayout(0, layout)).expand_dims(0)
     for round in range(4):
-        sums = hopper.take_sums(gl.full([64, 32], 1.0, gl.float32, layout), shared, round, 2)
+        sums = hopper.take_sums(gl.full([64, 32], 1.0, gl.float32, layout), shared, round, 0, 2)
         gl.store(out_ptr + 2048 * round + offs, sums)
 
 
