@@ -38,6 +38,7 @@ from .gemm_sm90_epilogue import HALF, MAGIC, WG_M, finish, maxima_exchange
 from .hopper import (
     AVAILABLE,
     descriptor,
+    fence_async_shared,
     gl,
     jit,
     mbarrier,
@@ -103,6 +104,8 @@ def _producer(
             for u in gl.static_range(2):
                 ready = full[u].index(stage)
                 mbarrier.wait(empty[u].index(stage), phase)
+                if not PER_TOKEN:
+                    fence_async_shared()  # TMA is not to overtake the ordinary loads of the scales it writes over
                 if PER_TOKEN or u == 1:
                     mbarrier.expect(ready, BYTES)
                 else:  # squares' scales of both K blocks come first, from a multiple of 4: elsewhere TMA faults

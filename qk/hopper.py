@@ -136,6 +136,7 @@ def keep_full(
         for k in range(gl.where(t == gl.program_id(0), ahead, 0), steps):
             stage = taken % STAGES
             mbarrier.wait(empty.index(stage), (taken // STAGES & 1) ^ 1)
+            fence_async_shared()  # TMA is not to overtake the ordinary loads of what it writes over
             mbarrier.expect(full.index(stage), BYTES)
             _load_step(x, w, scales, full.index(stage), stage, tile_m, tile_n, k, True, True, DOTS, PARTS)
             taken += 1
