@@ -151,6 +151,31 @@ def test_the_command_goes_on_where_it_was(tmp_path, capsys, monkeypatch):
     assert other.read_text(encoding="utf-8") == characters.sentences()
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    (
+        (["--steps", "0"], "--steps: '0'; it takes ints above 0"),
+        (["--steps", "2.5"], "--steps: '2.5'; it takes ints above 0"),
+        (["--rates", "0.01", "nan"], "--rates: 'nan'; it takes floats above 0"),
+        (["--rates", "inf"], "--rates: 'inf'; it takes floats above 0"),
+        (["--out", "nowhere/runs.json"], "nowhere/runs.json: its folder is missing"),
+        (["--out", "."], "--out .: no report of this command"),
+        (["--out", "text"], "--out text: no report of this command"),
+        (["--out", "list"], "--out list: no report of this command"),
+        (["--write-text", "."], "'.'"),
+    ),
+)
+def test_arguments_that_it_cannot_obey_end_it_before_it_trains(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delattr(characters, "train")
+    (tmp_path / "text").write_text("no report")
+    (tmp_path / "list").write_text("[]")
+    with pytest.raises(SystemExit):
+        characters.main(["--tiny", *arguments])
+    assert message in capsys.readouterr().err
+    assert (tmp_path / "text").read_text() == "no report"
+
+
 def test_the_source_of_a_text_is_told(tmp_path, monkeypatch):
     """By its file's name, unless it is, to the byte, the one that the recorded runs have."""
     recorded = json.loads((Path(characters.__file__).parents[1] / "data" / "characters_h200.json").read_text())["text"]

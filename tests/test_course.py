@@ -331,6 +331,8 @@ def test_benchmark_names_gpu_and_date_and_takes_only_what_was_asked():
     assert ax.get_title(loc="left") == "quantize_int4, float16, NVIDIA H200, 2026-02-01"
     assert [label.get_text() for label in ax.get_yticklabels()] == ["28672 x 8192", "8192 x 2048"]
     assert sorted(bar.get_width() for bar in ax.patches if bar.get_width()) == [0.05, 0.05, 0.5, 0.5, 0.97, 0.97]
+    with pytest.raises(ValueError, match="different options; say which of {'group_size'"):  # bars over bars
+        course.benchmark(RECORD, "quantize_int4")
 
 
 @pytest.mark.parametrize("record", [None, RECORD])

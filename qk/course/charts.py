@@ -102,6 +102,10 @@ def benchmark(record, op, dtype="float16", fastest=0, **options):
     ]  # fmt: skip
     if not rows:
         return _not_measured(op)
+    if len({(*row["shape"], row["contender"]) for row in rows}) < len(rows):
+        measured = {name: {row["options"].get(name) for row in rows} for row in rows for name in row["options"]}
+        measured = {name: values for name, values in measured.items() if len(values) > 1}
+        raise ValueError(f"of {op} there are results with different options; say which of {measured}")
 
     shapes = list(dict.fromkeys(tuple(row["shape"]) for row in rows))
     names = [name for name in dict.fromkeys(row["contender"] for row in rows) if name != "copy"]
