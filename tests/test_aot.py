@@ -100,7 +100,7 @@ def sweeps(tmp_path_factory):
     found = []
     for archs, only in SWEEPS.items():
         file = tmp_path_factory.mktemp("aot") / "rows.json"
-        done = _run(["-m", "qk.aot", "--arch", archs, "--only", only, "--every", "5", "--json", str(file)])
+        done = _run(["-m", "qk.aot", "--arch", archs, "--only", only, "--every", "3", "--json", str(file)])
         assert file.exists(), done.stderr
         found.append((archs, done, json.loads(file.read_text())))
     return found
