@@ -136,7 +136,9 @@ def keep_full(
         for k in range(gl.where(t == gl.program_id(0), ahead, 0), steps):
             stage = taken % STAGES
             mbarrier.wait(empty.index(stage), (taken // STAGES & 1) ^ 1)
-            fence_async_shared()  # TMA is not to overtake the ordinary loads of what it writes over
+            # TMA is not to overtake the ordinary loads of what it writes over. Without the fence it did: on an H200
+            # that processes took turns on, in some products of a thousand.
+            fence_async_shared()
             mbarrier.expect(full.index(stage), BYTES)
             _load_step(x, w, scales, full.index(stage), stage, tile_m, tile_n, k, True, True, DOTS, PARTS)
             taken += 1
