@@ -249,7 +249,7 @@ def launch(device, kernel, grid, *args, early=None, **options):
         if early:
             options["launch_pdl"] = True
     if INTERPRETED.value:
-        with interpreting():
+        with interpreting(), _patching_once():
             kernel[grid](*args, **options)
         return
     with torch.cuda.device(device):
@@ -282,6 +282,29 @@ def interpreting():
                     f"numpy {version} breaks the interpreter of Triton {triton.__version__}: pip install 'numpy<2.4'"
                 ) from error
             raise
+
+
+@contextlib.contextmanager
+def _patching_once():
+    """Around one launch in the interpreter: triton.language is patched once for the helpers of a module.
+
+    By itself the interpreter patches it at each call of a helper: up to a third of a launch's time.
+    """
+    interpreter = triton.runtime.interpreter
+    patch, scopes = interpreter._patch_lang, {}
+
+    def patch_once(function):
+        module = id(function.__globals__)
+        if module in scopes:
+            return type(scopes[module])()  # in which nothing is to be restored
+        scopes[module] = patch(function)
+        return scopes[module]
+
+    interpreter._patch_lang = patch_once
+    try:
+        yield
+    finally:
+        interpreter._patch_lang = patch
 
 
 def _numbers(version):

@@ -4,9 +4,11 @@ import sys
 
 import pytest
 import torch
+import triton
 from cases import gpu
 
 import qk
+from qk import host, int8
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 # what the inference chains say on the CPU
@@ -153,6 +155,7 @@ except ImportError as error:
     print(error)
 os.environ["QK_BACKEND"] = "interpret"
 import qk
+from qk import host, int8
 print(qk.backend())
 """
     message, backend = python(code, TRITON_INTERPRET="1", **NO_GPU)
@@ -185,3 +188,21 @@ packed, absmax = qk.quantize_int4(torch.ones(2, 2, device="cuda"))
 print(packed.device.type, packed.tolist())
 """
     assert python(code, TRITON_INTERPRET="1") == ["cuda [[119], [119]]"]
+
+
+@pytest.mark.skipif(qk.device() == "cuda", reason="the kernels are compiled here")
+def test_a_launch_patches_triton_language_once_for_a_module(monkeypatch):
+    interpreter = triton.runtime.interpreter
+    patch, modules = interpreter._patch_lang, []
+
+    def noted(function):
+        modules.append(function.__module__)
+        return patch(function)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", noted)
+    qk.act_quant(torch.ones(3, 200))
+    assert {"qk.int8", "qk.numerics"} < set(modules) and len(modules) == len(set(modules))
+    modules.clear()
+    with pytest.raises(TypeError, match="missing"):
+        host.launch(torch.device("cpu"), int8._quantize_int8_kernel, (1,))
+    assert interpreter._patch_lang is noted
