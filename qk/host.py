@@ -249,7 +249,7 @@ def launch(device, kernel, grid, *args, early=None, **options):
         if early:
             options["launch_pdl"] = True
     if INTERPRETED.value:
-        with interpreting(), _patching_once():
+        with interpreting():
             kernel[grid](*args, **options)
         return
     with torch.cuda.device(device):
@@ -268,10 +268,10 @@ def temporary(x, shape, dtype):
 
 @contextlib.contextmanager
 def interpreting():
-    """Around a launch in the interpreter: one thread at a time, without numpy's warnings."""
+    """Around one launch in the interpreter: one thread at a time, without numpy's warnings."""
     interpreter = triton.runtime.interpreter
     # numpy would warn of overflow, and of Inf - Inf; the interpreter keeps the grid in a global variable
-    with interpreter._qk_lock, interpreter.np.errstate(all="ignore"):
+    with interpreter._qk_lock, interpreter.np.errstate(all="ignore"), _patching_once(interpreter):
         try:
             yield
         except Exception as error:
@@ -285,12 +285,11 @@ def interpreting():
 
 
 @contextlib.contextmanager
-def _patching_once():
-    """Around one launch in the interpreter: triton.language is patched once for the helpers of a module.
+def _patching_once(interpreter):
+    """Around one launch: triton.language is patched once for the helpers of a module.
 
     By itself the interpreter patches it at each call of a helper: up to a third of a launch's time.
     """
-    interpreter = triton.runtime.interpreter
     patch, scopes = interpreter._patch_lang, {}
 
     def patch_once(function):
