@@ -165,7 +165,7 @@ def test_a_copy_beside_qk_edited_and_loaded_again(copies, monkeypatch):
     for turn, largest in enumerate((100.0, 50.0)):  # codes of another range
         edited = text.replace("torch.int8: (127.0, 3.8e-37)", f"torch.int8: ({largest}, 3.8e-37)")
         assert edited != text
-        path.write_text(edited + "\n" * turn)  # of another size, so that Python reads it again
+        path.write_text(edited + "\n" * 2 * (turn + 1))  # of another size, so that Python reads it again
         importlib.invalidate_caches()
         mine = importlib.reload(mine)
         codes, scale = mine.act_quant(x)
