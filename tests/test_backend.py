@@ -155,7 +155,6 @@ except ImportError as error:
     print(error)
 os.environ["QK_BACKEND"] = "interpret"
 import qk
-from qk import host, int8
 print(qk.backend())
 """
     message, backend = python(code, TRITON_INTERPRET="1", **NO_GPU)
