@@ -17,38 +17,29 @@ the tile: of a matrix with contiguous rows nothing need pass through shared memo
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from .host import FLOATS, cdiv, check_one_of, check_tensor, launch, listed, next_power_of_2, operator
+from .host import FLOATS, TileConfig, cdiv, check_one_of, check_tensor, grid, launch, listed, operator, tile_shape
 from .numerics import INTERPRETED, to_dtype, to_float32, wait_if_early
-from .plans import planned
+from .plans import last_offset, planned
 
 __all__ = ["dequant_bias", "dequant_bias_ref"]
 
 _FACTORS = (*FLOATS, torch.float64)  # of scales and bias
-_AXIS = 65535  # programs at most on the second and third axis of a grid
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
 
 
-class _Config(NamedTuple):
-    rows: int  # of a tile, as long as it is as wide as it may be
-    columns: int  # of it, at most
-    held: int  # tiles of a program, one below the other
-    warps: int
-
-
 # "small" is up to 2**14 elements, "medium" up to 2**22; "columns" is for a gemm_output whose columns are contiguous, as
-# a transposed matrix's. NVIDIA H200, 2026-11; "columns" not timed.
+# a transposed matrix's. NVIDIA H200, 2026-11; "columns" not timed. A program holds its tiles one below the other.
 _CONFIGS = {
-    "small": _Config(rows=1, columns=512, held=1, warps=8),
-    "medium": _Config(rows=2, columns=512, held=2, warps=8),
-    "large": _Config(rows=1, columns=1024, held=4, warps=8),
-    "columns": _Config(rows=64, columns=64, held=1, warps=4),
-    "interpreted": _Config(rows=64, columns=1024, held=1, warps=1),
+    "small": TileConfig(elements=512, columns=512, thread=2),
+    "medium": TileConfig(elements=1024, columns=512, thread=4, held=2),
+    "large": TileConfig(elements=1024, columns=1024, thread=4, held=4),
+    "columns": TileConfig(elements=4096, columns=64, thread=32),
+    "interpreted": TileConfig(elements=65536, columns=1024, thread=2048),
 }
 
 
@@ -139,24 +130,12 @@ def _stride(x):
     return x.stride(x.shape.index(x.numel()))
 
 
-def _largest_offset(x):
-    return 0 if x is None else sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-
-
-def _tiles(g, out_dtype):
-    """-> ROWS, BLOCK, HELD and warps."""
-    M, N = g.shape
+def _config_of(g):
     if INTERPRETED.value:
-        kind = "interpreted"
-    elif M > 1 and N > 1 and g.stride(0) == 1 and g.stride(1) != 1:
-        kind = "columns"
-    else:
-        kind = "small" if g.numel() <= 2**14 else "medium" if g.numel() <= 2**22 else "large"
-    config = _CONFIGS[kind]
-    block = min(next_power_of_2(N), config.columns)
-    rows = config.rows * config.columns // block
-    # with float32 out, four elements a thread are 16 bytes to write
-    return rows, block, min(config.held, cdiv(M, rows)), config.warps * (2 if out_dtype == torch.float32 else 1)
+        return _CONFIGS["interpreted"]
+    if min(g.shape) > 1 and g.stride(0) == 1 and g.stride(1) != 1:
+        return _CONFIGS["columns"]
+    return _CONFIGS["small" if g.numel() <= 2**14 else "medium" if g.numel() <= 2**22 else "large"]
 
 
 def _empty_dequant_bias(g, a, scale_a, b, scale_b, bias, out_dtype):
@@ -166,22 +145,19 @@ def _empty_dequant_bias(g, a, scale_a, b, scale_b, bias, out_dtype):
 @operator(_empty_dequant_bias)
 def _dequant_bias(
     g: torch.Tensor, a: torch.Tensor | None, scale_a: float, b: torch.Tensor | None, scale_b: float,
-    bias: torch.Tensor | None, out_dtype: torch.dtype,
+    bias: torch.Tensor | None, out_dtype: torch.dtype, out,
 ) -> torch.Tensor:  # fmt: skip
-    out = _empty_dequant_bias(g, a, scale_a, b, scale_b, bias, out_dtype)
-    if out.numel() == 0:
-        return out
-    M, N = g.shape
-    rows, block, held, num_warps = _tiles(g, out_dtype)
+    (M, N), config = g.shape, _config_of(g)
+    rows, block, num_warps = tile_shape(N, config, 1)
+    held = min(config.held, cdiv(M, rows))
     # far enough below 2**31 for the rows and columns of a tile that lie outside
-    wide = max(map(_largest_offset, (g, a, b, bias, out))) >= 2**30
-    programs = cdiv(M, rows * held)
+    wide = max(last_offset(x) for x in (g, a, b, bias, out) if x is not None) >= 2**30
     launch(
-        g.device, _dequant_bias_kernel, (cdiv(N, block), min(programs, _AXIS), cdiv(programs, _AXIS)),
+        g.device, _dequant_bias_kernel, grid(cdiv(N, block), cdiv(M, rows * held)),
         g, a, scale_a, b, scale_b, bias, out, M, N, *g.stride(), _stride(a), _stride(b), _stride(bias),
-        WIDE=wide, ROWS=rows, BLOCK=block, HELD=held, early=True, num_warps=num_warps,
+        WIDE=wide, ROWS=rows, BLOCK=block, HELD=held, early=True,
+        num_warps=num_warps * (2 if out_dtype == torch.float32 else 1),  # then four elements a thread are 16 bytes
     )  # fmt: skip
-    return out
 
 
 @planned()

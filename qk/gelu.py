@@ -137,14 +137,10 @@ def _empty_int8_gelu(x, x_scale, block_size, activation, scale_layout):
 
 @operator(_empty_int8_gelu)
 def _int8_gelu(
-    x: torch.Tensor, x_scale: torch.Tensor, block_size: int, activation: str, scale_layout: str
+    x: torch.Tensor, x_scale: torch.Tensor, block_size: int, activation: str, scale_layout: str, out, scale
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, scale = results = _empty_int8_gelu(x, x_scale, block_size, activation, scale_layout)
-    if out.numel() == 0:
-        return results
     if x_scale.shape[:-1] != x.shape[:-1]:
-        _launch_square(x, x_scale, out, None, scale, block_size, activation)
-        return results
+        return _launch_square(x, x_scale, out, None, scale, block_size, activation)
     x, x_scale, out, scale = with_contiguous_rows(x), as_matrix(x_scale), as_matrix(out), as_matrix(scale)
     if x.shape[1] % block_size == 0 and x.is_contiguous() and x_scale.is_contiguous() and scale.is_contiguous():
         # blocks that fill contiguous rows may as well be rows: the same bytes, and simpler indices
@@ -158,7 +154,6 @@ def _int8_gelu(
         x, x_scale, out, scale, M, K, programs, x_scale.shape[1], x.stride(0), *x_scale.stride(), *scale.stride(),
         ACTIVATION=activation, QUANT_BLOCK=block_size, ROWS=rows, BLOCK=block, early=True, num_warps=num_warps,
     )  # fmt: skip
-    return results
 
 
 @planned()
@@ -371,33 +366,12 @@ def _launch_square(
 
 @operator(_empty_int8_gelu_backward)
 def _int8_gelu_backward(
-    grad: torch.Tensor,
-    grad_scale: torch.Tensor | None,
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    block_size: int,
-    activation: str,
-    rounding: str,
-    seed: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    dx, dx_t, dx_scale, out_t, out_scale, sums = results = _empty_int8_gelu_backward(
-        grad, grad_scale, x, x_scale, block_size, activation, rounding, seed
-    )
-    if x.numel() > 0:
-        _launch_square(
-            x,
-            x_scale,
-            None,
-            out_t,
-            out_scale,
-            block_size,
-            activation,
-            grad,
-            grad_scale,
-            (dx, dx_t, dx_scale, sums),
-            seed,
-        )
-    return results
+    grad: torch.Tensor, grad_scale: torch.Tensor | None, x: torch.Tensor, x_scale: torch.Tensor,
+    block_size: int, activation: str, rounding: str, seed: torch.Tensor | None,
+    dx, dx_t, dx_scale, out_t, out_scale, sums,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    wanted = dx, dx_t, dx_scale, sums
+    _launch_square(x, x_scale, None, out_t, out_scale, block_size, activation, grad, grad_scale, wanted, seed)
 
 
 @planned()

@@ -152,8 +152,6 @@ def _choose_path(path, problem):
 def _solve(problem, path):
     """Writes out and, if there is one, out_scale, of a problem as the public functions are given it."""
     p = problem
-    if p.out.numel() == 0:
-        return
     problem = p._replace(
         a=_with_aligned_rows(as_matrix(p.a)),
         a_scale=as_matrix(p.a_scale),
@@ -180,11 +178,9 @@ def _empty_gemm(a, a_scale, b, b_scale, bias, block_size, out_dtype, path, exact
 @operator(_empty_gemm, _asked_path)
 def _int8_gemm(
     a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, bias: torch.Tensor | None,
-    block_size: int | None, out_dtype: torch.dtype, path: str | None, exact: bool,
+    block_size: int | None, out_dtype: torch.dtype, path: str | None, exact: bool, out,
 ) -> torch.Tensor:  # fmt: skip
-    out = _empty_gemm(a, a_scale, b, b_scale, bias, block_size, out_dtype, path, exact)
     _solve(Problem(a, a_scale, b, b_scale, bias, out, block_size=block_size, exact=exact), path)
-    return out
 
 
 def int8_gemm(a, a_scale, b, b_scale, block_size=128, out_dtype=torch.float16, *, path=None, exact=True):
@@ -227,14 +223,10 @@ def _empty_gemm_quant(
 def _int8_gemm_quant(
     a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, bias: torch.Tensor | None,
     out_block_size: int, activation: str | None, block_size: int | None, scale_layout: str, out_square: bool,
-    path: str | None, exact: bool,
+    path: str | None, exact: bool, out, scale,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    out, scale = _empty_gemm_quant(
-        a, a_scale, b, b_scale, bias, out_block_size, activation, block_size, scale_layout, out_square, path, exact
-    )
     problem = Problem(a, a_scale, b, b_scale, bias, out, scale, block_size, out_block_size, activation, exact)
     _solve(problem, path)
-    return out, scale
 
 
 def int8_gemm_quant(

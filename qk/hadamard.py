@@ -113,8 +113,6 @@ def _hadamard_kernel(
 
 def _launch(x, out, scale=None, block_size=1):
     """scale None: out is not quantized."""
-    if out.numel() == 0:
-        return
     size = _hadamard_size(x.shape[-1])
     x, scale = with_contiguous_rows(x), None if scale is None else as_matrix(scale)
     if x.is_contiguous() and x.shape[1] % block_size == 0 and (scale is None or scale.is_contiguous()):
@@ -138,10 +136,8 @@ def _empty_hadamard(x, out_dtype):
 
 
 @operator(_empty_hadamard)
-def _hadamard(x: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    out = _empty_hadamard(x, out_dtype)
+def _hadamard(x: torch.Tensor, out_dtype: torch.dtype, out) -> torch.Tensor:
     _launch(x, out)
-    return out
 
 
 @planned()
@@ -167,10 +163,8 @@ def _empty_hadamard_quant(x, block_size, scale_layout):
 
 
 @operator(_empty_hadamard_quant)
-def _hadamard_quant(x: torch.Tensor, block_size: int, scale_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    q, scale = _empty_hadamard_quant(x, block_size, scale_layout)
+def _hadamard_quant(x: torch.Tensor, block_size: int, scale_layout: str, q, scale) -> tuple[torch.Tensor, torch.Tensor]:
     _launch(x, q, scale, block_size)
-    return q, scale
 
 
 @planned()

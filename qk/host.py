@@ -9,6 +9,7 @@
 
 import contextlib
 import functools
+import inspect
 import itertools
 import os
 import threading
@@ -18,7 +19,7 @@ import torch
 import triton
 
 from .numerics import INTERPRETED, ROUNDINGS, gdc_wait
-from .plans import called_operator, planned_operator, recording
+from .plans import as_list, called_operator, planned_operator, recording
 
 if triton.__version__.startswith("3.4."):
     raise ImportError(
@@ -164,25 +165,48 @@ def tile_shape(columns, config, narrowest, tallest=None, shortest=1):
     return rows, block, max(rows * block // (32 * config.thread), 1)
 
 
+_LONGEST_AXIS = 65535  # programs on the second and third axis of a grid
+
+
 # What they registered goes with them, so a module that is loaded again keeps those of before.
 _LIBRARIES = globals().get("_LIBRARIES", [])
 
 
 def operator(fake, *depends, launches=True):
-    """Makes a function the torch operator <namespace>::<name>; `fake` returns its empty outputs, for torch.compile too.
+    """Makes a function the torch operator <namespace>::<name>. fake: returns its empty outputs, for torch.compile too.
 
-    It keeps plans; one that does other things than launch (launches=False) returns one tensor, and a plan calls it.
-    depends: as of `planned`.
+    The function has its arguments annotated, and after them its outputs, which it fills; if none holds an element, it
+    isn't called. It keeps plans. One that does other things than launch (launches=False) makes its output itself, one
+    tensor, and a plan calls it. depends: as of `planned`.
 
     The namespace is qk in the package, and the module's own name in a copy, so that the two run side by side. A module
     that is loaded again gets one with a number.
     """
 
     def register(function):
-        implementation = planned_operator(function, depends) if launches else called_operator(function)
-        return _registered(function, implementation, fake)
+        if not launches:
+            return _registered(function, called_operator(function), fake)
+        filling = _filling(function, fake)
+        return _registered(filling, planned_operator(filling, depends), fake)
 
     return register
+
+
+def _filling(function, fake):
+    """-> what calls a function with the outputs that `fake` makes, and returns these."""
+
+    @functools.wraps(function)
+    def filling(*args):
+        results = fake(*args)
+        outputs = as_list(results)
+        if any(map(torch.numel, outputs)):
+            function(*args, *outputs)
+        return results
+
+    signature = inspect.signature(function)
+    arguments = [given for given in signature.parameters.values() if given.annotation is not given.empty]
+    filling.__signature__ = signature.replace(parameters=arguments)
+    return filling
 
 
 def differentiable(fake, save, backward):
@@ -212,6 +236,12 @@ def _registered(function, implementation, fake):
     torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
     _LIBRARIES.append(library)
     return getattr(getattr(torch.ops, namespace), name).default
+
+
+def grid(columns, rows):
+    """The grid of so many programs side by side, and so many rows of these, which its axes 1 and 2 count together."""
+    axes = cdiv(rows, _LONGEST_AXIS)
+    return columns, cdiv(rows, axes), axes
 
 
 class Gpu(NamedTuple):

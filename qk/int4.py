@@ -28,6 +28,7 @@ from .host import (
     check_integer,
     check_one_of,
     check_tensor,
+    grid,
     launch,
     operator,
     tile_shape,
@@ -86,10 +87,7 @@ def _tile(columns, group_size, kind):
 
 def _grid(row_blocks, chunks):
     """The grid for `_place`."""
-    if chunks == 1:
-        return (row_blocks,)
-    axes = cdiv(row_blocks, 65535)
-    return chunks, cdiv(row_blocks, axes), axes
+    return (row_blocks,) if chunks == 1 else grid(chunks, row_blocks)
 
 
 def _groups_as_rows(matrix, packed, absmax, group_size):
@@ -227,6 +225,7 @@ def _quantize_int4_kernel(
 def _launch_quantize(x, packed, absmax, group_size):
     """absmax is None: x holds codes. packed and absmax are contiguous."""
     if packed.numel() == 0:
+        absmax.zero_()  # a row without columns has one absmax, 0
         return
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -264,12 +263,10 @@ def _empty_quantized(x, group_size, packing):
 
 
 @operator(_empty_quantized)
-def _quantize_int4(x: torch.Tensor, group_size: int | None, packing: str) -> tuple[torch.Tensor, torch.Tensor]:
-    packed, absmax = _empty_quantized(x, group_size, packing)
-    if packed.numel() == 0:
-        absmax.zero_()  # a row without columns has one absmax, 0
+def _quantize_int4(
+    x: torch.Tensor, group_size: int | None, packing: str, packed, absmax
+) -> tuple[torch.Tensor, torch.Tensor]:
     _launch_quantize(x, packed, absmax, group_size)
-    return packed, absmax
 
 
 @planned()
@@ -288,10 +285,8 @@ def quantize_int4(x, group_size=None, packing="uint8"):
 
 
 @operator(_empty_packed)
-def _pack_int4(codes: torch.Tensor, packing: str) -> torch.Tensor:
-    packed = _empty_packed(codes, packing)
+def _pack_int4(codes: torch.Tensor, packing: str, packed) -> torch.Tensor:
     _launch_quantize(codes, packed, None, None)
-    return packed
 
 
 @planned()
@@ -356,8 +351,6 @@ def _dequantize_int4_kernel(
 
 def _launch_dequantize(packed, absmax, out, group_size):
     """absmax is None: codes are wanted."""
-    if out.numel() == 0:
-        return
     absmax = None if absmax is None else absmax.contiguous()
     out, packed, absmax, group_size = _groups_as_rows(out, packed.contiguous(), absmax, group_size)
     packed = _as_words(packed)
@@ -381,11 +374,9 @@ def _empty_dequantized(packed, absmax, columns, group_size, out_dtype):
 
 @operator(_empty_dequantized)
 def _dequantize_int4(
-    packed: torch.Tensor, absmax: torch.Tensor, columns: int, group_size: int | None, out_dtype: torch.dtype
+    packed: torch.Tensor, absmax: torch.Tensor, columns: int, group_size: int | None, out_dtype: torch.dtype, out
 ) -> torch.Tensor:
-    out = _empty_dequantized(packed, absmax, columns, group_size, out_dtype)
     _launch_dequantize(packed, absmax, out, group_size)
-    return out
 
 
 @planned()
@@ -409,10 +400,8 @@ def _empty_codes(packed, columns):
 
 
 @operator(_empty_codes)
-def _unpack_int4(packed: torch.Tensor, columns: int) -> torch.Tensor:
-    codes = _empty_codes(packed, columns)
+def _unpack_int4(packed: torch.Tensor, columns: int, codes) -> torch.Tensor:
     _launch_dequantize(packed, None, codes, None)
-    return codes
 
 
 @planned()

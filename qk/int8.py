@@ -205,10 +205,8 @@ def _empty_act_quant(x, block_size, scale_layout):
 
 
 @operator(_empty_act_quant)
-def _act_quant(x: torch.Tensor, block_size: int, scale_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    q, scale = _empty_act_quant(x, block_size, scale_layout)
+def _act_quant(x: torch.Tensor, block_size: int, scale_layout: str, q, scale) -> tuple[torch.Tensor, torch.Tensor]:
     _launch_quantize(x, q, scale, "act_quant", block_size)
-    return q, scale
 
 
 @planned()
@@ -234,10 +232,8 @@ def _empty_weight_quant(w, block_size):
 
 
 @operator(_empty_weight_quant)
-def _weight_quant(w: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    q, scale = _empty_weight_quant(w, block_size)
+def _weight_quant(w: torch.Tensor, block_size: int, q, scale) -> tuple[torch.Tensor, torch.Tensor]:
     _launch_quantize(w, q, scale, "weight_quant", block_size)
-    return q, scale
 
 
 @planned()
@@ -254,15 +250,13 @@ def weight_quant(w, block_size=128):
 
 
 def _empty_per_token(x, dtype):
+    check_code_dtype(dtype, x.device)  # here, not in the public function: torch.compile needn't trace it
     return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
 @operator(_empty_per_token)
-def _quantize_per_token(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    check_code_dtype(dtype, x.device)  # here, not in the public function: torch.compile needn't trace it
-    q, scale = _empty_per_token(x, dtype)
+def _quantize_per_token(x: torch.Tensor, dtype: torch.dtype, q, scale) -> tuple[torch.Tensor, torch.Tensor]:
     _launch_quantize(x, q, scale, "per_token")
-    return q, scale
 
 
 @planned()
@@ -339,9 +333,8 @@ def _empty_square_quant(x, block_size, rounding, seed):
     )
 
 
-def _launch_square_quant(x, results, sums, block_size, rounding, seed):
-    if x.numel() == 0:
-        return
+def _launch_square_quant(x, q, q_t, scale, sums, block_size, rounding, seed):
+    """sums None: they aren't wanted."""
     x = with_contiguous_rows(x)
     M, K = x.shape
     config = _CONFIGS["square_quant interpreted" if INTERPRETED.value else "square_quant"]
@@ -350,18 +343,16 @@ def _launch_square_quant(x, results, sums, block_size, rounding, seed):
     programs = cdiv(K, block)
     launch(
         x.device, _square_quant_kernel, (cdiv(M, rows * tiles) * programs,),
-        x, *results, sums, seed if rounding == "stochastic" else None, M, K, programs, x.stride(0),
+        x, q, q_t, scale, sums, seed if rounding == "stochastic" else None, M, K, programs, x.stride(0),
         QUANT_BLOCK=block_size, ROWS=rows, BLOCK=block, TILES=tiles, early=True, num_warps=num_warps,
     )  # fmt: skip
 
 
 @operator(_empty_square_quant)
 def _square_quant(
-    x: torch.Tensor, block_size: int, rounding: str, seed: torch.Tensor | None
+    x: torch.Tensor, block_size: int, rounding: str, seed: torch.Tensor | None, q, q_t, scale
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    results = _empty_square_quant(x, block_size, rounding, seed)
-    _launch_square_quant(x, results, None, block_size, rounding, seed)
-    return results
+    _launch_square_quant(x, q, q_t, scale, None, block_size, rounding, seed)
 
 
 def _empty_square_quant_sums(x, block_size, rounding, seed):
@@ -371,12 +362,10 @@ def _empty_square_quant_sums(x, block_size, rounding, seed):
 
 @operator(_empty_square_quant_sums)
 def _square_quant_sums(
-    x: torch.Tensor, block_size: int, rounding: str, seed: torch.Tensor | None
+    x: torch.Tensor, block_size: int, rounding: str, seed: torch.Tensor | None, q, q_t, scale, sums
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Also the sums of x over the rows of each row of squares, float32 [ceil(M / block_size), K], in a fixed order."""
-    *results, sums = _empty_square_quant_sums(x, block_size, rounding, seed)
-    _launch_square_quant(x, results, sums, block_size, rounding, seed)
-    return *results, sums
+    _launch_square_quant(x, q, q_t, scale, sums, block_size, rounding, seed)
 
 
 @planned()
@@ -444,11 +433,8 @@ def _empty_dequantized(q, scale, block_size, square, out_dtype):
 
 @operator(_empty_dequantized)
 def _dequantize_int8(
-    q: torch.Tensor, scale: torch.Tensor, block_size: int, square: bool, out_dtype: torch.dtype
+    q: torch.Tensor, scale: torch.Tensor, block_size: int, square: bool, out_dtype: torch.dtype, out
 ) -> torch.Tensor:
-    out = _empty_dequantized(q, scale, block_size, square, out_dtype)
-    if out.numel() == 0:
-        return out
     q, scale = with_contiguous_rows(q), as_matrix(scale)
     M, K = q.shape
     kind = "dequantize_float32" if out_dtype == torch.float32 else "dequantize"
@@ -462,7 +448,6 @@ def _dequantize_int8(
         QUANT_BLOCK=block_size, SQUARE=square, ROWS=rows, BLOCK=block, HELD=held,
         early=not square, num_warps=num_warps,
     )  # fmt: skip
-    return out
 
 
 def _dequantize(name, q, scale, shape, block_size, square, out_dtype):

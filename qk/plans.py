@@ -58,7 +58,7 @@ def planned_operator(function, depends):
     def implementation(*args):
         results = function(*args)
         if (record := recording()) is not None:
-            record.temporaries.extend(_as_list(results))
+            record.temporaries.extend(as_list(results))
         return results
 
     return _with_plans(implementation, depends, _noted)
@@ -81,8 +81,14 @@ def called_operator(function):
     return implementation
 
 
-def _as_list(results):
+def as_list(results):
+    """What an operator or a public function returns, as a list of tensors."""
     return [results] if isinstance(results, torch.Tensor) else list(results)
+
+
+def last_offset(x):
+    """Elements from the first one of x to that of all the last indices."""
+    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def _with_plans(function, depends, passed_by):
@@ -231,7 +237,7 @@ except ImportError:
 def _make_plan(tensors, results, recording):
     """-> a plan of a call that made its results by launches and operators alone, of what it was given; else None."""
     single = isinstance(results, torch.Tensor)
-    results = _as_list(results)
+    results = as_list(results)
     returned = {tensor.data_ptr() for tensor in results}
     temporaries = [tensor for tensor in recording.temporaries if tensor.data_ptr() not in returned]
     allocated = [*results, *temporaries]
@@ -241,8 +247,7 @@ def _make_plan(tensors, results, recording):
     if not recording.launches or len(numbers) < len(tensors) or 0 in numbers:
         return None
     for tensor in allocated:
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        if tensor.storage_offset() or tensor.untyped_storage().nbytes() != (last + 1) * tensor.itemsize:
+        if tensor.storage_offset() or tensor.untyped_storage().nbytes() != (last_offset(tensor) + 1) * tensor.itemsize:
             return None
     steps = []
     try:

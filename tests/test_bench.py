@@ -512,12 +512,10 @@ def test_what_is_tuned_is_of_the_kind_it_is_tuned_for(monkeypatch):
     tuned = jobs.TUNED["dequant_bias"]
     room = importlib.import_module(f"qk.{tuned.room}")
     monkeypatch.setattr(room, "INTERPRETED", types.SimpleNamespace(value=False))
-    number = {kind: i for i, kind in enumerate(room._CONFIGS)}
-    configs = {kind: config._replace(warps=number[kind]) for kind, config in room._CONFIGS.items()}
-    monkeypatch.setattr(room, "_CONFIGS", configs)
+    monkeypatch.setattr(room, "_CONFIGS", {kind: kind for kind in room._CONFIGS})
     for kind, (shapes, _) in tuned.kinds.items():
         for M, N, dtype in shapes:
-            assert room._tiles(torch.empty(M, N, dtype=dtype, device="meta"), torch.bfloat16)[3] == number[kind]
+            assert room._config_of(torch.empty(M, N, dtype=dtype, device="meta")) == kind
 
 
 # The jobs

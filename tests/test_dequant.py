@@ -8,7 +8,7 @@ import torch
 from cases import DEVICE, EMPTY, FLOATS, MATRICES, gpu, layouts, randn, rough, same
 from hypothesis import strategies as st
 
-from qk import dequant, plans
+from qk import dequant, host, plans
 from qk.dequant import dequant_bias, dequant_bias_ref
 
 NAN, INF = math.nan, math.inf
@@ -127,13 +127,13 @@ def test_one_row_and_one_column():
 
 
 # tiles small enough that a few rows and columns are many of them
-@pytest.mark.parametrize("config", [(1, 16, 1, 1), (2, 32, 3, 1), (16, 16, 2, 1), (1, 128, 8, 1)], ids=str)
+@pytest.mark.parametrize("config", [(16, 16, 1, 1), (64, 32, 2, 3), (256, 16, 8, 2), (128, 128, 4, 8)], ids=str)
 @pytest.mark.usefixtures("poison")
 def test_any_tiles(config, configure, monkeypatch):
     configure(dequant, *config)
     for M, N in ((19, 70), (1, 33), (30, 3)):
         for wide in (False, True):
-            monkeypatch.setattr(dequant, "_largest_offset", lambda x, wide=wide: 2**30 * wide)
+            monkeypatch.setattr(dequant, "last_offset", lambda x, wide=wide: 2**30 * wide)
             check(product(M, N), *factors(M, N))
             check(product(M, N, torch.float16), 0.5, *factors(M, N)[1:], torch.float32)
 
@@ -141,8 +141,8 @@ def test_any_tiles(config, configure, monkeypatch):
 @pytest.mark.parametrize("axis", [3, pytest.param(65535, marks=gpu)], ids=lambda axis: f"axis={axis}")
 @pytest.mark.usefixtures("poison")
 def test_more_programs_than_an_axis_has(axis, configure, monkeypatch):
-    monkeypatch.setattr(dequant, "_AXIS", axis)
-    configure(dequant, 1, 4, 2, 1)
+    monkeypatch.setattr(host, "_LONGEST_AXIS", axis)
+    configure(dequant, 4, 4, 1, 2)
     for programs in axis, axis + 1, 3 * axis + 1:
         M = 2 * programs - 1
         check(product(M, 3), *factors(M, 3))
@@ -151,22 +151,32 @@ def test_more_programs_than_an_axis_has(axis, configure, monkeypatch):
 def test_tables_choose_by_size_and_layout(monkeypatch):
     monkeypatch.setattr(dequant, "INTERPRETED", type("Compiled", (), {"value": False}))
 
-    def chosen(g, out_dtype=torch.bfloat16):
-        return dequant._tiles(g, out_dtype)
+    def assert_chosen(kind, M, N, transposed=False):
+        g = torch.empty(M, N, device="meta")
+        assert dequant._config_of(g.t() if transposed else g) == dequant._CONFIGS[kind]
 
-    def meta(M, N):
-        return torch.empty(M, N, device="meta")
+    assert_chosen("small", 1, 4096)
+    assert_chosen("medium", 1024, 2048)
+    assert_chosen("large", 65536, 13824)
+    assert_chosen("columns", 4096, 1024, transposed=True)
+    assert_chosen("small", 4096, 1, transposed=True)  # a single row or column is no transposed matrix
 
-    for kind, shape in (("small", (1, 4096)), ("medium", (1024, 2048)), ("large", (65536, 13824))):
-        rows, block, held, warps = dequant._CONFIGS[kind]
-        assert chosen(meta(*shape)) == (rows, block, min(held, shape[0]), warps)
-        assert chosen(meta(*shape), torch.float32)[3] == 2 * warps
-    assert chosen(meta(4096, 1024).t()) == dequant._CONFIGS["columns"]
-    # narrow: as many elements in a tile, of more rows
-    rows, block, held, _ = chosen(meta(1_000_000, 3))
-    assert block == 4 and rows * block == dequant._CONFIGS["medium"][0] * dequant._CONFIGS["medium"][1]
-    # a single row or column is no transposed matrix
-    assert chosen(meta(4096, 1).t())[:2] == dequant._CONFIGS["small"][:2]
+
+def test_tiles(monkeypatch):
+    """As many elements in a tile of a narrow matrix, no more tiles than rows, warps by out's dtype."""
+    seen = []
+    monkeypatch.setattr(dequant, "launch", lambda *args, **options: seen.append((args[2], options)))
+    monkeypatch.setattr(dequant, "_config_of", lambda g: host.TileConfig(1024, 512, 4, held=4))
+    for M, N, out_dtype, tile, grid in (
+        (9, 1200, torch.bfloat16, (2, 512, 4, 8), (3, 2, 1)),
+        (9, 1200, torch.float32, (2, 512, 4, 16), (3, 2, 1)),
+        (3, 1200, torch.bfloat16, (2, 512, 2, 8), (3, 1, 1)),
+        (1000, 3, torch.bfloat16, (256, 4, 4, 8), (1, 1, 1)),
+    ):
+        plans.forget()
+        dequant_bias(product(M, N), *factors(M, N), out_dtype)
+        launched, options = seen.pop()
+        assert tuple(options[name] for name in ("ROWS", "BLOCK", "HELD", "num_warps")) == tile and launched == grid
 
 
 @pytest.mark.parametrize("dtype", (torch.int32, torch.bfloat16), ids=str)
@@ -193,8 +203,7 @@ def test_offsets_beyond_int32_are_noticed(monkeypatch):
         ((4, 3), (2, 2**29), 2**30 + 6),
         ((1,), (2**40,), 0),
     ):
-        assert dequant._largest_offset(torch.empty(1, device="meta").as_strided(shape, strides)) == largest
-    assert dequant._largest_offset(None) == 0
+        assert plans.last_offset(torch.empty(1, device="meta").as_strided(shape, strides)) == largest
 
     seen = []
     monkeypatch.setattr(dequant, "launch", lambda *args, WIDE, **options: seen.append(WIDE))
@@ -203,10 +212,10 @@ def test_offsets_beyond_int32_are_noticed(monkeypatch):
     for far in (None, *tensors):
         place = None if far is None else far.data_ptr()
 
-        def largest_offset(x, place=place):
-            return 2**30 if x is not None and x.data_ptr() == place else 2**30 - 1
+        def last_offset(x, place=place):
+            return 2**30 if x.data_ptr() == place else 2**30 - 1
 
-        monkeypatch.setattr(dequant, "_largest_offset", largest_offset)
+        monkeypatch.setattr(dequant, "last_offset", last_offset)
         dequant_bias(*tensors)
         assert seen.pop() == (far is not None)
 

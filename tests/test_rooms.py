@@ -3,6 +3,7 @@
 import ast
 import collections
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,25 @@ def test_a_kernel_s_function_is_near(room):
     ]
     for end in kernels:
         assert min(line for line in public if line > end) - end <= 60
+
+
+@pytest.mark.parametrize("room", KERNEL_ROOMS)
+def test_less_host_code_than_kernel(room):
+    """Lines of its functions but for the references, without comments and docstrings."""
+    path = PACKAGE / f"{room}.py"
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    with tokenize.open(path) as source:
+        tokens = [token for token in tokenize.generate_tokens(source.readline) if token.type not in layout]
+    code = {number for token in tokens for number in range(token.start[0], token.end[0] + 1)}
+    lines = collections.Counter()
+    for name, node in statements(path).items():
+        first = min(part.lineno for part in (node, *node.decorator_list))
+        own = code & {*range(first, node.end_lineno + 1)}
+        if ast.get_docstring(node):
+            own -= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
+        is_kernel = any(ast.unparse(part).split("(")[0].endswith("jit") for part in node.decorator_list)
+        lines["kernel" if is_kernel else "reference" if name.endswith("_ref") else "host"] += len(own)
+    assert lines["host"] < lines["kernel"]
 
 
 def test_nothing_stands_twice():

@@ -504,8 +504,12 @@ def _candidates(tiles, unrolls, groups, warps, stages, programs):
 
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
-_LOW = [*itertools.product([1], [256, 512, 1024], [1, 2], [1, 2, 4]), (4, 256, 1, 4), (2, 512, 1, 4)]
-_HIGH = [*itertools.product([1], [512, 1024, 2048], [4, 8], [2, 4, 8]), (4, 256, 4, 4), (4, 256, 8, 4)]
+_LOW, _HIGH = (
+    [(columns, columns, columns // (32 * warps), held) for columns, held, warps in itertools.product(*fields)]
+    for fields in (([256, 512, 1024], [1, 2], [1, 2, 4]), ([512, 1024, 2048], [4, 8], [2, 4, 8]))
+)
+_LOW += (1024, 256, 8, 1), (1024, 512, 8, 1)
+_HIGH += (1024, 256, 8, 4), (1024, 256, 8, 8)
 _FEW_TOKENS = _candidates([(16, 32), (16, 64)], [1, 2, 4], [1], [2, 4, 8], [3, 4], [None])
 
 
