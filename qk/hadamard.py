@@ -51,7 +51,7 @@ __all__ = ["hadamard", "hadamard_quant", "hadamard_quant_ref", "hadamard_ref"]
 
 _LARGEST = 4096  # elements of a block: what the registers of a warp hold
 
-# One warp a program, whatever its tile. NVIDIA H200, 2026-11. The interpreter takes large tiles: it pays by the program.
+# One warp a program, whatever its tile. NVIDIA H200, 2026-11. The interpreter takes large ones: it pays by the program.
 _CONFIGS = {
     "compiled": TileConfig(elements=2048, columns=2048, thread=128),
     "interpreted": TileConfig(elements=65536, columns=65536, thread=2048),

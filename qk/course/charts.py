@@ -318,7 +318,7 @@ def roofline(record, shape):
 
 
 _RIVALS = {"compile": "torch.compile", "eager": "eager torch", "bf16": "bf16, cuBLAS", "cublas fp8": "FP8, cuBLAS"}
-_RIVALS |= {"_int_mm": "torch._int_mm, no scales"}
+_RIVALS |= {"_int_mm": "torch._int_mm, no scales", "matmul": "a dense product, cuBLAS"}
 _VERSIONS = "versions of "  # kernels of notebooks, on the way to those of the package
 
 
@@ -341,7 +341,7 @@ def speedups(record):
     if not dots:
         return _not_measured("speedups")
     fig, ax = subplots(9, 1.6 + 0.34 * len(dots))
-    for rival, color in zip(known.values(), (ORANGE, VERMILION, BLUE, PURPLE, GREEN), strict=True):
+    for rival, color in zip(known.values(), (ORANGE, VERMILION, BLUE, PURPLE, GREEN, SKY), strict=True):
         points = [(ratio, y) for y, pairs in enumerate(dots.values()) for ratio, other in pairs if other == rival]
         if points:
             ax.plot(*zip(*points, strict=True), "o", color=color, alpha=0.65, markersize=7, label=rival)
@@ -354,7 +354,7 @@ def speedups(record):
     ax.grid(True, axis="x")
     ax.set_title(f"qk against its rivals at the same shapes, {_source(record)}")
     ax.set_xlabel("how many times as fast (left of the dashed line: qk is slower)")
-    fig.legend(loc="outside lower center", ncols=5)
+    fig.legend(loc="outside lower center", ncols=3)
     return fig
 
 
@@ -375,7 +375,7 @@ def host_times(record):
     if not dots:
         return _not_measured("host times")
     fig, ax = subplots(9, 1.6 + 0.34 * len(dots))
-    for name, color in zip(known, (INK, SKY, ORANGE, VERMILION, BLUE, PURPLE, GREEN), strict=True):
+    for name, color in zip(known, (INK, SKY, ORANGE, VERMILION, BLUE, PURPLE, GREEN, GREY), strict=True):
         points = [(times[name], y) for y, (_, times) in enumerate(dots.values()) if name in times]
         if points:
             ax.plot(*zip(*points, strict=True), "o", color=color, alpha=0.75, markersize=7, label=known[name])
