@@ -711,10 +711,10 @@ def test_tune_on_the_gpu(monkeypatch, capsys):
     room = importlib.import_module(f"qk.{tuned.room}")
     monkeypatch.setattr(room, "_CONFIGS", dict(room._CONFIGS))
     # few programs, each with many rows
-    room._CONFIGS["medium"] = slow = room._CONFIGS["medium"]._replace(rows=1, columns=1024, held=64)
-    kinds = {"medium": ([(1024, 2560, torch.bfloat16)], [(2, 512, 2, 8)])}
+    room._CONFIGS["medium"] = slow = room._CONFIGS["medium"]._replace(elements=1024, columns=1024, held=64)
+    kinds = {"medium": ([(1024, 2560, torch.bfloat16)], [(1024, 512, 4, 2)])}
     command.tune(tuned._replace(kinds=kinds), command.here(), 0)
-    assert room._CONFIGS["medium"] == (2, 512, 2, 8) != slow
+    assert room._CONFIGS["medium"] == (1024, 512, 4, 2) != slow
     assert capsys.readouterr().out.endswith(f'"medium": {room._CONFIGS["medium"]},\n')
 
 
