@@ -172,11 +172,12 @@ _LONGEST_AXIS = 65535  # programs on the second and third axis of a grid
 _LIBRARIES = globals().get("_LIBRARIES", [])
 
 
-def operator(fake, *depends, launches=True):
+def operator(fake, *depends, check=None, launches=True):
     """Makes a function the torch operator <namespace>::<name>. fake: returns its empty outputs, for torch.compile too.
 
     The function has its arguments annotated, and after them its outputs, which it fills; if none holds an element, it
-    isn't called. It keeps plans. One that does other things than launch (launches=False) makes its output itself, one
+    isn't called. It keeps plans. check: takes the arguments first, and refuses what the device of real ones can't do,
+    which `fake` can't know. One that does other things than launch (launches=False) makes its output itself, one
     tensor, and a plan calls it. depends: as of `planned`.
 
     The namespace is qk in the package, and the module's own name in a copy, so that the two run side by side. A module
@@ -186,17 +187,19 @@ def operator(fake, *depends, launches=True):
     def register(function):
         if not launches:
             return _registered(function, called_operator(function), fake)
-        filling = _filling(function, fake)
+        filling = _filling(function, fake, check)
         return _registered(filling, planned_operator(filling, depends), fake)
 
     return register
 
 
-def _filling(function, fake):
+def _filling(function, fake, check):
     """-> what calls a function with the outputs that `fake` makes, and returns these."""
 
     @functools.wraps(function)
     def filling(*args):
+        if check is not None:
+            check(*args)
         results = fake(*args)
         outputs = as_list(results)
         if any(map(torch.numel, outputs)):

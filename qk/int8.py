@@ -250,11 +250,10 @@ def weight_quant(w, block_size=128):
 
 
 def _empty_per_token(x, dtype):
-    check_code_dtype(dtype, x.device)  # here, not in the public function: torch.compile needn't trace it
     return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
-@operator(_empty_per_token)
+@operator(_empty_per_token, check=lambda x, dtype: check_code_dtype(dtype, x.device))
 def _quantize_per_token(x: torch.Tensor, dtype: torch.dtype, q, scale) -> tuple[torch.Tensor, torch.Tensor]:
     _launch_quantize(x, q, scale, "per_token")
 

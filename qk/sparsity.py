@@ -227,7 +227,6 @@ def _slid_columns(columns, L):
 
 
 def _empty_quant_slide(x, L, dtype, row_multiple):
-    check_code_dtype(dtype, x.device)  # here, not in the public function: torch.compile needn't trace it
     M, K = x.shape
     rows = cdiv(M, row_multiple) * row_multiple
     return x.new_empty((rows, _slid_columns(K, L)), dtype=dtype), x.new_empty((M, 1), dtype=torch.float32)
@@ -255,7 +254,7 @@ def _launch_quant_slide(x, q, scale, L):
     )  # fmt: skip
 
 
-@operator(_empty_quant_slide)
+@operator(_empty_quant_slide, check=lambda x, L, dtype, row_multiple: check_code_dtype(dtype, x.device))
 def _quant_slide(
     x: torch.Tensor, L: int, dtype: torch.dtype, row_multiple: int, q, scale
 ) -> tuple[torch.Tensor, torch.Tensor]:
