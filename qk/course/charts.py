@@ -319,6 +319,7 @@ def roofline(record, shape):
 
 _RIVALS = {"compile": "torch.compile", "eager": "eager torch", "bf16": "bf16, cuBLAS", "cublas fp8": "FP8, cuBLAS"}
 _RIVALS |= {"_int_mm": "torch._int_mm, no scales", "matmul": "a dense product, cuBLAS"}
+_RIVAL_COLORS = dict(zip(_RIVALS, (ORANGE, VERMILION, BLUE, PURPLE, GREEN, GREY), strict=True))
 _VERSIONS = "versions of "  # kernels of notebooks, on the way to those of the package
 
 
@@ -329,22 +330,22 @@ def speedups(record):
     Eager torch is left out where there is a better rival, and so are other ways to use this package. Of training there
     is the forward and backward pass.
     """
-    known, dots = _RIVALS, {}
+    dots = {}
     for row in _results(record):
         part, _, until = row["op"].rpartition(" ")
         others = row["op"] == "ladder" or row["op"].startswith(_VERSIONS) or until in ("forward", "step")
         if row["contender"] == "qk" and not others:
             op = f"training, {part}" if until == "both" else row["op"]
-            over = {rival: ratio for rival, ratio in row.get("speedup_over", {}).items() if rival in known}
+            over = {rival: ratio for rival, ratio in row.get("speedup_over", {}).items() if rival in _RIVALS}
             for rival in over.keys() - {"eager"} or over:
-                dots.setdefault(op, []).append((over[rival], known[rival]))
+                dots.setdefault(op, []).append((over[rival], rival))
     if not dots:
         return _not_measured("speedups")
     fig, ax = subplots(9, 1.6 + 0.34 * len(dots))
-    for rival, color in zip(known.values(), (ORANGE, VERMILION, BLUE, PURPLE, GREEN, SKY), strict=True):
+    for rival, color in _RIVAL_COLORS.items():
         points = [(ratio, y) for y, pairs in enumerate(dots.values()) for ratio, other in pairs if other == rival]
         if points:
-            ax.plot(*zip(*points, strict=True), "o", color=color, alpha=0.65, markersize=7, label=rival)
+            ax.plot(*zip(*points, strict=True), "o", color=color, alpha=0.65, markersize=7, label=_RIVALS[rival])
     ax.axvline(1, **DASHED)
     ax.set_yticks(range(len(dots)), list(dots))
     ax.set(xscale="log", ylim=(len(dots) - 0.5, -0.5), ylabel="operation")
@@ -375,7 +376,7 @@ def host_times(record):
     if not dots:
         return _not_measured("host times")
     fig, ax = subplots(9, 1.6 + 0.34 * len(dots))
-    for name, color in zip(known, (INK, SKY, ORANGE, VERMILION, BLUE, PURPLE, GREEN, GREY), strict=True):
+    for name, color in ({"qk": INK, "qk compile": SKY} | _RIVAL_COLORS).items():
         points = [(times[name], y) for y, (_, times) in enumerate(dots.values()) if name in times]
         if points:
             ax.plot(*zip(*points, strict=True), "o", color=color, alpha=0.75, markersize=7, label=known[name])
