@@ -5,7 +5,6 @@ Triton's interpreter, on the CPU. `qk.backend()` says which and why. TRITON_INTE
 GPU machine too; QK_BACKEND=compile or QK_BACKEND=interpret overrides everything.
 """
 
-import importlib
 import os
 
 import torch
@@ -46,31 +45,128 @@ if isinstance(triton.language.cdiv, triton.JITFunction) == _INTERPRET:
         f"start Python with TRITON_INTERPRET={int(_INTERPRET)}."
     )
 
-from . import calibration, dequant, gelu, gemm, gemm_int4, int4, int8, linear, nn, sparsity, training  # noqa: E402, F401
-from . import hadamard as _hadamard_room  # noqa: E402  # its function takes its name
-from .dequant import *  # noqa: E402, F403
-from .gelu import *  # noqa: E402, F403
-from .gemm import *  # noqa: E402, F403
-from .gemm_int4 import *  # noqa: E402, F403
-from .hadamard import *  # noqa: E402, F403
-from .int4 import *  # noqa: E402, F403
-from .int8 import *  # noqa: E402, F403
-from .linear import *  # noqa: E402, F403
-from .sparsity import *  # noqa: E402, F403
+from . import nn  # noqa: E402, F401
+from .dequant import dequant_bias, dequant_bias_ref  # noqa: E402
+from .gelu import int8_gelu, int8_gelu_backward, int8_gelu_backward_ref, int8_gelu_ref  # noqa: E402
+from .gemm import (  # noqa: E402
+    int8_addmm,
+    int8_addmm_quant,
+    int8_addmm_quant_ref,
+    int8_addmm_ref,
+    int8_gemm,
+    int8_gemm_quant,
+    int8_gemm_quant_ref,
+    int8_gemm_ref,
+)
+from .gemm_int4 import int4_gemm, int4_gemm_ref  # noqa: E402
+from .hadamard import hadamard, hadamard_quant, hadamard_quant_ref, hadamard_ref  # noqa: E402
+from .int4 import (  # noqa: E402
+    dequantize_int4,
+    dequantize_int4_ref,
+    pack_int4,
+    pack_int4_ref,
+    quantize_int4,
+    quantize_int4_ref,
+    unpack_int4,
+    unpack_int4_ref,
+)
+from .int8 import (  # noqa: E402
+    act_dequant,
+    act_dequant_ref,
+    act_quant,
+    act_quant_ref,
+    quantize_per_token,
+    quantize_per_token_ref,
+    square_quant,
+    square_quant_ref,
+    weight_dequant,
+    weight_dequant_ref,
+    weight_quant,
+    weight_quant_ref,
+)
+from .linear import (  # noqa: E402
+    compress_slide,
+    compress_slide_ref,
+    dense_linear,
+    dense_linear_ref,
+    libraries,
+    sparse_linear,
+    sparse_linear_ref,
+)
+from .sparsity import (  # noqa: E402
+    prune_slide,
+    prune_slide_ref,
+    quant_slide,
+    quant_slide_ref,
+    slide,
+    slide_ref,
+    slide_weight,
+    slide_weight_ref,
+)
 
-_ROOMS = (dequant, gelu, gemm, gemm_int4, _hadamard_room, int4, int8, linear, sparsity)
-__all__ = sorted(["backend", "device", *(name for room in _ROOMS for name in room.__all__)])
-
-
-def __getattr__(name):
-    if name == "parallel":  # it imports torch's DTensor, which takes a second
-        return importlib.import_module(".parallel", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = [
+    "act_dequant",
+    "act_dequant_ref",
+    "act_quant",
+    "act_quant_ref",
+    "backend",
+    "compress_slide",
+    "compress_slide_ref",
+    "dense_linear",
+    "dense_linear_ref",
+    "dequant_bias",
+    "dequant_bias_ref",
+    "dequantize_int4",
+    "dequantize_int4_ref",
+    "device",
+    "hadamard",
+    "hadamard_quant",
+    "hadamard_quant_ref",
+    "hadamard_ref",
+    "int4_gemm",
+    "int4_gemm_ref",
+    "int8_addmm",
+    "int8_addmm_quant",
+    "int8_addmm_quant_ref",
+    "int8_addmm_ref",
+    "int8_gelu",
+    "int8_gelu_backward",
+    "int8_gelu_backward_ref",
+    "int8_gelu_ref",
+    "int8_gemm",
+    "int8_gemm_quant",
+    "int8_gemm_quant_ref",
+    "int8_gemm_ref",
+    "pack_int4",
+    "pack_int4_ref",
+    "prune_slide",
+    "prune_slide_ref",
+    "quant_slide",
+    "quant_slide_ref",
+    "quantize_int4",
+    "quantize_int4_ref",
+    "quantize_per_token",
+    "quantize_per_token_ref",
+    "slide",
+    "slide_ref",
+    "slide_weight",
+    "slide_weight_ref",
+    "sparse_linear",
+    "sparse_linear_ref",
+    "square_quant",
+    "square_quant_ref",
+    "unpack_int4",
+    "unpack_int4_ref",
+    "weight_dequant",
+    "weight_dequant_ref",
+    "weight_quant",
+    "weight_quant_ref",
+]
 
 
 def backend():
     """One line: whether kernels are compiled or interpreted in this process, why, and what multiplies in the chains."""
-    return f"{'interpreted' if _INTERPRET else 'compiled'}: {_REASON}; {linear.libraries(device())}"
+    return f"{'interpreted' if _INTERPRET else 'compiled'}: {_REASON}; {libraries(device())}"
 
 
 def device():

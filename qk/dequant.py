@@ -1,19 +1,19 @@
-"""Dequantization and bias: what is left to do when a library has multiplied codes, in one pass over its output.
+"""dequant_bias: dequantization and bias, which remain to be done after a library's GEMM of codes, in one fused kernel.
 
     out[m, n] = ((float32(g[m, n]) * scale_a[m]) * scale_b[n]) + bias[n]      g = gemm_output [M, N]
 
-                    scale_b [1, N] |-----------------------|      Each of the two products and the sum is a float32
-                       bias [1, N] |-----------------------|      operation that rounds by itself, in this order (no
-    scale_a [M, 1]  -              +-----------------------+      fma); the result is rounded once more, to out's
-                    |              | tile: ROWS x BLOCK    |      dtype. So PyTorch's own
+                    scale_b [1, N] |-----------------------|      Each of the two multiplications and the addition is
+                       bias [1, N] |-----------------------|      rounded to float32 on its own, in this order (no fma).
+    scale_a [M, 1]  -              +-----------------------+      The result is rounded once more, to out's dtype. So
+                    |              | tile: ROWS x BLOCK    |      PyTorch's own
                     |    g [M, N]  | the next of HELD      |
                     |              | ...                   |          (g.float() * scale_a * scale_b + bias).to(dtype)
                     -              +-----------------------+
                                                                   gives the same bits, on the CPU and on a GPU.
 
-That line reads and writes memory in each of its five steps: 36 bytes an element for bfloat16 in and out. The kernel
-moves 4. A thread keeps its columns over the tiles of a program, so scale_b and bias are loaded once, in the layout of
-the tile: of a matrix with contiguous rows nothing need pass through shared memory.
+That line reads and writes memory in each of its five steps: 36 bytes per element for bfloat16 in and out. The kernel
+moves 4. A thread keeps its columns for all tiles of a program, so scale_b and bias are loaded once, in the tile's
+layout. If the rows of g are contiguous, nothing has to pass through shared memory.
 """
 
 import math
@@ -22,18 +22,22 @@ import torch
 import triton
 import triton.language as tl
 
-from .host import FLOATS, TileConfig, cdiv, check_one_of, check_tensor, grid, launch, listed, operator, tile_shape
-from .numerics import INTERPRETED, to_dtype, to_float32, wait_if_early
-from .plans import last_offset, planned
+from .core.checks import FLOATS, check_one_of, check_tensor, listed
+from .core.launch import INTERPRETING, TileConfig, cdiv, grid, launch, tile_shape
+from .core.numerics import to_dtype, to_float32, wait_if_early
+from .core.operators import operator
+from .core.replay import replayed
 
 __all__ = ["dequant_bias", "dequant_bias_ref"]
 
-_FACTORS = (*FLOATS, torch.float64)  # of scales and bias
+_FACTORS = (*FLOATS, torch.float64)  # dtypes of scales and bias
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
+_WIDE = 2**30  # elements: far enough below 2**31 for the rows and columns of a tile that lie outside the matrix
 
 
-# "small" is up to 2**14 elements, "medium" up to 2**22; "columns" is for a gemm_output whose columns are contiguous, as
-# a transposed matrix's. NVIDIA H200, 2026-11; "columns" not timed. A program holds its tiles one below the other.
+# Tuning table. "small" is up to 2**14 elements, "medium" up to 2**22; "columns" is for a gemm_output whose columns are
+# contiguous, as in a transposed matrix. NVIDIA H200, 2026-11; "columns" wasn't timed. The tiles of a program lie one
+# below the other.
 _CONFIGS = {
     "small": TileConfig(elements=512, columns=512, thread=2),
     "medium": TileConfig(elements=1024, columns=512, thread=4, held=2),
@@ -44,17 +48,17 @@ _CONFIGS = {
 
 
 def _check_factor(name, x, g, shapes, number=False):
-    """number: it may be one, in a tensor of any shape."""
+    """number: whether a tensor of one element is allowed, whatever its shape."""
     check_tensor(name, x, _FACTORS, like=("gemm_output", g))
     if list(x.shape) not in shapes and not (number and x.numel() == 1):
         raise ValueError(f"{name} has shape {list(x.shape)}; it takes {listed(shapes)}")
-    return x.detach()
 
 
 def _check_scale(name, x, g, shapes):
-    """-> a tensor or None, and the number that is the scale if there is no tensor."""
+    """Returns a tensor or None, and the number to use if there is no tensor."""
     if isinstance(x, torch.Tensor):
-        return _check_factor(name, x, g, shapes, number=True), 0.0
+        _check_factor(name, x, g, shapes, number=True)
+        return x, 0.0
     if not isinstance(x, (int, float)) or isinstance(x, bool):
         raise ValueError(f"{name} is a {type(x).__name__}; it takes a tensor or a number")
     if _LARGEST_FLOAT < abs(x) < math.inf:
@@ -64,7 +68,7 @@ def _check_scale(name, x, g, shapes):
 
 @triton.jit
 def _load_factor(ptr, number, offs, stride, mask):
-    """ptr[offs] in float32; where ptr is None, number; where stride is None, ptr's only element."""
+    """Load ptr[offs] as float32. If stride is None, that is ptr's only element; if ptr is None, it is number."""
     if ptr is None:
         return tl.full((1, 1), number, tl.float32)
     elif stride is None:
@@ -93,18 +97,18 @@ def _dequant_bias_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     HELD: tl.constexpr,
-    EARLY: tl.constexpr,  # launched before the end of the kernel before: see host.launch
+    EARLY: tl.constexpr,  # may start before the previous kernel ends: see launch.launch
 ):
     wait_if_early(EARLY)
-    # int64 for all would be a third of the instructions of a small kernel
+    # int64 offsets everywhere would be a third of a small kernel's instructions
     index: tl.constexpr = tl.int64 if WIDE else tl.int32
-    # two axes count the programs of a column: one could be too short
+    # two grid axes count the programs of a column, since one could be too short
     pid_m = tl.program_id(2).to(index) * tl.num_programs(1) + tl.program_id(1)
     offs_m = pid_m * (ROWS * HELD) + tl.arange(0, ROWS)[:, None]
-    # of the tile's shape, so that scale_b and bias are loaded in its layout
+    # in the tile's shape, so that scale_b and bias are loaded in its layout
     offs_n = tl.program_id(0).to(index) * BLOCK + tl.arange(0, BLOCK)[None, :] + tl.zeros((ROWS, BLOCK), index)
     mask_n = offs_n < N
-    # all loads come first, to be under way together
+    # all loads come first, so that they overlap
     tiles = ()
     for i in tl.static_range(HELD):
         rows = offs_m + i * ROWS
@@ -124,14 +128,14 @@ def _dequant_bias_kernel(
 
 
 def _stride(x):
-    """The stride of the one dimension that a vector's view [n], [n, 1] or [1, n] has; of one element, None."""
+    """Returns the stride of a vector that is viewed as [n], [n, 1] or [1, n]; None for one element."""
     if x is None or x.numel() == 1:
         return None
     return x.stride(x.shape.index(x.numel()))
 
 
 def _config_of(g):
-    if INTERPRETED.value:
+    if INTERPRETING:
         return _CONFIGS["interpreted"]
     if min(g.shape) > 1 and g.stride(0) == 1 and g.stride(1) != 1:
         return _CONFIGS["columns"]
@@ -150,34 +154,45 @@ def _dequant_bias(
     (M, N), config = g.shape, _config_of(g)
     rows, block, num_warps = tile_shape(N, config, 1)
     held = min(config.held, cdiv(M, rows))
-    # far enough below 2**31 for the rows and columns of a tile that lie outside
-    wide = max(last_offset(x) for x in (g, a, b, bias, out) if x is not None) >= 2**30
+    (stride_gm, stride_gn), stride_a, stride_b, stride_bias = g.stride(), _stride(a), _stride(b), _stride(bias)
+    longest = max(M * stride_gm + N * stride_gn, M * N, M * (stride_a or 0), N * max(stride_b or 0, stride_bias or 0))
     launch(
         g.device, _dequant_bias_kernel, grid(cdiv(N, block), cdiv(M, rows * held)),
-        g, a, scale_a, b, scale_b, bias, out, M, N, *g.stride(), _stride(a), _stride(b), _stride(bias),
-        WIDE=wide, ROWS=rows, BLOCK=block, HELD=held, early=True,
+        g, a, scale_a, b, scale_b, bias, out, M, N, stride_gm, stride_gn, stride_a, stride_b, stride_bias,
+        WIDE=longest >= _WIDE, ROWS=rows, BLOCK=block, HELD=held, early=True,
         num_warps=num_warps * (2 if out_dtype == torch.float32 else 1),  # then four elements a thread are 16 bytes
     )  # fmt: skip
 
 
-@planned()
+@replayed()
 def dequant_bias(gemm_output, scale_a, scale_b, bias=None, out_dtype=torch.bfloat16):
-    """gemm_output * scale_a * scale_b + bias, [M, N], in float32, rounded to out_dtype: what follows a GEMM of codes.
+    """Compute gemm_output * scale_a * scale_b + bias in float32, which follows a GEMM of codes.
 
-    gemm_output: [M, N] bfloat16, float16, float32 or int32 (rounded to float32, to nearest even), any strides.
-    scale_a: [M, 1] or [M]; scale_b: [1, N], [N] or [N, 1]; float16, bfloat16, float32 or float64, any strides. Each may
-    be one number: Python's, or a tensor of one element, which the kernel reads: the host does not wait for it.
-    bias: [N] or [1, N], of any of these dtypes, or None. out_dtype: float16, bfloat16 or float32.
-    Bit-equal to `dequant_bias_ref`, on the GPU and interpreted, any NaN taken for any NaN. Raises ValueError for bad
-    arguments.
+    Rounded to out_dtype, to nearest even. Bit-equal to `dequant_bias_ref`, on the GPU and interpreted, except that any
+    NaN stands for any other.
+
+    Args:
+        gemm_output: [M, N] bfloat16, float16, float32 or int32 (rounded to float32, to nearest even), any strides.
+        scale_a: [M, 1] or [M], float16, bfloat16, float32 or float64, any strides; or a single number, either Python's
+            or in a tensor of one element. The kernel reads that tensor, and the host does not wait for it.
+        scale_b: [1, N], [N] or [N, 1], or a single number; otherwise like scale_a.
+        bias: [N] or [1, N], in one of scale_a's dtypes, or None.
+        out_dtype: float16, bfloat16 or float32.
+
+    Returns:
+        The sums, [M, N] in out_dtype.
+
+    Raises:
+        ValueError: an argument is not one of these, or their shapes don't match.
     """
     check_tensor("gemm_output", gemm_output, (*FLOATS, torch.int32), "[M, N]")
     M, N = gemm_output.shape
     a = _check_scale("scale_a", scale_a, gemm_output, [[M, 1], [M]])
     b = _check_scale("scale_b", scale_b, gemm_output, [[1, N], [N], [N, 1]])
-    bias = None if bias is None else _check_factor("bias", bias, gemm_output, [[N], [1, N]])
+    if bias is not None:
+        _check_factor("bias", bias, gemm_output, [[N], [1, N]])
     check_one_of("out_dtype", out_dtype, FLOATS)
-    return _dequant_bias(gemm_output.detach(), *a, *b, bias, out_dtype)
+    return _dequant_bias(gemm_output, *a, *b, bias, out_dtype)
 
 
 def dequant_bias_ref(gemm_output, scale_a, scale_b, bias=None, out_dtype=torch.bfloat16):

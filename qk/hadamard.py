@@ -2,38 +2,24 @@
 
     out = x @ H,  H of a block:   H_1 = [1]    H_2n = [[H_n, H_n], [H_n, -H_n]] / sqrt 2    symmetric, and H @ H = 1
 
-Blocks are of the largest power of two that divides K, at most 4096; along a row they lie side by side. The product
-with a block of 2**n is n stages, which add and subtract elements that lie 1, 2, 4, ... apart:
+A block's size is the largest power of two that divides K, at most 4096. The blocks lie side by side along a row. The
+matmul with a block of 2**n takes n stages, which add and subtract elements that lie 1, 2, 4, ... apart:
 
     x          |    a    |    b    |    c    |    d    |    / 2, the square root of 4
     1 apart    |  a + b  |  a - b  |  c + d  |  c - d  |
     2 apart    | a+b+c+d | a-b+c-d | a+b-c-d | a-b-c+d |
 
-A warp holds whole blocks, so a stage is sums in a thread's registers, or with those of another thread of the warp.
+A warp holds whole blocks, so each stage adds values in one thread's registers, or in two threads of the same warp.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from .host import (
-    BLOCKS,
-    FLOATS,
-    SCALE_LAYOUTS,
-    TileConfig,
-    as_matrix,
-    cdiv,
-    check_one_of,
-    check_tensor,
-    empty_scale,
-    launch,
-    next_power_of_2,
-    operator,
-    tile_shape,
-    with_contiguous_rows,
-)
-from .numerics import (
-    INTERPRETED,
+from .core.checks import BLOCKS, FLOATS, SCALE_LAYOUTS, check_one_of, check_tensor
+from .core.launch import INTERPRETING, TileConfig, cdiv, launch, next_power_of_2, tile_shape
+from .core.matrices import as_matrix, empty_scale, with_contiguous_rows
+from .core.numerics import (
     absmax_and_inverse,
     load_tile,
     magnitude_bits,
@@ -45,21 +31,23 @@ from .numerics import (
     to_float32,
     wait_if_early,
 )
-from .plans import planned
+from .core.operators import operator
+from .core.replay import replayed
 
 __all__ = ["hadamard", "hadamard_quant", "hadamard_quant_ref", "hadamard_ref"]
 
-_LARGEST = 4096  # elements of a block: what the registers of a warp hold
+_LARGEST = 4096  # elements of a block, which a warp's registers hold
 
-# One warp a program, whatever its tile. NVIDIA H200, 2026-11. The interpreter takes large ones: it pays by the program.
+# Tuning table: one warp per program, whatever its tile. NVIDIA H200, 2026-11. The interpreter's cost is per program, so
+# its tiles are large.
 _CONFIGS = {
     "compiled": TileConfig(elements=2048, columns=2048, thread=128),
     "interpreted": TileConfig(elements=65536, columns=65536, thread=2048),
 }
 
 
-def _hadamard_size(K):
-    """The largest power of two that divides K, at most _LARGEST; of K = 0, 1."""
+def hadamard_size(K):
+    """Returns the largest power of two that divides K, at most _LARGEST; 1 for K = 0."""
     return min(K & -K, _LARGEST) or 1
 
 
@@ -70,32 +58,32 @@ def _hadamard_kernel(
     scale_ptr,  # None: out is not quantized
     M,
     K,
-    programs,  # of a row
-    groups,  # scales of a row
+    programs,  # in a row
+    groups,  # scales in a row
     stride_xm,
     stride_sm,
     stride_sk,
-    STAGES: tl.constexpr,  # 2**STAGES elements are a block
+    STAGES: tl.constexpr,  # a block has 2**STAGES elements
     QUANT_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,  # no tile reaches beyond M or K
-    EARLY: tl.constexpr,  # launched before the end of the kernel before: see host.launch
+    EARLY: tl.constexpr,  # may start before the previous kernel ends: see launch.launch
 ):
     wait_if_early(EARLY)
     pid = tl.program_id(0)
     row = (pid // programs).to(tl.int64) * ROWS
     chunk = (pid % programs).to(tl.int64)
     stride_om = K
-    if WHOLE:  # the compiler sees that no mask is needed: with one, a block of 4096 takes all registers that there are
+    if WHOLE:  # the compiler sees that no mask is needed, and with one a block of 4096 would fill all registers
         M, K = row + ROWS, (chunk + 1) * BLOCK
     x = to_float32(load_tile(x_ptr, row, chunk * BLOCK, M, K, stride_xm, ROWS, BLOCK))
     x *= 2.0 ** (-0.5 * STAGES)
     signs = tl.where(tl.arange(0, 2)[None, :, None] == 0, 1.0, -1.0)
     for stage in tl.static_range(STAGES):
         pairs = tl.reshape(x, (ROWS * BLOCK // 2 ** (stage + 1), 2, 2**stage))
-        # The sum of both as integers, less one's own, is the other. The compiler makes a shuffle of that, or nothing
-        # where both are in one thread; tl.split would go through shared memory.
+        # The sum of both as integers, less one of them, is the other. The compiler turns that into a shuffle, or into
+        # nothing if both are in one thread. tl.split would go through shared memory.
         bits = pairs.to(tl.int32, bitcast=True)
         others = (tl.sum(bits, 1, keep_dims=True) - bits).to(tl.float32, bitcast=True)
         x = tl.reshape(tl.fma(pairs, signs, others), (ROWS, BLOCK))
@@ -112,15 +100,15 @@ def _hadamard_kernel(
 
 
 def _launch(x, out, scale=None, block_size=1):
-    """scale None: out is not quantized."""
-    size = _hadamard_size(x.shape[-1])
+    """scale: None if out is not quantized."""
+    size = hadamard_size(x.shape[-1])
     x, scale = with_contiguous_rows(x), None if scale is None else as_matrix(scale)
     if x.is_contiguous() and x.shape[1] % block_size == 0 and (scale is None or scale.is_contiguous()):
-        # one row: the same bytes, and no tile is cut off at a row's end
+        # viewed as one row: the same bytes, and no tile is cut off at a row's end
         x, scale = x.view(1, -1), None if scale is None else scale.view(1, -1)
     groups, *strides = (0, 0, 0) if scale is None else (scale.shape[1], *scale.stride())
     M, K = x.shape
-    config = _CONFIGS["interpreted" if INTERPRETED.value else "compiled"]
+    config = _CONFIGS["interpreted" if INTERPRETING else "compiled"]
     rows, block, num_warps = tile_shape(K, config, max(size, block_size), next_power_of_2(M))
     programs = cdiv(K, block)
     launch(
@@ -140,22 +128,30 @@ def _hadamard(x: torch.Tensor, out_dtype: torch.dtype, out) -> torch.Tensor:
     _launch(x, out)
 
 
-@planned()
+@replayed()
 def hadamard(x, out_dtype=None):
-    """Multiplies the last dimension by a block-diagonal, normalized Walsh-Hadamard matrix, in Sylvester's order.
+    """Multiply the last dimension by a block-diagonal, normalized Walsh-Hadamard matrix in Sylvester's order.
 
-    x: [..., K] float16, bfloat16 or float32, any strides (copied first where no view [M, K] has contiguous rows).
-    Blocks are of the largest power of two that divides K, at most 4096; of an odd K, 1: out is x.
-    Returns [..., K] in out_dtype: float16, bfloat16, float32, or None, which is x's. Computed in float32, in which the
-    relative error is below 1e-6, and rounded to nearest even.
-    The matrix is orthogonal and symmetric: a second call gives x again, up to rounding, and x @ w.T stays what it is if
-    the rows of both are rotated (QuaRot, arXiv 2404.00456). NaN and Inf spread over their block, and no further.
-    Bit-equal to `hadamard_ref`, on the GPU and interpreted. Raises ValueError for bad arguments.
+    The matrix is orthogonal and symmetric, so a second call returns x, up to rounding. x @ w.T doesn't change if the
+    rows of both are rotated (QuaRot, arXiv 2404.00456). NaN and Inf spread over their block, and no further. Computed
+    in float32 with a relative error below 1e-6, and rounded to nearest even. Bit-equal to `hadamard_ref`, on the GPU
+    and interpreted.
+
+    Args:
+        x: [..., K] float16, bfloat16 or float32, any strides. It is copied first if no view [M, K] has contiguous rows.
+            A block's size is the largest power of two that divides K, at most 4096. For an odd K it is 1, and out is x.
+        out_dtype: float16, bfloat16, float32, or None for x's dtype.
+
+    Returns:
+        The rotated rows, [..., K] in out_dtype.
+
+    Raises:
+        ValueError: an argument is not one of these.
     """
     check_tensor("x", x, FLOATS, "[..., K]")
     out_dtype = x.dtype if out_dtype is None else out_dtype
     check_one_of("out_dtype", out_dtype, FLOATS)
-    return _hadamard(x.detach(), out_dtype)
+    return _hadamard(x, out_dtype)
 
 
 def _empty_hadamard_quant(x, block_size, scale_layout):
@@ -167,23 +163,30 @@ def _hadamard_quant(x: torch.Tensor, block_size: int, scale_layout: str, q, scal
     _launch(x, q, scale, block_size)
 
 
-@planned()
+@replayed()
 def hadamard_quant(x, block_size=128, *, scale_layout="row"):
-    """`act_quant(hadamard(x, out_dtype=torch.float32))`, to the bit, in one pass over memory.
+    """Rotate and quantize in one kernel: `act_quant(hadamard(x, torch.float32))`, to the bit.
 
-    x: as of `hadamard`. block_size: 32, 64, 128 or 256, whatever the blocks of the matrix. scale_layout: "row", or
-    "column", as of `act_quant`.
-    Returns codes, int8 [..., K], and scale, float32 [..., ceil(K / block_size)]; zero, NaN and Inf as in `act_quant`.
-    Bit-equal to `hadamard_quant_ref`, on the GPU and interpreted. Raises ValueError for bad arguments.
+    Zero, NaN and Inf as in `act_quant`. Bit-equal to `hadamard_quant_ref`, on the GPU and interpreted.
+
+    Args:
+        x: as in `hadamard`.
+        block_size, scale_layout: as in `act_quant`. The matrix's blocks may have another size.
+
+    Returns:
+        codes and scale of the rotated rows, as from `act_quant`.
+
+    Raises:
+        ValueError: an argument is not one of these.
     """
     check_tensor("x", x, FLOATS, "[..., K]")
     check_one_of("block_size", block_size, BLOCKS)
     check_one_of("scale_layout", scale_layout, SCALE_LAYOUTS)
-    return _hadamard_quant(x.detach(), block_size, scale_layout)
+    return _hadamard_quant(x, block_size, scale_layout)
 
 
 def hadamard_ref(x, out_dtype=None):
-    size = _hadamard_size(x.shape[-1])
+    size = hadamard_size(x.shape[-1])
     out = x.detach().float() * size**-0.5
     for stage in range(size.bit_length() - 1):
         a, b = out.unflatten(-1, (-1, 2, 2**stage)).unbind(-2)

@@ -1,4 +1,4 @@
-"""int8: quantize activations in blocks of a row, weights in square blocks, or whole rows (also to FP8), and back.
+"""int8: quantize activations in blocks of a row, weights in square blocks, or rows as a whole (also to FP8), and back.
 
     scale = absmax / 127                       absmax = max |x| over a block, in float32
     code  = round(x * (127 / absmax))          -127 .. 127, to nearest, ties to even
@@ -11,39 +11,24 @@
     | s10 | s11 | s12 |            |     |     |     |                | s1
     +-----+-----+-----+-           +-----+-----+-----+-               +------------------
 
-Short blocks at the right and lower edge have scales of their own. FP8 (e4m3, per token) has 448 in place of 127. A
-quantizing program reads its part of x tile by tile and keeps the tiles in registers until absmax is known; of a long
-row, or a large square, only the first HELD ones: the others are read twice.
+Short blocks at the right and lower edges have their own scales. FP8 (e4m3, per token) uses 448 in place of 127. Each
+program reads its part of x tile by tile, and keeps the tiles in registers until absmax is known. Of a long row, or a
+large block, it keeps only the first HELD tiles and reads the others twice.
 
-`square_quant` quantizes as weight_quant does, and writes the codes' transpose too: int8 products read both operands
-along K, and those of a linear layer's gradients have K where the forward product has rows. Squares stay squares when
-transposed, so that their scales do for both (Jetfire, arXiv 2403.12422). It can round stochastically: to one of the two
-codes around x * (127 / absmax), to the nearer one more often, so that the mean of many roundings is x.
+`square_quant` quantizes like weight_quant, and also writes the transposed codes. int8 GEMMs read both operands along K,
+and the GEMMs for a linear layer's gradients have K where the forward GEMM has rows. A square block stays square when it
+is transposed, so the same scales serve both (Jetfire, arXiv 2403.12422). It can round stochastically: up or down, with
+the probabilities that make the mean of many roundings equal to x.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from .host import (
-    BLOCKS,
-    FLOATS,
-    SCALE_LAYOUTS,
-    TileConfig,
-    as_matrix,
-    cdiv,
-    check_code_dtype,
-    check_one_of,
-    check_rounding,
-    check_tensor,
-    empty_scale,
-    launch,
-    operator,
-    tile_shape,
-    with_contiguous_rows,
-)
-from .numerics import (
-    INTERPRETED,
+from .core.checks import BLOCKS, FLOATS, SCALE_LAYOUTS, check_code_dtype, check_one_of, check_rounding, check_tensor
+from .core.launch import INTERPRETING, TileConfig, cdiv, launch, tile_shape
+from .core.matrices import as_matrix, empty_scale, with_contiguous_rows
+from .core.numerics import (
     LIMITS,
     absmax_and_inverse,
     as_float32_bits,
@@ -62,7 +47,8 @@ from .numerics import (
     to_float32,
     wait_if_early,
 )
-from .plans import planned
+from .core.operators import operator
+from .core.replay import replayed
 
 __all__ = [
     "act_dequant",
@@ -79,7 +65,7 @@ __all__ = [
     "weight_quant_ref",
 ]
 
-# NVIDIA H200, 2026-11. The interpreter takes large tiles: it pays by the program.
+# Tuning table. NVIDIA H200, 2026-11. The interpreter's cost is per program, so its tiles are large.
 _CONFIGS = {
     "act_quant": TileConfig(elements=2048, columns=1024, thread=32),
     "weight_quant": TileConfig(elements=8192, columns=128, thread=16, held=4),
@@ -94,7 +80,7 @@ _CONFIGS = {
 
 @triton.jit
 def _quantize_groups(x, absmax, inverse, dtype: tl.constexpr):
-    """A tile [m, BLOCK], absmax and inverse [m or 1, GROUPS] -> its codes; 0 where absmax is 0 or NaN."""
+    """Quantize a tile [m, BLOCK] by absmax and inverse [m or 1, GROUPS]. Codes are 0 where absmax is 0 or NaN."""
     values = tl.reshape(to_float32(x), (x.shape[0], absmax.shape[1], x.shape[1] // absmax.shape[1]))
     values = tl.where(absmax[:, :, None] > 0, values, 0.0) * inverse[:, :, None]
     codes = round_to_int32(values).to(tl.int8) if dtype == tl.int8 else values.to(dtype)
@@ -103,7 +89,7 @@ def _quantize_groups(x, absmax, inverse, dtype: tl.constexpr):
 
 @triton.jit
 def _group_maximum(magnitudes, GROUPS: tl.constexpr, dtype: tl.constexpr):
-    """Magnitudes [m, BLOCK] of a float dtype -> the largest of each group, as the bits of a float32, [m, GROUPS]."""
+    """Return the largest of each group of a dtype's magnitudes [m, BLOCK], as bits of a float32, [m, GROUPS]."""
     bits = tl.max(tl.reshape(magnitudes, (magnitudes.shape[0], GROUPS, magnitudes.shape[1] // GROUPS)), 2)
     return as_float32_bits(bits, dtype)
 
@@ -117,20 +103,20 @@ def _quantize_int8_kernel(
     K,
     scale_rows,
     scale_columns,
-    programs,  # of a row
+    programs,  # in a row
     tiles,  # of a program
     stride_xm,
     stride_sm,
     stride_sk,
     QMAX: tl.constexpr,
     SMALLEST: tl.constexpr,
-    SQUARE: tl.constexpr,  # the tiles of a program lie one below the other and share their scales; else side by side
-    GROUPS: tl.constexpr,  # scales of a row in a program
+    SQUARE: tl.constexpr,  # a program's tiles lie one below the other and share scales; otherwise they lie side by side
+    GROUPS: tl.constexpr,  # scales in a row of a program
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     HELD: tl.constexpr,
     MORE: tl.constexpr,  # there are more than HELD tiles
-    EARLY: tl.constexpr,  # launched before the end of the kernel before: see host.launch
+    EARLY: tl.constexpr,  # may start before the previous kernel ends: see launch.launch
 ):
     wait_if_early(EARLY)
     DOWN: tl.constexpr = ROWS if SQUARE else 0
@@ -173,17 +159,17 @@ def _quantize_int8_kernel(
 
 
 def _launch_quantize(x, q, scale, config, block_size=None):
-    """block_size None: one scale a row."""
+    """block_size None: one scale per row."""
     if q.numel() == 0:
         scale.zero_()  # a row without columns has one scale, 0
         return
     x, scale = with_contiguous_rows(x), as_matrix(scale)
     if config == "act_quant" and x.shape[1] % block_size == 0 and x.is_contiguous() and scale.is_contiguous():
-        # blocks that fill contiguous rows may as well be rows: the same bytes, and simpler indices
+        # blocks that fill contiguous rows can be viewed as rows: the same bytes, and simpler indices
         x, q, scale = x.view(-1, block_size), q.view(-1, block_size), scale.view(-1, 1)
     M, K = x.shape
     square = config == "weight_quant"
-    chosen = _CONFIGS["interpreted" if INTERPRETED.value else config]
+    chosen = _CONFIGS["interpreted" if INTERPRETING else config]
     rows, block, num_warps = tile_shape(K, chosen, block_size or 256, block_size if square else None)
     chunks = cdiv(K, block)
     if block_size is None:
@@ -191,11 +177,12 @@ def _launch_quantize(x, q, scale, config, block_size=None):
     else:
         programs, tiles, groups = chunks, block_size // rows if square else 1, block // block_size
     more = tiles > chosen.held
-    held = max(chosen.held - 1, 1) if more else tiles  # the loop over the others needs registers too
+    largest, smallest = LIMITS[q.dtype]
+    held = max(chosen.held - 1, 1) if more else tiles  # the loop over the other tiles needs registers too
     launch(
         x.device, _quantize_int8_kernel, (cdiv(M, rows * tiles if square else rows) * programs,),
-        x, q, scale, M, K, *scale.shape, programs, tiles, x.stride(0), *scale.stride(), *LIMITS[q.dtype],
-        SQUARE=square, GROUPS=groups, ROWS=rows, BLOCK=block, HELD=held, MORE=more,
+        x, q, scale, M, K, *scale.shape, programs, tiles, x.stride(0), *scale.stride(),
+        QMAX=largest, SMALLEST=smallest, SQUARE=square, GROUPS=groups, ROWS=rows, BLOCK=block, HELD=held, MORE=more,
         early=not square, num_warps=num_warps,  # a weight is quantized once
     )  # fmt: skip
 
@@ -209,26 +196,39 @@ def _act_quant(x: torch.Tensor, block_size: int, scale_layout: str, q, scale) ->
     _launch_quantize(x, q, scale, "act_quant", block_size)
 
 
-@planned()
+@replayed()
 def act_quant(x, block_size=128, *, scale_layout="row"):
-    """Quantizes activations to int8 in blocks of block_size columns.
+    """Quantize activations to int8, one scale per 1 x block_size block.
 
-    x: [..., K] float16, bfloat16 or float32, any strides (copied first where no view [M, K] has contiguous rows, as
-    after x.transpose(0, 1)). block_size: 32, 64, 128 or 256. scale_layout: "row", or "column", the same scale with
-    other strides: the scales of one column of blocks lie side by side, as some matrix products read them.
-    Returns codes, int8 [..., K], and scale, float32 [..., ceil(K / block_size)].
-    A block whose absmax is below 3.8e-37 counts as zero: scale 0. One that holds NaN or Inf gets scale NaN and codes 0.
-    Bit-equal to `act_quant_ref`, on the GPU and interpreted. Raises ValueError for bad arguments.
+    A block whose absmax is below 3.8e-37 counts as zero, and gets scale 0. One that holds NaN or Inf gets scale NaN and
+    codes 0. Bit-equal to `act_quant_ref`, on the GPU and interpreted.
+
+    Args:
+        x: [..., K] float16, bfloat16 or float32, any strides. It is copied first if no view [M, K] has contiguous rows,
+            as after x.transpose(0, 1).
+        block_size: columns of a block: 32, 64, 128 or 256.
+        scale_layout: "row", or "column" for K-major scales, which are the same with other strides: the scales of one
+            column of blocks are contiguous, as some GEMMs read them.
+
+    Returns:
+        codes, int8 [..., K]; scale, float32 [..., ceil(K / block_size)].
+
+    Raises:
+        ValueError: an argument is not one of these.
     """
     check_tensor("x", x, FLOATS, "[..., K]")
     check_one_of("block_size", block_size, BLOCKS)
     check_one_of("scale_layout", scale_layout, SCALE_LAYOUTS)
-    return _act_quant(x.detach(), block_size, scale_layout)
+    return _act_quant(x, block_size, scale_layout)
+
+
+def _empty_square_scale(x, block_size):
+    M, K = x.shape
+    return x.new_empty((cdiv(M, block_size), cdiv(K, block_size)), dtype=torch.float32)
 
 
 def _empty_weight_quant(w, block_size):
-    squares = [cdiv(size, block_size) for size in w.shape]
-    return w.new_empty(w.shape, dtype=torch.int8), w.new_empty(squares, dtype=torch.float32)
+    return w.new_empty(w.shape, dtype=torch.int8), _empty_square_scale(w, block_size)
 
 
 @operator(_empty_weight_quant)
@@ -236,17 +236,25 @@ def _weight_quant(w: torch.Tensor, block_size: int, q, scale) -> tuple[torch.Ten
     _launch_quantize(w, q, scale, "weight_quant", block_size)
 
 
-@planned()
+@replayed()
 def weight_quant(w, block_size=128):
-    """Quantizes a weight to int8 in squares of block_size rows and columns.
+    """Quantize a weight to int8, one scale per block_size x block_size block.
 
-    w: [N, K] float16, bfloat16 or float32, any strides. block_size: 32, 64, 128 or 256.
-    Returns codes, int8 [N, K], and scale, float32 [ceil(N / block_size), ceil(K / block_size)]; zero, NaN and Inf as in
-    `act_quant`. Bit-equal to `weight_quant_ref`, on the GPU and interpreted. Raises ValueError for bad arguments.
+    Zero, NaN and Inf as in `act_quant`. Bit-equal to `weight_quant_ref`, on the GPU and interpreted.
+
+    Args:
+        w: [N, K] float16, bfloat16 or float32, any strides.
+        block_size: rows and columns of a block: 32, 64, 128 or 256.
+
+    Returns:
+        codes, int8 [N, K]; scale, float32 [ceil(N / block_size), ceil(K / block_size)].
+
+    Raises:
+        ValueError: an argument is not one of these.
     """
     check_tensor("w", w, FLOATS, "[N, K]")
     check_one_of("block_size", block_size, BLOCKS)
-    return _weight_quant(w.detach(), block_size)
+    return _weight_quant(w, block_size)
 
 
 def _empty_per_token(x, dtype):
@@ -258,19 +266,27 @@ def _quantize_per_token(x: torch.Tensor, dtype: torch.dtype, q, scale) -> tuple[
     _launch_quantize(x, q, scale, "per_token")
 
 
-@planned()
+@replayed()
 def quantize_per_token(x, dtype=torch.int8):
-    """Quantizes every row with one scale.
+    """Quantize activations with one scale per row.
 
-    x: [..., K] float16, bfloat16 or float32, any strides. dtype: torch.int8, or, with compiled kernels on a GPU of
-    capability 8.9 or more, torch.float8_e4m3fn: x * (448 / absmax) rounded to nearest even, scale absmax / 448; there
-    an absmax below 1.4e-36 counts as zero.
-    Returns codes [..., K] and scale, float32 [..., 1]; zero, NaN and Inf as in `act_quant`.
-    Bit-equal to `quantize_per_token_ref`, on the GPU and interpreted. Raises ValueError for bad arguments.
+    Zero, NaN and Inf as in `act_quant`. Bit-equal to `quantize_per_token_ref`, on the GPU and interpreted.
+
+    Args:
+        x: [..., K] float16, bfloat16 or float32, any strides.
+        dtype: torch.int8. With compiled kernels on a GPU of capability 8.9 or more, also torch.float8_e4m3fn: then
+            codes are x * (448 / absmax), rounded to nearest even, the scale is absmax / 448, and an absmax below
+            1.4e-36 counts as zero.
+
+    Returns:
+        codes [..., K] in dtype; scale, float32 [..., 1].
+
+    Raises:
+        ValueError: an argument is not one of these, or the GPU has no FP8.
     """
     check_tensor("x", x, FLOATS, "[..., K]")
     check_one_of("dtype", dtype, tuple(LIMITS))
-    return _quantize_per_token(x.detach(), dtype)
+    return _quantize_per_token(x, dtype)
 
 
 @triton.jit
@@ -283,16 +299,16 @@ def _square_quant_kernel(
     seed_ptr,
     M,
     K,
-    programs,  # of a row of squares
+    programs,  # across a row of blocks
     stride_xm,
     QUANT_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    TILES: tl.constexpr,  # of a program, one below the other; of more than one the second reading finds x in the cache
-    EARLY: tl.constexpr,  # launched before the end of the kernel before: see host.launch
+    TILES: tl.constexpr,  # of a program, one below the other; several are read twice, then from the cache
+    EARLY: tl.constexpr,  # may start before the previous kernel ends: see launch.launch
 ):
     wait_if_early(EARLY)
-    tl.static_assert(TILES == 1 or ROWS * TILES == QUANT_BLOCK, "a program has whole squares")
+    tl.static_assert(TILES == 1 or ROWS * TILES == QUANT_BLOCK, "a program has whole blocks")
     DOWN: tl.constexpr = ROWS * TILES // QUANT_BLOCK
     ACROSS: tl.constexpr = BLOCK // QUANT_BLOCK
     pid = tl.program_id(0)
@@ -324,19 +340,16 @@ def _square_quant_kernel(
 
 
 def _empty_square_quant(x, block_size, rounding, seed):
-    (M, K), scale = x.shape, [cdiv(size, block_size) for size in x.shape]
-    return (
-        x.new_empty((M, K), dtype=torch.int8),
-        x.new_empty((K, M), dtype=torch.int8),
-        x.new_empty(scale, dtype=torch.float32),
-    )
+    M, K = x.shape
+    codes = x.new_empty((M, K), dtype=torch.int8), x.new_empty((K, M), dtype=torch.int8)
+    return *codes, _empty_square_scale(x, block_size)
 
 
 def _launch_square_quant(x, q, q_t, scale, sums, block_size, rounding, seed):
-    """sums None: they aren't wanted."""
+    """sums: None if they aren't wanted."""
     x = with_contiguous_rows(x)
     M, K = x.shape
-    config = _CONFIGS["square_quant interpreted" if INTERPRETED.value else "square_quant"]
+    config = _CONFIGS["square_quant interpreted" if INTERPRETING else "square_quant"]
     rows, block, num_warps = tile_shape(K, config, block_size, shortest=32)
     tiles = max(block_size // rows, 1)
     programs = cdiv(K, block)
@@ -360,29 +373,43 @@ def _empty_square_quant_sums(x, block_size, rounding, seed):
 
 
 @operator(_empty_square_quant_sums)
-def _square_quant_sums(
+def square_quant_sums(
     x: torch.Tensor, block_size: int, rounding: str, seed: torch.Tensor | None, q, q_t, scale, sums
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Also the sums of x over the rows of each row of squares, float32 [ceil(M / block_size), K], in a fixed order."""
+    """Like `square_quant`, of arguments that were checked. Also sums x over the rows of each block, in a fixed order.
+
+    Returns:
+        The results of `square_quant`; sums, float32 [ceil(M / block_size), K].
+    """
     _launch_square_quant(x, q, q_t, scale, sums, block_size, rounding, seed)
 
 
-@planned()
+@replayed()
 def square_quant(x, block_size=128, *, rounding="nearest", seed=None):
-    """Quantizes a matrix to int8 in squares of block_size rows and columns, and transposes the codes, in one pass.
+    """Quantize a matrix to int8 in square blocks, and transpose the codes, in one kernel.
 
-    x: [M, K] float16, bfloat16 or float32, any strides (copied first where its rows aren't contiguous). block_size: 32,
-    64, 128 or 256. rounding: "nearest", as `weight_quant`, or "stochastic": the mean over seeds of `code * scale` is x,
-    to 2**-16 of a scale. seed: for stochastic rounding alone, an integer of 64 bits, or an int64 tensor of one element
-    on x's device, which the kernel reads: a CUDA graph sees what it holds at each replay.
-    Returns codes, int8 [M, K], their transpose, int8 [K, M], contiguous, and scale, float32 [ceil(M / block_size),
-    ceil(K / block_size)], whose transpose belongs to the transpose; zero, NaN and Inf as in `act_quant`. Bit-equal to
-    `square_quant_ref`, on the GPU and interpreted, in both roundings: the noise of an element depends on seed, row and
-    column alone (Philox-4x32-10; Salmon et al. 2011). Raises ValueError for bad arguments.
+    Zero, NaN and Inf as in `act_quant`. Bit-equal to `square_quant_ref`, on the GPU and interpreted, also with
+    stochastic rounding: the noise added to an element depends only on the seed, its row and its column (Philox-4x32-10;
+    Salmon et al. 2011).
+
+    Args:
+        x: [M, K] float16, bfloat16 or float32, any strides. It is copied first if its rows aren't contiguous.
+        block_size: rows and columns of a block: 32, 64, 128 or 256.
+        rounding: "nearest", as in `weight_quant`, or "stochastic": over many seeds the mean of `code * scale` is x, to
+            2**-16 of the scale.
+        seed: for stochastic rounding only: an integer of 64 bits, or an int64 tensor of one element on x's device. The
+            kernel reads the tensor, so each replay of a CUDA graph uses its current value.
+
+    Returns:
+        codes, int8 [M, K]; their transpose, int8 [K, M], contiguous; scale, float32 [ceil(M / block_size),
+        ceil(K / block_size)], whose transpose belongs to the transposed codes.
+
+    Raises:
+        ValueError: an argument is not one of these.
     """
     check_tensor("x", x, FLOATS, "[M, K]")
     check_one_of("block_size", block_size, BLOCKS)
-    return _square_quant(x.detach(), block_size, rounding, check_rounding(rounding, seed, ("x", x)))
+    return _square_quant(x, block_size, rounding, check_rounding(rounding, seed, ("x", x)))
 
 
 @triton.jit
@@ -392,7 +419,7 @@ def _dequantize_int8_kernel(
     out_ptr,
     M,
     K,
-    programs,  # of a row
+    programs,  # in a row
     stride_qm,
     stride_sm,
     stride_sk,
@@ -401,7 +428,7 @@ def _dequantize_int8_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     HELD: tl.constexpr,
-    EARLY: tl.constexpr,  # launched before the end of the kernel before: see host.launch
+    EARLY: tl.constexpr,  # may start before the previous kernel ends: see launch.launch
 ):
     wait_if_early(EARLY)
     GROUPS: tl.constexpr = BLOCK // QUANT_BLOCK
@@ -410,7 +437,7 @@ def _dequantize_int8_kernel(
     chunk = (pid % programs).to(tl.int64)
     offs_m = tl.arange(0, ROWS)[:, None]
     offs_s = chunk * GROUPS + tl.arange(0, GROUPS)[None, :]
-    # all loads come first, to be under way together
+    # all loads come first, so that they overlap
     tiles = ()
     for i in tl.static_range(HELD):
         q = load_tile(q_ptr, row + i * ROWS, chunk * BLOCK, M, K, stride_qm, ROWS, BLOCK)
@@ -437,7 +464,7 @@ def _dequantize_int8(
     q, scale = with_contiguous_rows(q), as_matrix(scale)
     M, K = q.shape
     kind = "dequantize_float32" if out_dtype == torch.float32 else "dequantize"
-    config = _CONFIGS["interpreted" if INTERPRETED.value else kind]
+    config = _CONFIGS["interpreted" if INTERPRETING else kind]
     rows, block, num_warps = tile_shape(K, config, block_size)
     held = min(config.held, cdiv(M, rows))
     programs = cdiv(K, block)
@@ -450,20 +477,30 @@ def _dequantize_int8(
 
 
 def _dequantize(name, q, scale, shape, block_size, square, out_dtype):
-    """shape: of the scales."""
+    """shape: what the scales must have."""
     check_tensor(f"{name}_scale", scale, (torch.float32,), shape, like=(name, q))
     out_dtype = torch.get_default_dtype() if out_dtype is None else out_dtype
     check_one_of("out_dtype", out_dtype, FLOATS)
-    return _dequantize_int8(q, scale.detach(), block_size, square, out_dtype)
+    return _dequantize_int8(q, scale, block_size, square, out_dtype)
 
 
-@planned(torch.get_default_dtype)
+@replayed()
 def act_dequant(x, x_scale, block_size=128, out_dtype=None):
-    """The values `code * scale` of activations that `act_quant` quantized.
+    """Dequantize activations that `act_quant` quantized: `code * scale`.
 
-    x: int8 [..., K], any strides as in `act_quant`. x_scale: float32 [..., ceil(K / block_size)], any strides.
-    Returns [..., K] in out_dtype: float16, bfloat16, float32, or None, which is torch.get_default_dtype(); the product
-    is computed in float32 and rounded to nearest even. Raises ValueError for bad arguments.
+    Computed in float32 and rounded to nearest even. Bit-equal to `act_dequant_ref`, on the GPU and interpreted.
+
+    Args:
+        x: int8 [..., K], any strides, copied as in `act_quant`.
+        x_scale: float32 [..., ceil(K / block_size)], any strides.
+        block_size: as in `act_quant`.
+        out_dtype: float16, bfloat16, float32, or None for torch.get_default_dtype().
+
+    Returns:
+        The values, [..., K] in out_dtype.
+
+    Raises:
+        ValueError: an argument is not one of these, or their shapes don't match.
     """
     check_tensor("x", x, (torch.int8,), "[..., K]")
     check_one_of("block_size", block_size, BLOCKS)
@@ -471,12 +508,23 @@ def act_dequant(x, x_scale, block_size=128, out_dtype=None):
     return _dequantize("x", x, x_scale, shape, block_size, False, out_dtype)
 
 
-@planned(torch.get_default_dtype)
+@replayed()
 def weight_dequant(w, w_scale, block_size=128, out_dtype=None):
-    """The values `code * scale` of a weight that `weight_quant` quantized.
+    """Dequantize a weight that `weight_quant` quantized: `code * scale`.
 
-    w: int8 [N, K]. w_scale: float32 [ceil(N / block_size), ceil(K / block_size)].
-    Returns [N, K]; out_dtype and errors as in `act_dequant`.
+    Computed in float32 and rounded to nearest even. Bit-equal to `weight_dequant_ref`, on the GPU and interpreted.
+
+    Args:
+        w: int8 [N, K], any strides.
+        w_scale: float32 [ceil(N / block_size), ceil(K / block_size)], any strides.
+        block_size: as in `weight_quant`.
+        out_dtype: as in `act_dequant`.
+
+    Returns:
+        The values, [N, K] in out_dtype.
+
+    Raises:
+        ValueError: an argument is not one of these, or their shapes don't match.
     """
     check_tensor("w", w, (torch.int8,), "[N, K]")
     check_one_of("block_size", block_size, BLOCKS)
@@ -509,6 +557,6 @@ def weight_dequant_ref(w, w_scale, block_size=128, out_dtype=None):
 
 def quantize_per_token_ref(x, dtype=torch.int8):
     K = x.shape[-1]
-    # one column of zeros more: a row without columns has no maximum
+    # one more column of zeros, since a row without columns has no maximum
     codes, scale = quantize_ref(torch.nn.functional.pad(x.detach().float(), (0, 1)), -1, dtype)
     return codes[..., :K].contiguous(), scale

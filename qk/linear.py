@@ -1,19 +1,19 @@
-"""Linear layers of quantized weights: a vendor's GEMM, and our kernels for what comes before and after it.
+"""Linear layers with quantized weights: a vendor's GEMM, with our kernels before and after it.
 
     dense     x -> quantize_per_token -> codes [M, K] -> cuBLASLt   -> sums [M, N] -> dequant_bias -> out
     sparse    x -> quant_slide        -> codes [M, C] -> cuSPARSELt -> sums [M, N] -> dequant_bias -> out
 
     out[m, n] = (sum over k of x code * w code) * x scale[m] * w scale[n] + bias[n]
 
-The sparse GEMM skips half of its weight: 2 of every 4 columns are zero. Slid windows (`qk/sparsity.py`) bring a weight
-of which L - 2 of every L columns are left to that form, with C = ceil(K / L) * (2L - 4) columns in place of K.
+The sparse GEMM skips half of its weight: 2 of every 4 columns are zero. Slid windows (`qk/sparsity.py`) give that form
+to a weight which keeps L - 2 of every L columns, with C = ceil(K / L) * (2L - 4) columns in place of K.
 
-Sums of int8 codes are integers. As int32 they are exact, and the same from every library. cuSPARSELt writes them faster
-as bfloat16: half the bytes, here and in `dequant_bias`. That rounds each sum to 8 bits, an error of at most 2**-8 of
-it: as much as rounding the output to bfloat16 costs, once more.
+Sums of int8 codes are integers. In int32 they are exact, and the same from every library. cuSPARSELt writes them faster
+in bfloat16, which takes half the bytes, here and in `dequant_bias`. That rounds each sum to 8 bits, a relative error of
+at most 2**-8: the output is rounded to bfloat16 twice, so to speak.
 
-Where a library is missing (both on the CPU, cuSPARSELt below capability 8.0) torch multiplies the same integers: with
-int32 the results are the same bits. `qk.backend()` says what multiplies.
+Where a library is missing (both on the CPU, cuSPARSELt below capability 8.0) torch multiplies the same integers, and
+with int32 gives the same bits. `qk.backend()` tells which libraries are used.
 """
 
 import warnings
@@ -21,10 +21,12 @@ from typing import NamedTuple
 
 import torch
 
+from .core.checks import FLOATS, LARGEST_INT32_K, check_one_of, check_tensor
+from .core.launch import cdiv, next_power_of_2
+from .core.matrices import as_matrix
+from .core.operators import operator
 from .dequant import dequant_bias, dequant_bias_ref
-from .host import FLOATS, LARGEST_INT32_K, as_matrix, cdiv, check_one_of, check_tensor, next_power_of_2, operator
 from .int8 import quantize_per_token, quantize_per_token_ref
-from .plans import planned
 from .sparsity import quant_slide, quant_slide_ref, slide_weight, slide_weight_ref
 
 __all__ = [
@@ -36,24 +38,24 @@ __all__ = [
     "sparse_linear_ref",
 ]
 
-# dtype of the codes -> those of the sums that a GEMM can write
+# for each dtype of codes, the dtypes of sums that a GEMM can write
 _DENSE_SUMS = {torch.int8: (torch.int32,), torch.float8_e4m3fn: (torch.bfloat16, torch.float32)}
 _SPARSE_SUMS = {torch.int8: (torch.bfloat16, torch.int32), torch.float8_e4m3fn: (torch.bfloat16, torch.float32)}
 
-_LEAST_ROWS = 32  # of cuBLASLt's operand: _int_mm takes more than 16
+_LEAST_ROWS = 32  # for cuBLASLt: _int_mm needs more than 16
 
-# of cuSPARSELt's algorithms, the one that its search found for a device, shapes and dtypes
+# the algorithm that cuSPARSELt's search found for a device, shapes and dtypes
 _ALGORITHMS = {}
 
 
 class SlideWeight(NamedTuple):
-    """What `compress_slide` makes of a weight [N, K]."""
+    """A weight [N, K] after `compress_slide`."""
 
-    codes: torch.Tensor  # its windows, [N, C], or what cuSPARSELt made of them
+    codes: torch.Tensor  # its windows, [N, C], or in cuSPARSELt's own format
     scale: torch.Tensor  # float32 [N, 1]
     columns: int  # K
     L: int
-    compressed: bool  # by cuSPARSELt
+    compressed: bool  # whether by cuSPARSELt
 
 
 # torch.export can save it
@@ -71,7 +73,7 @@ def _has_cusparselt(device):
 
 
 def libraries(device):
-    """What multiplies on a device, "cpu" or "cuda", in a few words."""
+    """Describe in a few words what multiplies on a device, "cpu" or "cuda"."""
     device = torch.device(device)
     if device.type == "cpu" or not torch.cuda.is_available():
         return "dense and sparse GEMM by torch"
@@ -87,43 +89,43 @@ def _multiple(size, of):
 
 
 def _padded(x, rows, columns):
-    """x, or a copy with zeros out to columns, and rows of anything."""
+    """Returns x, or a copy that is padded with columns of zeros, and with rows of anything."""
     if x.shape == (rows, columns) and x.is_contiguous():
         return x
     if x.shape[1] == columns:
         out = x.new_empty((rows, columns))
         out.narrow(0, 0, x.shape[0]).copy_(x)
-    else:  # zeros of float8 are zero bytes
+    else:  # zero bytes are zeros in float8 too
         out = x.new_zeros((rows, columns))
         out[: x.shape[0], : x.shape[1]] = x
     return out
 
 
 def _multiply(a, b):
-    """a @ b.T by torch, exact in int32 if they are int8."""
+    """Compute a @ b.T by torch, exact in int32 if both are int8."""
     with torch.autocast(a.device.type, enabled=False):  # it would multiply in 16 bits
         if a.dtype != torch.int8:
             return a.float() @ b.float().T
         out = a.new_zeros((a.shape[0], b.shape[0]), dtype=torch.int32)
-        # 1024 products of int8 codes sum up exactly in float32; CUDA multiplies no int32
+        # float32 sums of 1024 products of int8 codes are exact, and torch has no int32 matmul on CUDA
         for k in range(0, a.shape[1], 1024):
             out += (a[:, k : k + 1024].float() @ b[:, k : k + 1024].float().T).to(torch.int32)
         return out
 
 
 def _empty_dense_mm(a, b, sums_dtype):
-    # cuBLASLt writes N in multiples; the rows keep their distance
+    # cuBLASLt writes a multiple of 16 columns, and the row stride stays
     return a.new_empty((a.shape[0], _multiple(b.shape[0], 16)), dtype=sums_dtype)[:, : b.shape[0]]
 
 
-@operator(_empty_dense_mm, launches=False)
+@operator(_empty_dense_mm, fills=False)
 def _dense_mm(a: torch.Tensor, b: torch.Tensor, sums_dtype: torch.dtype) -> torch.Tensor:
     (M, K), N = a.shape, b.shape[0]
     if not _has_cublaslt(a.device) or 0 in (M, N, K):
         return _empty_dense_mm(a, b, sums_dtype).copy_(_multiply(a, b))
     with torch.cuda.device_of(a):
-        # _int_mm takes K and N in multiples of 8, _scaled_mm of 16
-        if M < _LEAST_ROWS:  # its rows again: one operation, where a copy into a larger tensor takes three
+        # _int_mm needs multiples of 8 for K and N, _scaled_mm multiples of 16
+        if M < _LEAST_ROWS:  # repeated rows: one operation, where a copy into a larger tensor takes three
             a = torch.cat([a] * cdiv(_LEAST_ROWS, M))
         a = _padded(a, a.shape[0], _multiple(K, 16))
         b = _padded(b, _multiple(N, 16), _multiple(K, 16)).t()
@@ -139,22 +141,22 @@ def _empty_sparse_mm(a, codes, M, N, compressed, sums_dtype):
     return a.new_empty((M, _multiple(N, 32)), dtype=sums_dtype)[:, :N]
 
 
-@operator(_empty_sparse_mm, launches=False)
+@operator(_empty_sparse_mm, fills=False)
 def _sparse_mm(
     a: torch.Tensor, codes: torch.Tensor, M: int, N: int, compressed: bool, sums_dtype: torch.dtype
 ) -> torch.Tensor:
-    """The first M rows of a, times codes, of N rows."""
+    """Multiply the first M rows of a by codes, which has N rows."""
     if not compressed or M == 0:
         out = _empty_sparse_mm(a, codes, M, N, compressed, sums_dtype)
         return out.copy_(_dense_mm(a[:M], codes, torch.int32 if a.dtype == torch.int8 else sums_dtype)) if M else out
     with torch.cuda.device(a.device):
         problem = codes, a.t()
         options = {"out_dtype": sums_dtype, "transpose_result": True}
-        # the search runs the GEMM and waits for it: not anew for each number of rows, and a graph can't capture it
+        # The search runs the GEMM and waits for it: not for each number of rows, and not where a graph is captured.
         key = a.device, next_power_of_2(a.shape[0]), a.shape[1], N, a.dtype, sums_dtype
         if key not in _ALGORITHMS and not torch.cuda.is_current_stream_capturing():
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # it tells of its new name, in a private part of torch
+                warnings.simplefilter("ignore")  # about its new name, which is in a private part of torch
                 _ALGORITHMS[key] = torch._cslt_sparse_mm_search(*problem, **options)
         return torch._cslt_sparse_mm(*problem, **options, alg_id=_ALGORITHMS.get(key, 0))[:M, :N]
 
@@ -166,31 +168,40 @@ def _check_columns(name, K):
 
 
 def _check_linear(x, K, N, bias, out_dtype):
-    """-> x as a matrix, the bias, and the dtype of the output."""
+    """Returns x as a matrix, and the dtype of the output."""
     check_tensor("x", x, FLOATS, "[..., K]")
     if x.shape[-1] != K:
         raise ValueError(f"x has shape {list(x.shape)}; it takes [..., {K}], the weight's columns")
     if bias is not None:
         check_tensor("bias", bias, FLOATS, (N,), like=("x", x))
-        bias = bias.detach()
     out_dtype = x.dtype if out_dtype is None else out_dtype
     check_one_of("out_dtype", out_dtype, FLOATS)
-    return as_matrix(x.detach()), bias, out_dtype
+    return as_matrix(x), out_dtype
 
 
-@planned()
 def dense_linear(x, w, w_scale, bias=None, out_dtype=None, gemm_dtype=None):
-    """x @ dequant(w).T + bias, [..., N]: x is quantized per token, cuBLASLt multiplies.
+    """Compute x @ dequant(w).T + bias: x is quantized per token, and cuBLASLt multiplies.
 
-    x: [..., K] float16, bfloat16 or float32, any strides. w, w_scale: what `quantize_per_token` makes of a weight, int8
-    [N, K], K <= 133144, or float8_e4m3fn, and float32 [N, 1]. bias: [N] float16, bfloat16, float32, or None.
-    out_dtype: float16, bfloat16, float32, or None (x's). gemm_dtype: what the GEMM writes. For int8 torch.int32, exact;
-    for FP8 torch.bfloat16 or torch.float32; None is the first of these.
-    The weight is copied at each call where K or N is not a multiple of 16. Raises ValueError for bad arguments.
+    The weight is copied in each call if K or N is not a multiple of 16.
+
+    Args:
+        x: [..., K] float16, bfloat16 or float32, any strides.
+        w, w_scale: a weight that `quantize_per_token` quantized: int8 [N, K], K <= 133144, or float8_e4m3fn [N, K], and
+            float32 [N, 1].
+        bias: [N] float16, bfloat16, float32, or None.
+        out_dtype: float16, bfloat16, float32, or None for x's dtype.
+        gemm_dtype: what the GEMM writes: for int8 torch.int32, which is exact; for FP8 torch.bfloat16 or torch.float32.
+            None is the first of these.
+
+    Returns:
+        The output, [..., N] in out_dtype.
+
+    Raises:
+        ValueError: an argument is not one of these, or their shapes don't match.
     """
     check_tensor("w", w, tuple(_DENSE_SUMS), "[N, K]")
     N, K = w.shape
-    matrix, bias, out_dtype = _check_linear(x, K, N, bias, out_dtype)
+    matrix, out_dtype = _check_linear(x, K, N, bias, out_dtype)
     if w.dtype == torch.int8:
         _check_columns("x", K)
     check_tensor("w", w, tuple(_DENSE_SUMS), like=("x", x))
@@ -199,7 +210,7 @@ def dense_linear(x, w, w_scale, bias=None, out_dtype=None, gemm_dtype=None):
     check_one_of("gemm_dtype", gemm_dtype, _DENSE_SUMS[w.dtype])
     M = matrix.shape[0]
     if M == 1 and _has_cublaslt(x.device):
-        # a row that the quantizer reads 32 times over is ready sooner than a copy with 31 more
+        # the quantizer reads the row 32 times, which is faster than copying its codes 32 times
         matrix = matrix.expand(_LEAST_ROWS, K)
     codes, scale = quantize_per_token(matrix, w.dtype)
     sums = _dense_mm(codes, w, gemm_dtype)
@@ -207,12 +218,20 @@ def dense_linear(x, w, w_scale, bias=None, out_dtype=None, gemm_dtype=None):
 
 
 def compress_slide(w, L=8, dtype=torch.int8):
-    """Quantizes a (L-2):L sparse weight with one scale a row, slides and compresses it: once, for `sparse_linear`.
+    """Quantize a (L-2):L sparse weight with one scale per row, then slide and compress it, once, for `sparse_linear`.
 
-    w: [N, K] float16, bfloat16 or float32, as `prune_slide(w, L)` leaves it; K <= 133144. L: 4 (plain 2:4), 6, 8 or 10.
-    dtype: of the codes, torch.int8, or torch.float8_e4m3fn where `quantize_per_token` takes it.
-    Returns a `SlideWeight`. torch.compile can't trace it where cuSPARSELt compresses. Raises ValueError for bad
-    arguments, and where L columns hold more than L - 2 values.
+    torch.compile can't trace this function where cuSPARSELt compresses.
+
+    Args:
+        w: [N, K] float16, bfloat16 or float32, as `prune_slide(w, L)` returns it; K <= 133144.
+        L: 4 (plain 2:4), 6, 8 or 10.
+        dtype: torch.int8, or torch.float8_e4m3fn where `quantize_per_token` accepts it.
+
+    Returns:
+        A `SlideWeight`.
+
+    Raises:
+        ValueError: an argument is not one of these, or L columns hold more than L - 2 values.
     """
     check_tensor("w", w, FLOATS, "[N, K]")
     _check_columns("w", w.shape[1])
@@ -226,18 +245,29 @@ def compress_slide(w, L=8, dtype=torch.int8):
 
 
 def sparse_linear(x, sw, bias=None, out_dtype=None, gemm_dtype=torch.bfloat16):
-    """x @ dequant(w).T + bias, [..., N]: x is quantized per token and slid, cuSPARSELt multiplies.
+    """Compute x @ dequant(w).T + bias: x is quantized per token and slid, and cuSPARSELt multiplies.
 
-    x: [..., K] float16, bfloat16 or float32, any strides. sw: `compress_slide(w, L)`. bias: [N] float16, bfloat16,
-    float32, or None. out_dtype: float16, bfloat16, float32, or None (x's). gemm_dtype: what the GEMM writes, for int8
-    torch.bfloat16, or torch.int32, which is exact; for FP8 torch.bfloat16 or torch.float32.
-    The first call of a number of rows searches cuSPARSELt's algorithms, and the host waits; in a CUDA graph that would
-    fail, so what wasn't called before gets the default there. Raises ValueError for bad arguments.
+    The first call with a new number of rows (up to the next power of two) searches cuSPARSELt's algorithms, and the
+    host waits. A CUDA graph can't capture that, so shapes that are new there get the default algorithm.
+
+    Args:
+        x: [..., K] float16, bfloat16 or float32, any strides.
+        sw: `compress_slide(w, L)`.
+        bias: [N] float16, bfloat16, float32, or None.
+        out_dtype: float16, bfloat16, float32, or None for x's dtype.
+        gemm_dtype: what the GEMM writes: for int8 torch.bfloat16, or torch.int32, which is exact; for FP8
+            torch.bfloat16 or torch.float32.
+
+    Returns:
+        The output, [..., N] in out_dtype.
+
+    Raises:
+        ValueError: an argument is not one of these, or their shapes don't match.
     """
     if not isinstance(sw, SlideWeight):
         raise ValueError(f"sw is a {type(sw).__name__}; it takes what compress_slide returns")
     N, K = sw.scale.shape[0], sw.columns
-    matrix, bias, out_dtype = _check_linear(x, K, N, bias, out_dtype)
+    matrix, out_dtype = _check_linear(x, K, N, bias, out_dtype)
     if sw.scale.device != x.device:
         raise ValueError(f"sw is on {sw.scale.device}; it takes x's device, {x.device}")
     check_one_of("gemm_dtype", gemm_dtype, _SPARSE_SUMS[sw.codes.dtype])

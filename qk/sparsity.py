@@ -1,23 +1,23 @@
 """(L-2):L sparsity as 2:4 windows: prune a weight, slide it, and quantize and slide activations in one kernel.
 
-A sparse tensor core takes weights of which at most 2 of every 4 neighbours along K are not zero. A weight with more of
-them, L-2 of every L (6 of 8, say), is laid out anew in windows that overlap by two columns, and x to match:
+Sparse tensor cores need weights of which at most 2 of every 4 neighbours along K are nonzero. A weight with more of
+them, L-2 of every L (6 of 8, say), is rearranged into windows that overlap by two columns, and x to match:
 
     a group of L = 8 columns   0 1 2 3 4 5 6 7
-    window 0                   0 1 2 3              Each window holds at most two of the weight's values, each value
-    window 1                       2 3 4 5          stands in one window, and zeros fill up the others. x is repeated:
+    window 0                   0 1 2 3              Each window holds at most two of the weight's values, each value is
+    window 1                       2 3 4 5          in one window, and the rest is zeros. x is repeated:
     window 2                           4 5 6 7      slide(x) @ slide_weight(w).T == x @ w.T, in the same integers.
 
     columns of window w of group g: g*L + 2*w + (0..3), w = 0 .. L/2-2; L columns become 2L-4: 1 (L = 4: plain 2:4),
-    4/3 (6), 3/2 (8) or 8/5 (10) times as many. Both ends are padded with zeros to a multiple of 32 columns.
+    4/3 (6), 3/2 (8) or 8/5 (10) times as many. Both are padded with zeros to a multiple of 32 columns.
 
-Why two a window are enough: from the left, let each window take the first two values that are left in its columns. What
-it leaves lies in its right half, and so in the next window. One value too many at the end would mean that every window
-is full, and that the group has more than L-2. (SlideSparse, arXiv 2603.05232.)
+Why two per window are enough: going from the left, let each window take the first two remaining values in its columns.
+What it leaves lies in its right half, and so in the next window. A value that no window took would mean that every
+window is full, and therefore that the group has more than L-2 values. (SlideSparse, arXiv 2603.05232.)
 
-`quant_slide` quantizes rows as `quantize_per_token` does. A program keeps its rows in registers until absmax is known,
-as tiles of [rows, units, columns of a unit]. A unit is a group (two, where L = 4); its codes are packed into 32-bit
-words, and a word is a window. Of a long row only the first HELD tiles are kept: the others are read twice.
+`quant_slide` quantizes rows like `quantize_per_token`. A program keeps its rows in registers until absmax is known, as
+tiles of [rows, units, columns of a unit]. A unit is one group (two if L = 4); its codes are packed into 32-bit words,
+and each word is a window. Of a long row only the first HELD tiles are kept, and the others are read twice.
 """
 
 from typing import NamedTuple
@@ -26,22 +26,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .host import (
-    FLOATS,
-    TileConfig,
-    cdiv,
-    check_code_dtype,
-    check_data,
-    check_integer,
-    check_one_of,
-    check_tensor,
-    launch,
-    next_power_of_2,
-    operator,
-    with_contiguous_rows,
-)
-from .numerics import (
-    INTERPRETED,
+from .core.checks import FLOATS, check_code_dtype, check_data, check_integer, check_one_of, check_tensor
+from .core.launch import INTERPRETING, TileConfig, cdiv, launch, next_power_of_2
+from .core.matrices import with_contiguous_rows
+from .core.numerics import (
     LIMITS,
     absmax_and_inverse,
     as_float32_bits,
@@ -52,7 +40,8 @@ from .numerics import (
     to_float32,
     wait_if_early,
 )
-from .plans import planned
+from .core.operators import operator
+from .core.replay import replayed
 
 __all__ = [
     "prune_slide",
@@ -65,7 +54,7 @@ __all__ = [
     "slide_weight_ref",
 ]
 
-# NVIDIA H200, 2026-11. The interpreter takes large tiles: it pays by the program.
+# Tuning table. NVIDIA H200, 2026-11. The interpreter's cost is per program, so its tiles are large.
 _CONFIGS = {
     "compiled": TileConfig(elements=2048, columns=2048, thread=16, held=10),
     "interpreted": TileConfig(elements=65536, columns=65536, thread=2048),
@@ -78,13 +67,13 @@ class _Unit(NamedTuple):
     windows: int
 
 
-_UNITS = {4: _Unit(8, 8, 2), 6: _Unit(6, 8, 2), 8: _Unit(8, 8, 3), 10: _Unit(10, 16, 4)}  # of each L
-_MOST_ROWS = 2**16  # that rows are filled up to a multiple of
+_UNITS = {4: _Unit(8, 8, 2), 6: _Unit(6, 8, 2), 8: _Unit(8, 8, 3), 10: _Unit(10, 16, 4)}  # for each L
+_MOST_ROWS = 2**16  # the largest row_multiple
 
 
 @triton.jit
 def _row_maximum(magnitudes, dtype: tl.constexpr):
-    """Magnitudes [ROWS, UNITS, SLOTS] of a float dtype -> the largest of each row, as the bits of a float32, [ROWS]."""
+    """Return the largest magnitude of each row, [ROWS, UNITS, SLOTS] in dtype, as the bits of a float32, [ROWS]."""
     return as_float32_bits(tl.max(tl.max(magnitudes, 2), 1), dtype)
 
 
@@ -92,7 +81,7 @@ def _row_maximum(magnitudes, dtype: tl.constexpr):
 def _units_at(
     row, unit, M, columns, PER_UNIT: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, SLOTS: tl.constexpr
 ):  # fmt: skip
-    """-> rows and columns, counted from (row, unit), and mask of the tile [ROWS, UNITS, SLOTS] of units there."""
+    """Return the rows and columns, counted from (row, unit), and the mask of a tile [ROWS, UNITS, SLOTS]."""
     offs_m = tl.arange(0, ROWS)[:, None, None]
     offs_j = tl.arange(0, SLOTS)[None, None, :]
     offs_k = tl.arange(0, UNITS)[None, :, None] * PER_UNIT + offs_j
@@ -111,7 +100,7 @@ def _load_units(
 
 @triton.jit
 def _pack_words(codes):
-    """int32 [m, n, 4 * words], of which the low bytes count -> int32 [m, n, words], the first byte lowest."""
+    """Pack the low bytes of int32 [m, n, 4 * words] into int32 [m, n, words], the first byte lowest."""
     codes = tl.reshape(codes & 0xFF, (codes.shape[0], codes.shape[1], codes.shape[2] // 4, 2, 2))
     even, odd = tl.split(codes)
     low, high = tl.split(even | (odd << 8))
@@ -120,13 +109,13 @@ def _pack_words(codes):
 
 @triton.jit
 def _between(a, b):
-    """The last two bytes of word a and the first two of word b."""
+    """Join the last two bytes of word a and the first two of word b."""
     return ((a >> 16) & 0xFFFF) | (b << 16)
 
 
 @triton.jit
 def _windows(words, L: tl.constexpr):
-    """The words of units [m, n, 2 or 4] -> those of their windows [m, n, 2 or 4]. For L = 8 the fourth is of no use."""
+    """Turn the words of units [m, n, 2 or 4] into those of their windows [m, n, 2 or 4]. L = 8 has no fourth window."""
     m: tl.constexpr = words.shape[0]
     n: tl.constexpr = words.shape[1]
     if L == 4:
@@ -150,13 +139,13 @@ def _store_windows(
     out_ptr, x, absmax, inverse, row, unit, out_rows, out_words,
     dtype: tl.constexpr, L: tl.constexpr, WINDOWS: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes a tile of units by its rows' scales and writes its windows."""
+    """Quantize a tile of units by its rows' scales and store its windows."""
     values = to_float32(x) * inverse[:, None, None]
     if dtype == tl.int8:
         codes = round_to_int32(values)
     else:
-        # As values.to(dtype), each byte in a register of its own: Triton 3.6 loses bytes where it moves e4m3 between
-        # threads.
+        # Like values.to(dtype), but each byte gets its own register: Triton 3.6 loses bytes when it moves e4m3 values
+        # between threads.
         codes = tl.inline_asm_elementwise(
             "{ .reg .b16 t; cvt.rn.satfinite.e4m3x2.f32 t, 0f00000000, $1; cvt.u32.u16 $0, t; }", "=r,f", [values],
             dtype=tl.int32, is_pure=True, pack=1,
@@ -171,7 +160,7 @@ def _store_windows(
 @triton.jit
 def _quant_slide_kernel(
     x_ptr,
-    out_ptr,  # int32: four codes
+    out_ptr,  # int32: four codes in each
     scale_ptr,
     M,
     K,
@@ -187,10 +176,10 @@ def _quant_slide_kernel(
     SLOTS: tl.constexpr,
     WINDOWS: tl.constexpr,
     ROWS: tl.constexpr,
-    UNITS: tl.constexpr,  # of a tile's row
+    UNITS: tl.constexpr,  # in a row of a tile
     HELD: tl.constexpr,
     MORE: tl.constexpr,  # there are more than HELD tiles
-    EARLY: tl.constexpr,  # launched before the end of the kernel before: see host.launch
+    EARLY: tl.constexpr,  # may start before the previous kernel ends: see launch.launch
 ):
     wait_if_early(EARLY)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -239,16 +228,18 @@ def _launch_quant_slide(x, q, scale, L):
     x, out = with_contiguous_rows(x), q.view(torch.int32)
     M, K = x.shape
     unit = _UNITS[L]
-    config = _CONFIGS["interpreted" if INTERPRETED.value else "compiled"]
+    config = _CONFIGS["interpreted" if INTERPRETING else "compiled"]
     needed = cdiv(out.shape[1], unit.windows)
     units = min(next_power_of_2(needed), config.columns // unit.slots)
     rows = min(max(config.elements // (units * unit.slots), 1), next_power_of_2(out.shape[0]))
     tiles = cdiv(needed, units)
     more = tiles > config.held
-    held = max(config.held - 1, 1) if more else tiles  # the loop over the others needs registers too
+    largest, smallest = LIMITS[q.dtype]
+    held = max(config.held - 1, 1) if more else tiles  # the loop over the other tiles needs registers too
     launch(
         x.device, _quant_slide_kernel, (cdiv(out.shape[0], rows),),
-        x, out, scale, M, K, *out.shape, tiles, x.stride(0), *LIMITS[q.dtype], FP8=q.dtype != torch.int8,
+        x, out, scale, M, K, *out.shape, tiles, x.stride(0),
+        QMAX=largest, SMALLEST=smallest, FP8=q.dtype != torch.int8,
         L=L, UNIT=unit.columns, SLOTS=unit.slots, WINDOWS=unit.windows, ROWS=rows, UNITS=units, HELD=held, MORE=more,
         early=True, num_warps=max(rows * units * unit.slots // (32 * config.thread), 1),
     )  # fmt: skip
@@ -261,26 +252,34 @@ def _quant_slide(
     _launch_quant_slide(x, q, scale, L)
 
 
-@planned()
+@replayed()
 def quant_slide(x, L=8, dtype=torch.int8, *, row_multiple=1):
-    """Quantizes every row of x with one scale and slides the codes, in one kernel.
+    """Quantize activations with one scale per row and slide the codes, in one kernel.
 
-    x: [M, K] float16, bfloat16 or float32, any strides (copied first where rows are not contiguous). L: 4, 6, 8 or 10.
-    dtype: torch.int8, or torch.float8_e4m3fn where `quantize_per_token` takes it. row_multiple: rows of zeros are added
-    up to a multiple of it, at most 65536 (cuSPARSELt takes 16).
-    Returns codes [M, C], C = ceil(K / L) * (2L - 4) rounded up to a multiple of 32, and scale, float32 [M, 1]: those of
-    `quantize_per_token`, the codes as `slide` lays them out; zero, NaN and Inf as there.
-    Bit-equal to `quant_slide_ref`, on the GPU and interpreted. Raises ValueError for bad arguments.
+    Zero, NaN and Inf as in `quantize_per_token`. Bit-equal to `quant_slide_ref`, on the GPU and interpreted.
+
+    Args:
+        x: [M, K] float16, bfloat16 or float32, any strides. It is copied first if its rows aren't contiguous.
+        L: 4, 6, 8 or 10.
+        dtype: torch.int8, or torch.float8_e4m3fn where `quantize_per_token` accepts it.
+        row_multiple: the codes are padded with rows of zeros to a multiple of this, at most 65536. cuSPARSELt needs 16.
+
+    Returns:
+        codes [M, C] in dtype, with C = ceil(K / L) * (2L - 4), rounded up to a multiple of 32, and M to one of
+        row_multiple: those of `quantize_per_token`, in the layout of `slide`; scale, float32 [M, 1].
+
+    Raises:
+        ValueError: an argument is not one of these, or the GPU has no FP8.
     """
     check_tensor("x", x, FLOATS, "[M, K]")
     check_one_of("L", L, tuple(_UNITS))
     check_one_of("dtype", dtype, tuple(LIMITS))
     check_integer("row_multiple", row_multiple, 1, _MOST_ROWS)
-    return _quant_slide(x.detach(), L, dtype, row_multiple)
+    return _quant_slide(x, L, dtype, row_multiple)
 
 
 def _as_groups(x, L):
-    """[..., K] -> a copy [..., groups, L], filled up with zeros."""
+    """Copy [..., K] to [..., groups, L], padded with zeros."""
     groups = cdiv(x.shape[-1], L)
     padded = x.new_zeros((*x.shape[:-1], groups * L))
     padded[..., : x.shape[-1]] = x
@@ -291,8 +290,8 @@ def _empty_slide_weight(w, L):
     return w.new_empty((w.shape[0], _slid_columns(w.shape[1], L)))
 
 
-# an operator: torch.compile couldn't trace what depends on the weight's values
-@operator(_empty_slide_weight, launches=False)
+# an operator, because torch.compile can't trace the check of the weight's values
+@operator(_empty_slide_weight, fills=False)
 def _slide_weight(w: torch.Tensor, L: int) -> torch.Tensor:
     groups = _as_groups(w, L)
     out = w.new_zeros((w.shape[0], _slid_columns(w.shape[1], L)))
@@ -313,11 +312,17 @@ def _slide_weight(w: torch.Tensor, L: int) -> torch.Tensor:
 
 
 def slide(x, L=8):
-    """The windows of x, side by side.
+    """Lay out the windows of x side by side.
 
-    x: [..., K] float16, bfloat16, float32, int8 or float8_e4m3fn, on any device. L: 4, 6, 8 or 10.
-    Returns x's dtype, [..., C]: ceil(K / L) * (2L - 4) columns and zeros up to a multiple of 32. Raises ValueError for
-    bad arguments.
+    Args:
+        x: [..., K] float16, bfloat16, float32, int8 or float8_e4m3fn, on any device.
+        L: 4, 6, 8 or 10.
+
+    Returns:
+        The windows, [..., C] in x's dtype: C = ceil(K / L) * (2L - 4), rounded up to a multiple of 32 with zeros.
+
+    Raises:
+        ValueError: an argument is not one of these.
     """
     check_data("x", x, (*FLOATS, *LIMITS), "[..., K]")
     check_one_of("L", L, tuple(_UNITS))
@@ -330,26 +335,43 @@ def slide(x, L=8):
 
 
 def slide_weight(w, L=8):
-    """A (L-2):L sparse weight laid out anew as 2:4 windows, without loss: slide(x) @ slide_weight(w).T == x @ w.T.
+    """Rearrange a (L-2):L sparse weight into 2:4 windows, without loss: slide(x) @ slide_weight(w).T == x @ w.T.
 
-    w: [N, K] float16, bfloat16, float32, int8 or float8_e4m3fn, on any device; of each L columns of a row at most L - 2
-    are not zero. L: 4, 6, 8 or 10. Returns w's dtype, [N, C], C as in `slide`: each value once, at most 2 in 4 columns.
-    Raises ValueError for bad arguments, and where L columns hold more than L - 2 values.
+    Args:
+        w: [N, K] float16, bfloat16, float32, int8 or float8_e4m3fn, on any device. Of every L columns of a row at most
+            L - 2 are nonzero.
+        L: 4, 6, 8 or 10.
+
+    Returns:
+        The windows, [N, C] in w's dtype, C as in `slide`. They hold each value once, and at most 2 in every 4 columns.
+
+    Raises:
+        ValueError: an argument is not one of these, or L columns hold more than L - 2 values.
     """
     check_data("w", w, (*FLOATS, *LIMITS), "[N, K]")
     check_one_of("L", L, tuple(_UNITS))
     if w.dtype == torch.float8_e4m3fn:
-        # its bits, with one zero: torch compares and adds no float8
+        # its bits, with -0 as 0, since torch doesn't compare or add float8
         bits = w.detach().view(torch.int8)
         return _slide_weight(torch.where(bits == -128, 0, bits), L).view(w.dtype)
     return _slide_weight(w.detach(), L)
 
 
 def prune_slide(w, L=8):
-    """w with the two smallest magnitudes of each L columns set to zero, of equal ones the first: L - 2 of L are left.
+    """Set the two smallest magnitudes of every L columns to zero, which leaves L - 2 of L.
 
-    w: [N, K] float16, bfloat16, float32 or int8, on any device. The last group of a row counts as filled up with zeros.
-    L: 4, 6, 8 or 10. Returns w's shape and dtype. NaN counts as largest. Raises ValueError for bad arguments.
+    Of equal magnitudes the first is pruned. NaN counts as the largest. The last group of a row counts as padded with
+    zeros.
+
+    Args:
+        w: [N, K] float16, bfloat16, float32 or int8, on any device.
+        L: 4, 6, 8 or 10.
+
+    Returns:
+        The pruned weight, in w's shape and dtype.
+
+    Raises:
+        ValueError: an argument is not one of these.
     """
     check_data("w", w, (*FLOATS, torch.int8), "[N, K]")
     check_one_of("L", L, tuple(_UNITS))
@@ -364,7 +386,7 @@ def prune_slide(w, L=8):
 
 def quant_slide_ref(x, L=8, dtype=torch.int8, *, row_multiple=1):
     M, K = x.shape
-    # one column of zeros more: a row without columns has no maximum
+    # one more column of zeros, since a row without columns has no maximum
     codes, scale = quantize_ref(torch.nn.functional.pad(x.detach().float(), (0, 1)), -1, dtype)
     q = slide_ref(codes[:, :K].view(torch.int8), L)
     return torch.nn.functional.pad(q, (0, 0, 0, -M % row_multiple)).view(dtype), scale
@@ -374,26 +396,29 @@ def slide_ref(x, L=8):
     K = x.shape[-1]
     group, w, j = (torch.arange(count, device=x.device) for count in (-(-K // L), L // 2 - 1, 4))
     columns = (group[:, None, None] * L + 2 * w[:, None] + j).flatten()
-    # as bytes: torch pads and indexes no float8
+    # as bytes, since torch doesn't pad or index float8
     bits = x.detach().view(torch.int8) if x.dtype == torch.float8_e4m3fn else x.detach()
     windows = torch.nn.functional.pad(bits, (0, -K % L))[..., columns]
     return torch.nn.functional.pad(windows, (0, -len(columns) % 32)).view(x.dtype)
 
 
 def slide_weight_ref(w, L=8):
-    rows, K = w.shape
-    windows = [[[] for _ in range(0, K, L) for _ in range(L // 2 - 1)] for _ in range(rows)]
-    out = torch.zeros_like(slide_ref(w, L))
-    for row, column in (w.float() != 0).nonzero().tolist():
-        first = column // L * (L // 2 - 1)
-        for i in range(max(column % L // 2 - 1, 0), min(column % L // 2, L // 2 - 2) + 1):
-            if len(windows[row][first + i]) < 2:
-                windows[row][first + i].append(column)
-                out[row, 4 * (first + i) + column % L - 2 * i] = w.detach()[row, column]
-                break
-        else:
-            raise ValueError(f"w has more than {L - 2} values in {L} columns of row {row}")
-    return out
+    # each value of a group, from the left, goes to the first window that covers its column and has room for it
+    bits = w.detach().view(torch.int8) if w.dtype == torch.float8_e4m3fn else w.detach()
+    values, left = (torch.nn.functional.pad(x, (0, -w.shape[1] % L)) for x in (bits, w.detach().float() != 0))
+    values, left = values.view(len(w), -(-w.shape[1] // L), L), left.view(len(w), -(-w.shape[1] // L), L)
+    windows = values.new_zeros((*values.shape[:2], L // 2 - 1, 4))
+    room = torch.full_like(windows[..., 0], 2, dtype=torch.int8)
+    for column in range(L):
+        for window in range(max(column // 2 - 1, 0), min(column // 2, L // 2 - 2) + 1):
+            fits = left[..., column] & (room[..., window] > 0)
+            windows[..., window, column - 2 * window] = torch.where(fits, values[..., column], 0)
+            room[..., window] -= fits.to(torch.int8)
+            left[..., column] &= ~fits
+    if left.any():
+        raise ValueError(f"w has more than {L - 2} values in {L} columns of row {int(left.nonzero()[0, 0])}")
+    out = windows.flatten(1)
+    return torch.nn.functional.pad(out, (0, -out.shape[1] % 32)).view(w.dtype)
 
 
 def prune_slide_ref(w, L=8):

@@ -10,7 +10,7 @@ import torch
 from filelock import FileLock
 
 import qk
-from qk import plans
+from qk.core import launch, replay
 
 sys.path.insert(0, os.path.dirname(__file__))
 
@@ -31,12 +31,18 @@ def poisoned(x):
     return x.fill_(1234.5 if x.is_floating_point() else -128)
 
 
+@pytest.fixture(autouse=True)
+def nothing_remembered():
+    """No test replays the calls of another, which may have patched what they go through."""
+    replay.forget()
+
+
 @pytest.fixture
 def poison(monkeypatch):
-    """Poisons every tensor that a kernel room or a plan allocates: an unwritten element shows."""
-    new_empty, empty_strided = torch.Tensor.new_empty, plans._empty_strided
+    """Poisons every tensor that a kernel file allocates: an unwritten element shows."""
+    monkeypatch.setattr(launch, "REMEMBER", False)  # replays allocate in another way
+    new_empty = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *args, **kwargs: poisoned(new_empty(x, *args, **kwargs)))
-    monkeypatch.setattr(plans, "_empty_strided", lambda *args: poisoned(empty_strided(*args)))
 
 
 class Windows(list):
@@ -61,21 +67,21 @@ def windows(monkeypatch):
         return whole[4096 : 4096 + count].view(size)
 
     monkeypatch.setattr(torch.Tensor, "new_empty", window)
-    monkeypatch.setattr(plans, "_INTERPRETING", True)  # plans allocate in another way
+    monkeypatch.setattr(launch, "REMEMBER", False)  # replays allocate in another way
     return surroundings
 
 
 @pytest.fixture
 def configure(monkeypatch):
-    """configure(room, *config): all its launch settings are this one. What was planned with others is dropped."""
+    """configure(module, *config): every entry of its tuning table is this one."""
 
-    def replace(room, *config):
-        plans.forget()
-        kind = type(next(iter(room._CONFIGS.values())))
-        monkeypatch.setattr(room, "_CONFIGS", dict.fromkeys(room._CONFIGS, kind(*config)))
+    def replace(module, *config):
+        replay.forget()
+        kind = type(next(iter(module._CONFIGS.values())))
+        monkeypatch.setattr(module, "_CONFIGS", dict.fromkeys(module._CONFIGS, kind(*config)))
 
     yield replace
-    plans.forget()
+    replay.forget()
 
 
 @pytest.fixture
@@ -98,16 +104,16 @@ def needs(tmp_path_factory):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Where kernels are interpreted, references do most of the work of qk.training: for tests of what is around."""
+    """Where kernels are interpreted, references do most of the work of qk.nn.training: for tests of what is around."""
     if qk.device() == "cuda":
         return
-    from qk import training  # here: a copy has none
+    from qk.nn import training  # here: a copy has none
 
     def square_quant_sums(x, block_size, rounding, seed):
         parts = [part.float().contiguous().sum(0) for part in x.split(block_size)] if len(x) else []
         sums = torch.stack(parts) if parts else x.new_empty((0, x.shape[1]), dtype=torch.float32)
         return *qk.square_quant_ref(x, block_size, rounding=rounding, seed=seed), sums
 
-    monkeypatch.setattr(training, "_square_quant_sums", square_quant_sums)
+    monkeypatch.setattr(training, "square_quant_sums", square_quant_sums)
     for name in ("int8_addmm", "int8_gemm", "int8_addmm_quant", "int8_gemm_quant", "square_quant", "weight_quant"):
         monkeypatch.setattr(training, name, getattr(qk, f"{name}_ref"))

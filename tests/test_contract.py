@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qk
-from qk import plans
+from qk.core import replay
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")  # numpy's, out of the interpreter
 K = 70
@@ -552,26 +552,27 @@ def test_threads():
 
 @gpu
 @every
-def test_a_second_call_goes_straight_to_the_launch(name):
+def test_a_second_call_is_replayed(name):
+    replay.forget()
     work, tensors = of_tensors(name, 5)
-    plans.forget()
+    replay.forget()
     first = work(*tensors)
-    kept = sum(map(len, plans._all_plans))
+    kept = sum(map(len, replay._remembered))
     if name.startswith(("int8_gemm", "int8_addmm", "int4_gemm")):
         assert kept == 0, "K is not a multiple of 16: operands are copied"
-    elif TABLE[name].plan or name == "dense_linear":
-        assert kept == 1, "one for the whole of it, what it calls included"
+    elif TABLE[name].plan:
+        assert kept == 1, "one for the whole call, operators included"
     else:
-        assert (kept > 0) == (name in ("sparse_linear", "compress_slide"))
+        assert (kept > 0) == (name in ("dense_linear", "sparse_linear", "compress_slide"))
     for seed in range(3):
-        # other numbers, elsewhere in memory, and the plan of before
+        # other numbers, elsewhere in memory, replayed
         others = [value.flip(0) if seed % 2 else value.clone() for value in tensors]
         if name in ("slide_weight", "compress_slide"):
             others = tensors
-        before = sum(map(len, plans._all_plans))
+        before = sum(map(len, replay._remembered))
         got = work(*others)
-        assert sum(map(len, plans._all_plans)) == before
-        with Heard():  # a mode: the function's plans are passed by, and an operator keeps its own
+        assert sum(map(len, replay._remembered)) == before
+        with Heard():  # a mode: calls go through the dispatcher, where operators replay their own
             assert_same(got, work(*others))
     assert_same(work(*tensors), first)
 

@@ -8,7 +8,8 @@ import torch
 from cases import DEVICE, EMPTY, FLOATS, MATRICES, gpu, layouts, randn, rough, same
 from hypothesis import strategies as st
 
-from qk import dequant, host, plans
+from qk import dequant
+from qk.core import launch, replay
 from qk.dequant import dequant_bias, dequant_bias_ref
 
 NAN, INF = math.nan, math.inf
@@ -133,7 +134,7 @@ def test_any_tiles(config, configure, monkeypatch):
     configure(dequant, *config)
     for M, N in ((19, 70), (1, 33), (30, 3)):
         for wide in (False, True):
-            monkeypatch.setattr(dequant, "last_offset", lambda x, wide=wide: 2**30 * wide)
+            monkeypatch.setattr(dequant, "_WIDE", 0 if wide else 2**30)
             check(product(M, N), *factors(M, N))
             check(product(M, N, torch.float16), 0.5, *factors(M, N)[1:], torch.float32)
 
@@ -141,7 +142,7 @@ def test_any_tiles(config, configure, monkeypatch):
 @pytest.mark.parametrize("axis", [3, pytest.param(65535, marks=gpu)], ids=lambda axis: f"axis={axis}")
 @pytest.mark.usefixtures("poison")
 def test_more_programs_than_an_axis_has(axis, configure, monkeypatch):
-    monkeypatch.setattr(host, "_LONGEST_AXIS", axis)
+    monkeypatch.setattr(launch, "_LONGEST_AXIS", axis)
     configure(dequant, 4, 4, 1, 2)
     for programs in axis, axis + 1, 3 * axis + 1:
         M = 2 * programs - 1
@@ -149,7 +150,7 @@ def test_more_programs_than_an_axis_has(axis, configure, monkeypatch):
 
 
 def test_tables_choose_by_size_and_layout(monkeypatch):
-    monkeypatch.setattr(dequant, "INTERPRETED", type("Compiled", (), {"value": False}))
+    monkeypatch.setattr(dequant, "INTERPRETING", False)
 
     def assert_chosen(kind, M, N, transposed=False):
         g = torch.empty(M, N, device="meta")
@@ -166,14 +167,14 @@ def test_tiles(monkeypatch):
     """As many elements in a tile of a narrow matrix, no more tiles than rows, warps by out's dtype."""
     seen = []
     monkeypatch.setattr(dequant, "launch", lambda *args, **options: seen.append((args[2], options)))
-    monkeypatch.setattr(dequant, "_config_of", lambda g: host.TileConfig(1024, 512, 4, held=4))
+    monkeypatch.setattr(dequant, "_config_of", lambda g: launch.TileConfig(1024, 512, 4, held=4))
     for M, N, out_dtype, tile, grid in (
         (9, 1200, torch.bfloat16, (2, 512, 4, 8), (3, 2, 1)),
         (9, 1200, torch.float32, (2, 512, 4, 16), (3, 2, 1)),
         (3, 1200, torch.bfloat16, (2, 512, 2, 8), (3, 1, 1)),
         (1000, 3, torch.bfloat16, (256, 4, 4, 8), (1, 1, 1)),
     ):
-        plans.forget()
+        replay.forget()
         dequant_bias(product(M, N), *factors(M, N), out_dtype)
         launched, options = seen.pop()
         assert tuple(options[name] for name in ("ROWS", "BLOCK", "HELD", "num_warps")) == tile and launched == grid
@@ -197,27 +198,20 @@ def test_non_contiguous(dtype):
 
 
 def test_offsets_beyond_int32_are_noticed(monkeypatch):
-    """A matrix may be small and reach far: its rows, or the elements of a scale, lie wide apart."""
-    for shape, strides, largest in (
-        ((3, 4), (2**28, 2), 2**29 + 6),
-        ((4, 3), (2, 2**29), 2**30 + 6),
-        ((1,), (2**40,), 0),
-    ):
-        assert plans.last_offset(torch.empty(1, device="meta").as_strided(shape, strides)) == largest
-
+    """A matrix may be small and reach far: its rows, or the elements of a scale, lie far apart."""
     seen = []
     monkeypatch.setattr(dequant, "launch", lambda *args, WIDE, **options: seen.append(WIDE))
-    tensors = product(4, 70), *factors(4, 70)
-    plans.forget()
-    for far in (None, *tensors):
-        place = None if far is None else far.data_ptr()
-
-        def last_offset(x, place=place):
-            return 2**30 if x.data_ptr() == place else 2**30 - 1
-
-        monkeypatch.setattr(dequant, "last_offset", last_offset)
-        dequant_bias(*tensors)
-        assert seen.pop() == (far is not None)
+    monkeypatch.setattr(dequant, "_WIDE", 1000)
+    near = product(4, 70), *factors(4, 70)
+    far = [torch.empty(size, device=DEVICE) for size in ((4, 300), (4, 260), (70, 15), (70, 15))]
+    far = far[0][:, :70], far[1][:, :1], far[2][:, :1], far[3][:, 0]
+    replay.forget()
+    for i in range(-1, 4):
+        dequant_bias(*[far[j] if j == i else near[j] for j in range(4)])
+        assert seen.pop() == (i >= 0)
+    dequant_bias(near[0][:1].expand(20, 70), 1.0, *near[2:])
+    assert seen.pop(), "the output"
+    replay.forget()
 
 
 @pytest.mark.parametrize("out_dtype", FLOATS, ids=str)

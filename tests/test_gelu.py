@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from cases import BLOCKS, DEVICE, EMPTY, MATRICES, filled, gpu, layouts, randn, rough, same
 
-from qk import data, gelu, gemm, host, int8, numerics
+from qk import data, gelu, gemm, int8
+from qk.core import activations, launch
 from qk.gelu import int8_gelu, int8_gelu_backward, int8_gelu_backward_ref, int8_gelu_ref
 from qk.int8 import act_dequant_ref, act_quant_ref, square_quant_ref, weight_dequant_ref, weight_quant_ref
 
@@ -102,7 +103,7 @@ def test_references_hold_far_left_of_zero(x):
     expected = {"gelu": (x * tail, tail + x * density), "gelu_tanh": (x * s, s + x * s * (1 - s) * slope)}
     for activation, (value, derivative) in expected.items():
         wide = torch.tensor([x], dtype=torch.float64, requires_grad=True)
-        got = numerics._activated(wide, activation)
+        got = activations._activated(wide, activation)
         got.backward()
         assert got.item() == pytest.approx(value, rel=1e-12, abs=0)
         assert wide.grad.item() == pytest.approx(derivative, rel=1e-12, abs=0)
@@ -360,6 +361,40 @@ def test_backward_of_zero_and_bad_squares():
             assert same(dx[:, 128:], clean[0][:, 128:]) and same(out_t[128:], clean[3][128:])
 
 
+def codes_off(x, x_scale, grad, grad_scale=None, block_size=128, activation="gelu"):
+    """How far the codes of dx are from the reference's."""
+    arguments = grad, grad_scale, x, x_scale, block_size
+    dx, *_ = int8_gelu_backward(*arguments, activation=activation)
+    dx_ref, *_ = int8_gelu_backward_ref(*arguments, activation=activation)
+    return (dx.int() - dx_ref.int()).abs()
+
+
+def test_backward_where_x_is_zero():
+    """There the derivative is 1/2, exactly: next to a derivative of 1, gradients of 1 and 127 steps make ties."""
+    x, grad = torch.zeros(96, 64), torch.randint(-1, 2, (96, 64)).to(torch.int8)
+    x[:, 5], grad[:, 5] = 8, 127
+    x, x_scale = weight_quant_ref(x.to(DEVICE), 32)
+    for exponent in range(-6, 4):
+        scale = torch.full((3, 2), 1.1 * 10.0**exponent, device=DEVICE)
+        assert not codes_off(x, x_scale, grad.to(DEVICE), scale, 32).any()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("low", "high"), [(-3, -6), (-6, -9), (-9, -12), (-12, -40), (-40, -300)])
+def test_backward_of_tails(low, high, activation):
+    """Blocks far left of zero, where derivatives are small or vanish: no more codes are off than elsewhere."""
+    x = low + torch.rand(128, 256, generator=torch.Generator().manual_seed(0)).to(DEVICE) * (high - low)
+    off = codes_off(*weight_quant_ref(x), randn(128, 256) * 1e3, activation=activation)
+    assert off.max() <= 1 and off.count_nonzero() <= off.numel() / 1000
+
+
+@pytest.mark.parametrize(("activation", "x"), [("gelu", -0.75179), ("gelu_tanh", -0.75246), ("silu", -1.27846)])
+def test_backward_where_the_derivative_crosses_zero(activation, x):
+    x *= torch.linspace(0.998, 1.002, 256, device=DEVICE).expand(128, -1)
+    off = codes_off(*weight_quant_ref(x), randn(128, 256), activation=activation)
+    assert off.max() <= 1 and off.count_nonzero() <= off.numel() / 1000
+
+
 def test_backward_writes_nothing_outside(windows):
     for M, K, block_size in ((5, 300, 32), (1, 1, 64), (130, 257, 128)):
         int8_gelu(*squares(M, K, block_size), block_size)
@@ -369,7 +404,7 @@ def test_backward_writes_nothing_outside(windows):
 
 def test_what_squares_refuse():
     (x, x_scale), grad = squares(70, 300, 32), randn(70, 300)
-    with pytest.raises(ValueError, match="^scale_layout is 'column'; it takes 'row' where x_scale is of squares"):
+    with pytest.raises(ValueError, match="^scale_layout is 'column'; it takes 'row' where x_scale has square blocks"):
         int8_gelu(x, x_scale, 32, scale_layout="column")
     with pytest.raises(ValueError, match=r"^x_scale has shape \[3, 10\]; it takes \[70, 5\]"):
         int8_gelu(x, x_scale, 64)
@@ -384,22 +419,25 @@ def test_what_squares_refuse():
 @triton.jit
 def _gradient_kernel(x_ptr, out_ptr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out_ptr + offs, numerics.activation_gradient(tl.load(x_ptr + offs), ACTIVATION))
+    tl.store(out_ptr + offs, activations.activation_gradient(tl.load(x_ptr + offs), ACTIVATION))
 
 
 def test_derivatives():
-    """From one power of two to the next, over all that float32 holds; 14 is where polynomials end."""
+    """From one power of two to the next, over all that float32 holds; at 15 exp(-x * x / 2) is 0 in float32."""
     x = torch.cat((torch.linspace(-15, 15, 2**18 - 2**12), 2.0 ** torch.linspace(-149, 127.99, 2**11)))
     x = torch.cat((x, -x[-(2**11) :])).to(DEVICE)
     x[:5] = torch.tensor([NAN, INF, -INF, 0, -0.0])
     for activation in ACTIVATIONS:
         out = torch.empty_like(x)
         block = 2**16 if DEVICE == "cpu" else 2**10  # few programs, interpreted; few registers, compiled
-        host.launch(x.device, _gradient_kernel, (len(x) // block,), x, out, activation, block)
+        launch.launch(x.device, _gradient_kernel, (len(x) // block,), x, out, activation, block)
         assert out[:3].isnan().all() and same(out[3], out[4])
         finite = x[3:].clamp(-1e4, 1e4)  # beyond, x**3 of float64 gives NaN
-        for got in (out[3:], numerics.activation_gradient_ref(finite, activation)):
+        for got in (out[3:], activations.activation_gradient_ref(finite, activation)):
             assert ((got - gradient(finite, activation)).abs() < 2e-7).all()
+        tail = (x[3:] < -2) & (x[3:] > (-9 if activation == "gelu_tanh" else -12))
+        true = gradient(x[3:][tail], activation)
+        assert ((out[3:][tail] - true).abs() < 2e-5 * true.abs()).all()
 
 
 def test_same_bits_every_run():

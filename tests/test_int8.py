@@ -9,7 +9,8 @@ from cases import BLOCKS, DEVICE, EMPTY, FLOATS, MATRICES, filled, gpu, layouts,
 from hypothesis import strategies as st
 
 import qk
-from qk import int8, numerics
+from qk import int8
+from qk.core import numerics
 from qk.int8 import (
     act_dequant,
     act_dequant_ref,
@@ -339,7 +340,7 @@ def test_nothing_is_written_outside():
 def test_square_quant_writes_nothing_outside(windows):
     for M, K, block_size in ((5, 300, 32), (1, 1, 64), (130, 257, 128), (3, 256, 256)):
         square_quant(rough(M, K), block_size)
-        int8._square_quant_sums(rough(M, K), block_size, "nearest", None)
+        int8.square_quant_sums(rough(M, K), block_size, "nearest", None)
     windows.assert_untouched(outputs=4 * (3 + 4))
 
 
@@ -348,15 +349,15 @@ def test_sums_of_squares():
     seed = torch.tensor([3], device=DEVICE)
     for dtype, block_size in ((torch.float32, 32), (torch.bfloat16, 256)):
         x = randn(300, 70, dtype=dtype)
-        *results, sums = int8._square_quant_sums(x, block_size, "stochastic", seed)
+        *results, sums = int8.square_quant_sums(x, block_size, "stochastic", seed)
         for got, want in zip(results, square_quant(x, block_size, rounding="stochastic", seed=3), strict=True):
             assert same(got, want)
         expected = torch.stack([rows.double().sum(0) for rows in x.split(block_size)])
         assert sums.dtype == torch.float32 and sums.shape == expected.shape
         assert ((sums - expected).abs() < 3e-5).all()
-        again = int8._square_quant_sums(x, block_size, "nearest", None)[3]
+        again = int8.square_quant_sums(x, block_size, "nearest", None)[3]
         assert same(again, sums)
-    assert int8._square_quant_sums(x[:0], 32, "nearest", None)[3].shape == (0, 70)
+    assert int8.square_quant_sums(x[:0], 32, "nearest", None)[3].shape == (0, 70)
 
 
 # counter, key and output, of the file tests/kat_vectors of the Random123 distribution (D. E. Shaw Research)

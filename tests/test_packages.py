@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib  # pytest brings it
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 COMMANDS = ['pip install -e ".[notebooks]" && jupyter lab notebooks', 'pip install -e ".[test]" && pytest --nbval']
 
@@ -96,12 +97,52 @@ def test_sdist_carries_the_tests_and_the_notebooks(tmp_path):
     assert set(here) - there == set()
 
 
+def _built(clone, kind):
+    """The wheel, or what an editable install is, of a small package with this pyproject.toml. Returns the zip file."""
+    for name, text in {
+        "pyproject.toml": (ROOT / "pyproject.toml").read_text(),
+        "README.md": "",
+        "LICENSE": "",
+        "qk/__init__.py": "answer = 7\n",
+        "qk/nn/__init__.py": "",
+        "tests/test_it.py": "",
+    }.items():
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        (clone / name).write_text(text)
+    build = f"from setuptools import build_meta; build_meta.build_{kind}('dist')"
+    subprocess.run([sys.executable, "-c", build], cwd=clone, check=True, capture_output=True)
+    (built,) = (clone / "dist").glob("*.whl")
+    return zipfile.ZipFile(built)
+
+
+@pytest.mark.parametrize("folder", ["qk", "other"])
+def test_an_editable_install_works_next_to_a_clone_of_any_name(folder, tmp_path):
+    site = tmp_path / "site"
+    _built(tmp_path / folder, "editable").extractall(site)
+    code = f"import site; site.addsitedir({str(site)!r}); import qk, qk.nn; print(qk.answer)"
+    # -S and -E: nothing but this install
+    done = subprocess.run([sys.executable, "-SE", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "7\n", done.stderr
+
+
+def test_a_wheel_holds_the_package_only(tmp_path):
+    names = [name for name in _built(tmp_path / "clone", "wheel").namelist() if ".dist-info/" not in name]
+    assert sorted(names) == ["qk/__init__.py", "qk/nn/__init__.py"]
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_readme_has_the_two_commands(command):
     lines = (ROOT / "README.md").read_text().splitlines()
     assert lines.count(command) == 1
     before, after = lines[lines.index(command) - 1], lines[lines.index(command) + 1]
     assert before.startswith("```") and after == "```"
+
+
+def test_readme_s_example_prints_what_it_says(capsys):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    code, printed = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", readme, re.DOTALL).groups()
+    exec(code, {})
+    assert capsys.readouterr().out == printed
 
 
 def test_ci_runs_the_readme_s_test_command():

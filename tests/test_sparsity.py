@@ -1,5 +1,6 @@
 import itertools
 import math
+import sys
 
 import hypothesis
 import pytest
@@ -249,6 +250,18 @@ def test_slide_weight_of_every_pattern(L):
         for function in (slide_weight, slide_weight_ref):
             with pytest.raises(ValueError, match="^w has "):
                 function(row[None], L)
+
+
+def test_the_reference_makes_no_step_per_value():
+    w, calls = prune_slide(randint(64, 480), 6), []
+    windows = slide_weight_ref(w, 6)
+    sys.setprofile(lambda frame, event, argument: calls.append(event))
+    try:
+        again = slide_weight_ref(w, 6)
+    finally:
+        sys.setprofile(None)
+    assert same(windows, slide_weight(w, 6)) and same(again, windows)
+    assert len(calls) < 1000 < w.count_nonzero()
 
 
 def test_too_many_values_are_pointed_at():

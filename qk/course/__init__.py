@@ -2,6 +2,13 @@
 
 import warnings
 
+try:
+    import ipywidgets  # noqa: F401
+    import matplotlib  # noqa: F401
+except ModuleNotFoundError as error:
+    message = f"qk.course needs {error.name}, which isn't installed: pip install -e '.[notebooks]'"
+    raise ModuleNotFoundError(message, name=error.name) from None
+
 from qk.course import charts, exercises, figures, trace
 from qk.course.charts import *  # noqa: F403
 from qk.course.exercises import *  # noqa: F403

@@ -1,7 +1,7 @@
 """Charts of what was measured or counted: speeds, times, bytes and errors.
 
-A record is a report of qk.bench or `qk.data.recorded()`; of None, or where it lacks the operation, the figure says that
-nothing is recorded.
+A record is a report of `python -m qk bench`, as `qk.data.recorded()` returns it. Where it is None, or lacks the
+operation, the figure says that nothing is recorded.
 """
 
 import math
@@ -63,7 +63,7 @@ def _microseconds(us):
 
 def _not_measured(what):
     fig, ax = subplots(9, 1.2)
-    text = f"No measurement of {what} is recorded here. On a GPU, python -m qk.bench makes one."
+    text = f"No measurement of {what} is recorded here. On a GPU, python -m qk bench makes one."
     ax.text(0.5, 0.5, text, ha="center", va="center")
     ax.set_axis_off()
     ax.set_title(f"{what}: not measured")

@@ -10,8 +10,8 @@ import ipywidgets
 import torch
 from IPython.display import display
 
+from qk.core.numerics import INTERPRETED
 from qk.course.windows import OutOfBounds, run_on, watching, windows_of
-from qk.numerics import INTERPRETED
 
 __all__ = ["Race", "check", "explore", "launch", "source"]
 

@@ -62,7 +62,7 @@ def _on_cpu(tensor):
 
 
 def compiled(kernel, *args, arch=90, **options):
-    """A row of `python -m qk.aot` for kernel[(1,)](*args, **options), compiled for GPUs of that capability.
+    """A row of `python -m qk aot` for kernel[(1,)](*args, **options), compiled for GPUs of that capability.
 
     Its "loop" counts the machine instructions of the kernel's longest innermost loop, by their names: {"FFMA": 17}.
     kernel may also be a function of qk: of the kernels that it launches, the row of the one with the longest loop.
@@ -163,7 +163,7 @@ def _serve(backend):
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a kernel prints is no answer
     if backend == "compile":
-        from qk import aot
+        from qk.tools import aot
 
         aot.prepare()
     with tempfile.TemporaryDirectory() as folder:

@@ -6,7 +6,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from qk import host
+from qk.core import interpreter
 
 GUARD = 2**16  # elements before and after each buffer
 
@@ -106,7 +106,7 @@ def watching(kernel, windows, hear, unset=0):
 
     hooks = {"create_masked_load": noted_load, "create_masked_store": noted_store, "create_atomic_rmw": noted_atomic}
     try:
-        with host.interpreting(), mock.patch.multiple(builder, **hooks):
+        with interpreter.interpreting(), mock.patch.multiple(builder, **hooks):
             yield guessed
     except Exception as error:
         if isinstance(error.__cause__, OutOfBounds):  # the interpreter's own error says less

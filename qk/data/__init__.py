@@ -1,10 +1,10 @@
 """The course's real tensors, its sentences and the recorded measurements. README.md says where they come from.
 
-`minilm.safetensors` holds, in float16, the feed-forward part (FFN) of layer 0 of all-MiniLM-L6-v2 and its input:
+`minilm.safetensors` holds the feed-forward part (FFN) of all-MiniLM-L6-v2's layer 0 and its input, in float16:
 
     activations [768, 384] -> ffn_in [1536, 384] + bias -> exact GELU -> ffn_out [384, 1536] + bias
 
-`python -m qk.data` makes the file again and compares.
+`python -m qk data` rebuilds the file and compares.
 """
 
 import json
@@ -21,15 +21,16 @@ FILE = FOLDER / "minilm.safetensors"
 
 
 def names():
-    """Names of the shipped tensors."""
+    """List the names of the shipped tensors."""
     with safe_open(FILE, "pt") as tensors:
         return sorted(tensors.keys())
 
 
 def load(name):
-    """The shipped tensor of that name, float16, on the CPU. Weights are [out_features, in_features].
+    """Load a shipped tensor: float16, on the CPU. Weights are [out_features, in_features].
 
-    ValueError: no such name.
+    Raises:
+        ValueError: no tensor has this name.
     """
     if name not in names():
         raise ValueError(f"name is {name!r}, but must be one of {', '.join(names())}")
@@ -38,10 +39,18 @@ def load(name):
 
 
 def weight(default="ffn_in.weight"):
-    """The learner's own matrix if QK_WEIGHTS=path:tensor names one in a safetensors file, else the shipped one.
+    """Load your own matrix, if QK_WEIGHTS=path:tensor names one in a safetensors file, or else a shipped one.
 
-    Only that tensor is read; it keeps its dtype (float16, bfloat16 or float32).
-    ValueError: the file or the tensor can't be found, or it isn't such a matrix.
+    Only that tensor is read. It keeps its dtype.
+
+    Args:
+        default: the shipped tensor's name.
+
+    Returns:
+        A float16, bfloat16 or float32 matrix on the CPU.
+
+    Raises:
+        ValueError: the file or the tensor can't be found, or it isn't such a matrix.
     """
     own = os.environ.get("QK_WEIGHTS")
     if not own:
@@ -73,10 +82,16 @@ def weight(default="ffn_in.weight"):
 
 
 def stand_in(rows=8192, columns=2048, seed=0):
-    """A float16 matrix [rows, columns] with the tails of ffn_out.weight, for large shapes; equal on every machine.
+    """Make a matrix of any shape with the tails of ffn_out.weight, the same on every machine.
 
-    Each row is a bootstrap of one real row: it strings together runs of 128 real neighbours. So the errors of whole
-    rows and of groups stay close to the real matrix's. ValueError: rows or columns below 1.
+    Each row is a bootstrap of one real row: it strings together runs of 128 real neighbors. So quantization errors,
+    with a scale per row or per group, stay close to the real matrix's.
+
+    Returns:
+        A float16 matrix [rows, columns] on the CPU.
+
+    Raises:
+        ValueError: rows or columns is below 1.
     """
     for name, size in (("rows", rows), ("columns", columns)):
         if size < 1:
@@ -91,7 +106,7 @@ def stand_in(rows=8192, columns=2048, seed=0):
 
 
 def parse(text):
-    """The JSON of a report of `python -m qk.bench` -> a dict whose results are whole again."""
+    """Parse a report that `python -m qk bench` wrote. Returns a dict; each of its results has all its fields."""
     report = json.loads(text)
     tables = {name: report.pop(f"{name}s", []) for name in ("run", "case")}
     for i, row in enumerate(report["results"]):
@@ -103,7 +118,11 @@ def parse(text):
 
 
 def recorded(gpu=None):
-    """The measurements of bench_<gpu>.json as a dict, or None; gpu=None: the H200's, or else the newest there are."""
+    """Read the measurements in bench_<gpu>.json; with gpu=None the H200's, or else the newest.
+
+    Returns:
+        A dict, or None if there are none.
+    """
     found = {file.stem: parse(file.read_text(encoding="utf-8")) for file in FOLDER.glob("bench_*.json")}
     if gpu is None and "bench_h200" not in found:
         return max(found.values(), key=lambda record: record["date"], default=None)

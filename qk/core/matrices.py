@@ -1,0 +1,39 @@
+"""Bring tensors into the form that kernels take: matrices, contiguous or aligned rows, words of packed codes."""
+
+import torch
+
+from .launch import cdiv
+
+
+def as_matrix(x):
+    """View [..., K] as [M, K]. Copies only where the leading dimensions can't be merged."""
+    return x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def with_contiguous_rows(x):
+    """View [..., K] as [M, K] with contiguous rows. Copies where there is no such view."""
+    x = as_matrix(x)
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def with_aligned_rows(x, unit=1):
+    """Returns a matrix whose rows start at multiples of 16 bytes.
+
+    That is x itself, if it has such rows and they are whole units of `unit` elements. Otherwise it is a copy whose rows
+    are filled up to 16 bytes with zeros.
+    """
+    (rows, columns), size = x.shape, x.itemsize
+    aligned = (x.stride(0) * size | x.data_ptr()) % 16 == 0
+    if aligned and columns % unit == 0 and x.stride(1) == 1 and x.stride(0) >= columns:
+        return x
+    out = x.new_zeros((rows, cdiv(columns * size, 16) * 16 // size))
+    out[:, :columns] = x
+    return out
+
+
+def empty_scale(x, groups, layout):
+    """Allocate the scales of x [..., K], float32 [..., groups]. "column" puts the scales of one group side by side."""
+    leading = x.shape[:-1]
+    if layout == "row":
+        return x.new_empty((*leading, groups), dtype=torch.float32)
+    return x.new_empty((groups, *leading), dtype=torch.float32).movedim(0, -1)

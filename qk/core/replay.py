@@ -1,0 +1,160 @@
+"""Replay calls: one like an earlier call allocates its outputs and launches the same kernels, and does nothing else.
+
+    @replayed()                       the first call     checks, operator, launches, which are recorded
+    def act_quant(x): ...             one like it        outputs are allocated; the launches get their addresses
+
+For a few tokens, the Python before a launch takes longer than the GPU needs. One token of 8192 columns, wall time on an
+H100 (2026-11) where a call of torch.matmul takes 16 us: act_quant 50 us and int8_gemm 125 us through the cache of
+launches alone, 15 and 25 us replayed.
+"""
+
+import functools
+import os
+from typing import NamedTuple
+
+import torch
+
+from . import launch
+
+_MOST_CALLS = 512  # that a function remembers; beyond that it forgets all
+_peek_transform = torch._C._functorch.peek_interpreter_stack
+_remembered = []  # a dictionary for each function
+
+try:  # what the code of torch.compile allocates with, in a third of the time of torch.empty_strided
+    from torch._C._dynamo.guards import _empty_strided_cuda as _empty_strided
+except ImportError:
+
+    def _empty_strided(shape, stride, dtype):
+        return torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
+
+
+def forget():
+    """Forget all calls: because a tuning table has changed, say."""
+    for calls in _remembered:
+        calls.clear()
+
+
+os.register_at_fork(after_in_child=forget)  # a child has no GPU: torch says so, a replay would not
+
+
+def listened():
+    """Whether somebody listens to operators: a compiler, a mode, a transform, a tracer or a profiler."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or _peek_transform() is not None
+        or torch._C._get_tracing_state() is not None
+        or torch.autograd._profiler_enabled()
+    )
+
+
+def replayed(*depends, passed_by=listened):
+    """Make a function remember its calls, and replay those that are like one of them.
+
+    Alike means: the same dtypes, shapes, strides, alignments and devices of tensors, and the same other arguments.
+    A call is remembered if all it did was to allocate outputs and temporaries and to launch kernels on these and on its
+    arguments; one that copied an operand is not.
+
+    Args:
+        depends: functions without arguments, on whose results a call depends besides.
+        passed_by: whether a call must not be replayed.
+    """
+    return lambda function: _replayed(function, depends, passed_by)
+
+
+def _replayed(function, depends, passed_by):
+    calls = {}
+    _remembered.append(calls)
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if launch.INTERPRETING or passed_by() or launch.recording() is not None or not launch.remembers():
+            return function(*args, **kwargs)
+        key, tensors = [*kwargs, torch.get_default_dtype(), *[depend() for depend in depends]], []
+        try:
+            for value in (*args, *kwargs.values()):
+                kind = value.__class__
+                if kind in launch.ORDINARY:
+                    tensors.append(value)
+                    key += value.dtype, value.get_device(), value.shape, value.stride(), value.data_ptr() & 15
+                    key.append(value.is_neg())  # then memory holds the numbers without their sign
+                else:  # True is 1, 128.0 is 128 and -0.0 is 0.0, but not here
+                    key += kind, repr(value) if kind is float else value
+            known = calls.get(tuple(key))
+        except Exception:  # a tensor without memory, an argument without a hash: the function says what is wrong
+            return function(*args, **kwargs)
+        if known is not None and (results := known(tensors)) is not None:
+            return results
+        with launch.record() as record:
+            results = function(*args, **kwargs)
+            known = _call_of(tensors, results, record)
+        if len(calls) >= _MOST_CALLS:
+            calls.clear()
+        if known is not None:
+            calls[tuple(key)] = known
+        return results
+
+    return call
+
+
+class _Call(NamedTuple):
+    device: int
+    allocated: list  # (shape, stride, dtype) of results, then of temporaries
+    results: int  # how many; 0: the function returns one tensor, not a tuple
+    steps: list  # (launch, grid, arguments, places), as `_step` returns
+
+    def __call__(self, tensors):
+        """Returns the results, or None if a tensor map of these addresses isn't known: the call must be made anew."""
+        if self.device == launch.current_device():
+            return self._here(tensors)
+        with torch.cuda.device(self.device):
+            return self._here(tensors)
+
+    def _here(self, tensors):
+        new = [_empty_strided(*each) for each in self.allocated]
+        addresses = [tensor.data_ptr() for tensor in (*tensors, *new)]
+        for compiled, grid, values, places in self.steps:
+            values = values.copy()
+            for place, number, tensor_map in places:
+                values[place] = value = addresses[number] if tensor_map is None else tensor_map(addresses[number])
+                if value is None:
+                    return None
+            compiled.go(grid, values)
+        return tuple(new[: self.results]) if self.results else new[0]
+
+
+def _call_of(tensors, results, record):
+    """Returns a _Call, or None if the call did anything besides launching on tensors that it was given or allocated."""
+    single = isinstance(results, torch.Tensor)
+    results = [results] if single else list(results)
+    returned = {tensor.data_ptr() for tensor in results}
+    new = [*results, *(tensor for tensor in record.temporaries if tensor.data_ptr() not in returned)]
+    numbers = {tensor.data_ptr(): number for number, tensor in enumerate((*tensors, *new))}
+    # a tensor that was given twice: which of the two does a kernel take? And a view doesn't own its memory.
+    if not record.launches or 0 in numbers or len(numbers) < len(tensors) + len(new):
+        return None
+    if any(x.storage_offset() or x.untyped_storage().nbytes() != x.numel() * x.itemsize for x in new):
+        return None
+    try:
+        steps = [_step(numbers, *each) for each in record.launches]
+    except (AttributeError, KeyError):  # a Triton that launches in another way; the address of a copy
+        return None
+    allocated = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in new]
+    return _Call(new[0].get_device(), allocated, 0 if single else len(results), steps)
+
+
+def _step(numbers, compiled, grid, args):
+    """Returns a launch, its grid and arguments, and (place, tensor's number, None or its tensor map by address)."""
+    values, places = [], []
+    expanded = dict(zip(compiled.places, compiled.tensor_maps(args), strict=True)) if compiled.places else {}
+    for i, arg in enumerate(args):
+        if i in expanded:
+            places.append((len(values), numbers[arg.base.data_ptr()], compiled.map_of(i, arg)))
+            values += expanded[i]
+        elif isinstance(arg, torch.Tensor):
+            places.append((len(values), numbers[arg.data_ptr()], None))
+            values.append(None)
+        else:
+            values.append(arg)
+    return compiled, grid, values, places

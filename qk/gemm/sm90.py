@@ -1,0 +1,484 @@
+"""The int8 GEMM of Hopper (sm_90) in Gluon: one warpgroup multiplies while the other rescales.
+
+    out[m, n] = sum over blocks of 128 along K of (a[m, block] . b[n, block]) * a_scale[m, block] * b_scale[n', block]
+
+or with a_scale[m', block], m' = m // 128, where a has a scale for each square block, or, with one scale per row,
+out[m, n] = (a[m, :] . b[n, :]) * a_scale[m] * b_scale[n].
+
+One CTA per SM computes tile after tile of 128 x 256 outputs (128 x 128 where there are few). A producer warp fills a
+ring of K blocks in shared memory by TMA; two consumer warpgroups own 64 rows of the tile each, in halves of 128
+columns. A product takes the tensor cores 256 clocks and its rescale the other units about as many, so the two consumers
+take turns:
+
+    consumer 0   multiply | rescale  | multiply | rescale  |
+    consumer 1            | multiply | rescale  | multiply | rescale      the turn is a pair of barriers
+
+A consumer thread has 128 registers of float32 sums, 64 of int32 sums for the product in flight, and 48 for the rest.
+
+exact=True converts each product to float32 and adds it with one fma: two instructions per element and K block.
+exact=False reads the bits as a float instead. The int32 registers start a pair of K blocks at the bits of the float
+MAGIC = 1.5 * 2**23, so that after the first product n1 they read as MAGIC + n1 and after the second as MAGIC + n1 + n2,
+both exact as |n1 + n2| <= 2**22. With t1 = s1 - s2 and t2 = s2,
+
+    n1 * s1 + n2 * s2  =  (MAGIC + n1) * t1  +  (MAGIC + n1 + n2) * t2  -  MAGIC * s1
+
+costs one fma per element and block. MAGIC * s1 is summed for each row and subtracted every _SPAN blocks; until then the
+sums carry it, and round relative to it. Simulated for _SPAN = 16, that adds a relative Frobenius error of 3e-5 on
+uniform codes, 1.3e-4 on normal data, and 1.2e-3 where outlier channels are 50 times as large (where int8 itself is off
+by 4e-2).
+
+With one scale per row there is nothing to rescale in the loop: the int32 sums stay in the tensor cores' registers.
+
+`qk/gemm/sm90_epilogue.py` turns a tile's sums into outputs.
+"""
+
+from typing import NamedTuple
+
+import triton.language as tl
+
+from ..core.gluon import (
+    AVAILABLE,
+    descriptor,
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    reinterpret,
+    tile_of,
+    tma,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+    with_tma_rows,
+)
+from ..core.launch import cdiv, gpu, launch
+from .sm90_epilogue import HALF, MAGIC, WG_M, finish, maxima_exchange
+
+__all__ = []
+
+
+class _Tile(NamedTuple):
+    """How the kernel is launched."""
+
+    columns: int  # columns of a tile
+    stages: int  # pairs of K blocks in the ring
+    group_m: int  # tile rows in a group: see gluon.tile_of
+
+
+_CONFIGS = {"wide": _Tile(256, stages=2, group_m=8), "narrow": _Tile(128, stages=3, group_m=8)}
+
+_BLOCK_M = tl.constexpr(128)
+_BLOCK_K = tl.constexpr(128)  # also the block of the scales
+_SCALES = tl.constexpr(32)  # scales per load, of which two are used: TMA writes to multiples of 128 bytes
+_SPAN = tl.constexpr(16)  # fast mode: K blocks between two corrections
+_MAGIC_BITS = tl.constexpr(0x4B400000)
+
+
+@jit
+def _next_stage(stage, phase, STAGES: tl.constexpr):
+    stage += 1
+    wrap = stage == STAGES
+    return gl.where(wrap, 0, stage), phase ^ wrap.to(gl.int32)
+
+
+@jit
+def _stage_before(stage, STAGES: tl.constexpr):
+    # Computed anew: with `last = stage` both before and in a loop, Gluon doesn't see that the loop changes `last`.
+    return gl.where(stage == 0, STAGES, stage) - 1
+
+
+@jit
+def _producer(
+    a_desc, b_desc, a_scale_desc, b_scale_desc, a_bufs, b_bufs, scale_bufs, b_scale_bufs, full, empty, M, N, KB,
+    PER_ROW: tl.constexpr, A_SQUARE: tl.constexpr,
+    HALVES: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """Keep the ring full. A stage is a pair of K blocks; TMA fills in zeros beyond the matrix."""
+    BLOCK_N: tl.constexpr = HALVES * HALF
+    ROW_SCALES: tl.constexpr = not PER_ROW and not A_SQUARE
+    BYTES: tl.constexpr = (_BLOCK_M + BLOCK_N) * _BLOCK_K + (4 * _BLOCK_M if ROW_SCALES else 0)
+    SQUARES: tl.constexpr = HALVES + (1 if A_SQUARE else 0)
+    tiles_m = gl.cdiv(M, _BLOCK_M)
+    tiles_n = gl.cdiv(N, BLOCK_N)
+    stage = 0
+    phase = 1  # a fresh barrier counts as completed in phase 1: the ring starts empty
+    for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        tile_m, tile_n = tile_of(t, tiles_m, tiles_n, GROUP_M)
+        for k in range(0, KB, 2):
+            for u in gl.static_range(2):
+                ready = full[u].index(stage)
+                mbarrier.wait(empty[u].index(stage), phase)
+                if not PER_ROW:
+                    fence_async_shared()  # TMA must not overtake the ordinary loads of the scales that it overwrites
+                if PER_ROW or u == 1:
+                    mbarrier.expect(ready, BYTES)
+                else:  # scales of square blocks for both K blocks, from a multiple of 4: elsewhere TMA faults
+                    mbarrier.expect(ready, BYTES + SQUARES * 4 * _SCALES)
+                    tma_load(b_scale_desc, [tile_n * HALVES, k & -4], ready, b_scale_bufs.index(stage))
+                    if A_SQUARE:
+                        tma_load(a_scale_desc, [tile_m, k & -4], ready, scale_bufs.index(stage))
+                block = 2 * stage + u
+                tma_load(b_desc, [tile_n * BLOCK_N, (k + u) * _BLOCK_K], ready, b_bufs.index(block))
+                for wg in gl.static_range(2):
+                    row = tile_m * _BLOCK_M + wg * WG_M
+                    if ROW_SCALES:
+                        tma_load(a_scale_desc, [k + u, row], ready, scale_bufs.index(2 * block + wg))
+                    tma_load(a_desc, [row, (k + u) * _BLOCK_K], ready, a_bufs.index(2 * block + wg))
+            stage, phase = _next_stage(stage, phase, STAGES)
+
+
+@jit
+def _multiply(a_buf, b_buf, product, use_acc):
+    return warpgroup_mma(a_buf, b_buf.permute([1, 0]), product, use_acc=use_acc, is_async=True)
+
+
+@jit
+def _begin(product, last_sums, never, EXACT: tl.constexpr):
+    """Returns what the int32 registers hold before a pair of K blocks."""
+    if EXACT:
+        bits = product
+    else:
+        # `never` is false, which the compiler can't see. So the registers depend on the last sums, and ptxas does not
+        # give the next product 64 more registers while the last one is still being rescaled.
+        magic = gl.full(product.shape, _MAGIC_BITS, gl.int32, product.type.layout)
+        bits = gl.where(never, last_sums.to(gl.int32, bitcast=True), magic)
+    return bits
+
+
+@jit
+def _rescale(sums, product, scale, EXACT: tl.constexpr):
+    """Returns sums + product * scale, with a scale for each row, or one for all."""
+    # Volatile assembly stays between the wait for the product and the next product into the same registers. LLVM would
+    # move a conversion below that, and copy all of the product first.
+    scale, _ = gl.broadcast(scale.expand_dims(1), sums)
+    if EXACT:
+        sums = gl.inline_asm_elementwise(
+            "{ .reg .f32 t; cvt.rn.f32.s32 t, $1; fma.rn.f32 $0, t, $2, $3; }", "=f,r,f,f", [product, scale, sums],
+            dtype=gl.float32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        sums = gl.inline_asm_elementwise(
+            "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [product.to(gl.float32, bitcast=True), scale, sums],
+            dtype=gl.float32, is_pure=False, pack=1,
+        )  # fmt: skip
+    return sums
+
+
+@jit
+def _scales(
+    scale_bufs, b_scale_bufs, stage, k, offset,
+    WG: tl.constexpr, half: tl.constexpr, HALVES: tl.constexpr, A_SQUARE: tl.constexpr, layout: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """Load the scales of a pair's two products, for each row or for all. Returns them and the fast mode's offset."""
+    if A_SQUARE:
+        s1 = scale_bufs.index(stage * _SCALES + (k & 2)).load(layout)
+        s2 = scale_bufs.index(stage * _SCALES + (k & 2) + 1).load(layout)
+    else:
+        s1 = scale_bufs.index(4 * stage + WG).reshape([WG_M]).load(layout)
+        s2 = scale_bufs.index(4 * stage + 2 + WG).reshape([WG_M]).load(layout)
+    place = (HALVES * stage + half) * _SCALES + (k & 2)
+    s1 *= b_scale_bufs.index(place).load(layout)
+    s2 *= b_scale_bufs.index(place + 1).load(layout)
+    if not EXACT:
+        offset += s1
+        s1 -= s2
+    return s1, s2, offset
+
+
+@jit
+def _multiply_in_turn(a_buf, b_buf, product, use_acc, turn, WG: tl.constexpr, phase: tl.constexpr):
+    """Wait for this consumer's turn, start a product, and give the turn to the other consumer."""
+    FIRST: tl.constexpr = 1 if WG == 0 else 0  # consumer 0 finds its turn already come
+    mbarrier.wait(turn[WG], phase ^ FIRST)
+    product = _multiply(a_buf, b_buf, product, use_acc)
+    mbarrier.arrive(turn[1 - WG], count=1)
+    return product
+
+
+@jit
+def _add_pair(
+    sums, product, last_sums, offset, ring, turn, stage, phase, k, never,
+    WG: tl.constexpr, half: tl.constexpr, EXACT: tl.constexpr, A_SQUARE: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """Add a pair of K blocks to the sums of half a tile. Returns them, the product's registers and the offset."""
+    a_bufs, b_bufs, scale_bufs, b_scale_bufs, full, empty = ring
+    row_layout: tl.constexpr = gl.SliceLayout(1, product.type.layout)
+    LAST: tl.constexpr = half == HALVES - 1  # nobody reads the pair's buffers after this half
+    use_acc = never if EXACT else True  # whether a product adds to what the registers hold
+    a1 = a_bufs.index(4 * stage + WG)
+    a2 = a_bufs.index(4 * stage + 2 + WG)
+    b1 = b_bufs.index(2 * stage).slice(half * HALF, HALF, 0)
+    b2 = b_bufs.index(2 * stage + 1).slice(half * HALF, HALF, 0)
+    product = _begin(product, last_sums, never, EXACT)
+    if half == 0:
+        mbarrier.wait(full[0].index(stage), phase)
+    product = _multiply_in_turn(a1, b1, product, use_acc, turn, WG, 0)
+    if half == 0:
+        mbarrier.wait(full[1].index(stage), phase)
+    s1, s2, offset = _scales(
+        scale_bufs, b_scale_bufs, stage, k, offset, WG, half, HALVES, A_SQUARE, row_layout, EXACT
+    )  # fmt: skip
+    product = warpgroup_mma_wait(0, (product,))
+    if LAST:
+        mbarrier.arrive(empty[0].index(stage), count=1)
+    sums = _rescale(sums, product, s1, EXACT)
+    product = _multiply_in_turn(a2, b2, product, use_acc, turn, WG, 1)
+    product = warpgroup_mma_wait(0, (product,))
+    if LAST:
+        mbarrier.arrive(empty[1].index(stage), count=1)
+    return _rescale(sums, product, s2, EXACT), product, offset
+
+
+@jit
+def _sum_scaled_blocks(
+    ring, turn, stage, phase, KB, never,
+    WG: tl.constexpr, EXACT: tl.constexpr, A_SQUARE: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr,
+    layout: tl.constexpr,
+):  # fmt: skip
+    """Sum all K blocks. Returns float32 sums [64, 128] of two halves (or of one, and 0), the next stage and phase."""
+    row_layout: tl.constexpr = gl.SliceLayout(1, layout)
+    product = gl.full([WG_M, HALF], 0, gl.int32, layout)
+    sums0 = gl.full([WG_M, HALF], 0.0, gl.float32, layout)
+    sums1 = gl.full([WG_M, HALF], 0.0, gl.float32, layout)
+    SPAN: tl.constexpr = 1 << 24 if EXACT else _SPAN
+    SCALED: tl.constexpr = 1 if A_SQUARE else WG_M.value
+    for first in range(0, KB, SPAN):
+        offset0 = gl.full([SCALED], 0.0, gl.float32, row_layout)
+        offset1 = gl.full([SCALED], 0.0, gl.float32, row_layout)
+        for k in range(first, gl.minimum(first + SPAN, KB), 2):
+            last_sums = sums1 if HALVES == 2 else sums0
+            sums0, product, offset0 = _add_pair(
+                sums0, product, last_sums, offset0, ring, turn, stage, phase, k, never, WG, 0, EXACT, A_SQUARE, HALVES
+            )  # fmt: skip
+            if HALVES == 2:
+                sums1, product, offset1 = _add_pair(
+                    sums1, product, sums0, offset1, ring, turn, stage, phase, k, never, WG, 1, EXACT, A_SQUARE, HALVES
+                )  # fmt: skip
+            stage, phase = _next_stage(stage, phase, STAGES)
+        if not EXACT:
+            sums0 -= (offset0 * MAGIC).expand_dims(1)
+            if HALVES == 2:
+                sums1 -= (offset1 * MAGIC).expand_dims(1)
+    return sums0, sums1, stage, phase
+
+
+@jit
+def _sum_all(
+    ring, stage, phase, KB,
+    WG: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr, layout: tl.constexpr,
+):  # fmt: skip
+    """Sum all of K. Returns int32 sums [64, 128] of two halves (or of one, and 0), the next stage and phase."""
+    a_bufs, b_bufs, _, _, full, empty = ring
+    sums0 = gl.full([WG_M, HALF], 0, gl.int32, layout)
+    sums1 = gl.full([WG_M, HALF], 0, gl.int32, layout)
+    for k in range(0, KB, 2):
+        for u in gl.static_range(2):
+            mbarrier.wait(full[u].index(stage), phase)
+            a = a_bufs.index(4 * stage + 2 * u + WG)
+            b = b_bufs.index(2 * stage + u)
+            sums0 = _multiply(a, b.slice(0, 128, 0), sums0, True)
+            if HALVES == 2:
+                sums1 = _multiply(a, b.slice(128, 128, 0), sums1, True)
+            # all products are done but those just started: the previous K block is free
+            if HALVES == 2:
+                sums0, sums1 = warpgroup_mma_wait(2, (sums0, sums1))
+            else:
+                sums0 = warpgroup_mma_wait(1, (sums0,))
+            if u == 0:
+                mbarrier.arrive(empty[1].index(_stage_before(stage, STAGES)), count=1, pred=k > 0)
+            else:
+                mbarrier.arrive(empty[0].index(stage), count=1)
+        stage, phase = _next_stage(stage, phase, STAGES)
+    sums0, sums1 = warpgroup_mma_wait(0, (sums0, sums1))
+    mbarrier.arrive(empty[1].index(_stage_before(stage, STAGES)), count=1)
+    return sums0, sums1, stage, phase
+
+
+@jit
+def _consumer(
+    WG: tl.constexpr, ring, out_bufs, turn, exchange,
+    out_desc, out_scale_ptr, a_scale_ptr, b_scale_ptr, bias_ptr, M, N, KB,
+    EXACT: tl.constexpr, PER_ROW: tl.constexpr, A_SQUARE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, OUT_BLOCK: tl.constexpr, OUT_SQUARE: tl.constexpr, K_MAJOR: tl.constexpr,
+    RAGGED: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    layout: tl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+    BLOCK_N: tl.constexpr = HALVES * HALF
+    tiles_m = gl.cdiv(M, _BLOCK_M)
+    tiles_n = gl.cdiv(N, BLOCK_N)
+    # N is a multiple of 4 (`supports_sm90`). Now the compiler knows that a mask holds for pairs of columns.
+    N = N // 4 * 4
+    never = M < 0
+    stage = 0
+    phase = 0
+    for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        tile_m, tile_n = tile_of(t, tiles_m, tiles_n, GROUP_M)
+        row = tile_m * _BLOCK_M + WG * WG_M
+        column = tile_n * BLOCK_N
+        a_scale = None
+        if PER_ROW:
+            sums0, sums1, stage, phase = _sum_all(ring, stage, phase, KB, WG, HALVES, STAGES, layout)
+            rows = row + gl.arange(0, WG_M, gl.SliceLayout(1, layout))
+            a_scale = gl.load(a_scale_ptr + rows, mask=rows < M, other=0.0)
+        else:
+            sums0, sums1, stage, phase = _sum_scaled_blocks(
+                ring, turn, stage, phase, KB, never, WG, EXACT, A_SQUARE, HALVES, STAGES, layout
+            )  # fmt: skip
+        sums = (sums0, sums1) if HALVES == 2 else (sums0,)
+        finish(
+            sums, a_scale, b_scale_ptr, bias_ptr, out_desc, out_bufs, out_scale_ptr, exchange, t,
+            row, column, M, N, WG, PER_ROW, HAS_BIAS, ACTIVATION, OUT_BLOCK, OUT_SQUARE, K_MAJOR, RAGGED,
+        )  # fmt: skip
+    tma.store_wait(0)
+
+
+@jit
+def _barriers(STAGES: tl.constexpr, COUNT: tl.constexpr):
+    """One array for each K block of a pair: the compiler then puts fewer CTA barriers between uses of the two."""
+    first = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    second = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(first.index(i), count=COUNT)
+        mbarrier.init(second.index(i), count=COUNT)
+    return first, second
+
+
+@jit
+def _turns():
+    first = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    second = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(first, count=1)
+    mbarrier.init(second, count=1)
+    return first, second
+
+
+@jit(do_not_specialize=["M", "N", "KB"])
+def _int8_gemm_sm90_kernel(
+    a_desc, b_desc, out_desc, out_scale_ptr, a_scale, b_scale, bias_ptr, M, N, KB,
+    EXACT: tl.constexpr, PER_ROW: tl.constexpr, A_SQUARE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, OUT_BLOCK: tl.constexpr, OUT_SQUARE: tl.constexpr, K_MAJOR: tl.constexpr,
+    RAGGED: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """a_scale, b_scale: descriptors of block scales, a's K-major [KB, M]; with PER_ROW pointers to [M] and [N]."""
+    a_bufs = gl.allocate_shared_memory(gl.int8, [4 * STAGES, WG_M, _BLOCK_K], a_desc.layout)
+    b_bufs = gl.allocate_shared_memory(gl.int8, [2 * STAGES, HALVES * HALF, _BLOCK_K], b_desc.layout)
+    out_bufs = gl.allocate_shared_memory(out_desc.dtype, [2 * HALVES, WG_M, out_desc.block_shape[1]], out_desc.layout)
+    one: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    scale_bufs = out_bufs
+    if A_SQUARE:
+        scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 1, _SCALES], a_scale.layout)
+    elif not PER_ROW:
+        scale_bufs = gl.allocate_shared_memory(gl.float32, [4 * STAGES, 1, WG_M], a_scale.layout)
+    b_scale_bufs = scale_bufs
+    a_scales = scale_bufs
+    b_scales = scale_bufs
+    if A_SQUARE:
+        a_scales = reinterpret(scale_bufs, gl.float32, [STAGES * _SCALES, 1], one)
+    if not PER_ROW:
+        b_scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, HALVES, _SCALES], b_scale.layout)
+        b_scales = reinterpret(b_scale_bufs, gl.float32, [HALVES * STAGES * _SCALES, 1], one)
+    full = _barriers(STAGES, 1)
+    empty = _barriers(STAGES, 2)
+    ring = (a_bufs, b_bufs, a_scales, b_scales, full, empty)
+    turn = ()
+    if not PER_ROW:  # without blocks there is nothing to rescale in turns
+        turn = _turns()
+    exchange = ()
+    if OUT_SQUARE:
+        exchange = maxima_exchange(HALVES)
+    gl.warp_specialize(
+        [
+            (_consumer, (
+                0, ring, out_bufs, turn, exchange,
+                out_desc, out_scale_ptr, a_scale, b_scale, bias_ptr, M, N, KB,
+                EXACT, PER_ROW, A_SQUARE, HAS_BIAS, ACTIVATION, OUT_BLOCK, OUT_SQUARE, K_MAJOR,
+                RAGGED, HALVES, STAGES, GROUP_M,
+            )),
+            (_consumer, (
+                1, ring, out_bufs, turn, exchange,
+                out_desc, out_scale_ptr, a_scale, b_scale, bias_ptr, M, N, KB,
+                EXACT, PER_ROW, A_SQUARE, HAS_BIAS, ACTIVATION, OUT_BLOCK, OUT_SQUARE, K_MAJOR,
+                RAGGED, HALVES, STAGES, GROUP_M,
+            )),
+            (_producer, (
+                a_desc, b_desc, a_scale, b_scale, a_bufs, b_bufs, scale_bufs, b_scale_bufs, full, empty, M, N, KB,
+                PER_ROW, A_SQUARE, HALVES, STAGES, GROUP_M,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+def _choose(problem, multiprocessors):
+    """Choose the narrow tile where the wide one would leave more of the GPU idle, or would not fit shared memory."""
+    M, N = problem.out.shape
+    if problem.out_square and problem.block_size is not None and not problem.a_square:
+        return "narrow"
+    tiles_m = cdiv(M, 128)
+    wide = 2 * cdiv(tiles_m * cdiv(N, 256), multiprocessors)
+    narrow = cdiv(tiles_m * cdiv(N, 128), multiprocessors)
+    return "narrow" if narrow < wide and problem.out_block_size != 256 else "wide"
+
+
+def supports_sm90(problem):
+    """Returns whether `int8_gemm_sm90` can solve it.
+
+    It can on Hopper, with K >= 1; contiguous a, b and out whose rows are multiples of 16 bytes, a and b at aligned
+    addresses; block_size 128 or None; out_block_size 32, 64, 128, 256 or None, and 128 with out_square.
+    """
+    a, b, out = problem.a, problem.b, problem.out
+    return (
+        AVAILABLE
+        and problem.block_size in (None, 128)
+        and problem.out_block_size in ((128,) if problem.out_square else (None, 32, 64, 128, 256))
+        and a.is_cuda
+        and min(*a.shape, b.shape[0]) > 0
+        and a.shape[1] % 16 == 0
+        and b.shape[0] * out.itemsize % 16 == 0
+        and (a.data_ptr() | b.data_ptr()) % 16 == 0
+        and a.is_contiguous()
+        and b.is_contiguous()
+        and gpu(a.device).capability == (9, 0)
+    )
+
+
+def int8_gemm_sm90(problem, config=None):
+    """Solve a problem that it supports. Checks nothing.
+
+    a_scale is best K-major (strides (1, M), M a multiple of 4): other scales are copied first. So are scales of square
+    blocks if they are a transposed view, or if their rows don't start at multiples of 16 bytes, as when ceil(K / 128)
+    is not a multiple of 4. out must be 16-byte aligned, and out_scale or its transpose contiguous. config: a key or an
+    entry of _CONFIGS to use instead of `_choose`'s; out_block_size 256 needs a wide one.
+    """
+    p = problem
+    (M, K), N = p.a.shape, p.b.shape[0]
+    multiprocessors = gpu(p.a.device).multiprocessors
+    config = config or _choose(p, multiprocessors)
+    block_n, stages, group_m = _CONFIGS[config] if isinstance(config, str) else config
+    KB = cdiv(K, 128)
+    per_row = p.block_size is None
+    if per_row:
+        a_scale, b_scale = p.a_scale.contiguous(), p.b_scale.contiguous()
+    else:
+        if p.a_square:
+            rows, stride = with_tma_rows(p.a_scale)
+            a_scale = descriptor(rows, *p.a_scale.shape, stride, (1, _SCALES.value))
+        else:
+            rows, stride = with_tma_rows(p.a_scale.t())
+            a_scale = descriptor(rows, KB, M, stride, (1, 64))
+        rows, stride = with_tma_rows(p.b_scale)
+        b_scale = descriptor(rows, *p.b_scale.shape, stride, (block_n // 128, _SCALES.value))
+    launch(
+        p.a.device, _int8_gemm_sm90_kernel, (min(multiprocessors, cdiv(M, 128) * cdiv(N, block_n)),),
+        descriptor(p.a, M, K, K, (64, 128)),
+        descriptor(p.b, N, K, K, (block_n, 128)),
+        descriptor(p.out, M, N, N, (64, 128 // p.out.itemsize)),
+        p.out_scale, a_scale, b_scale, p.bias, M, N, KB,
+        EXACT=p.exact, PER_ROW=per_row, A_SQUARE=p.a_square, HAS_BIAS=p.bias is not None, ACTIVATION=p.activation,
+        OUT_BLOCK=p.out_block_size, OUT_SQUARE=p.out_square,
+        K_MAJOR=p.out_scale is not None and not p.out_square and p.out_scale.stride(0) == 1,
+        RAGGED=p.out_block_size is not None and N % p.out_block_size > 0,
+        HALVES=block_n // 128, STAGES=stages, GROUP_M=group_m, num_warps=4,
+    )  # fmt: skip

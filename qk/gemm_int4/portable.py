@@ -1,0 +1,353 @@
+"""The int4 GEMM with `tl.dot`, for compute capability 8.0 or more, and for bfloat16 and the interpreter everywhere.
+
+    out[m, n] = bias[n] + sum over groups of (x[m, group] . code[n, group]) * (absmax[n, group] / 7)
+
+    w [N, K], packed as `quantize_int4` does: eight codes in 32 bits, in either packing
+
+         +-----+-----+-----+                   The tensor cores sum a group's products in float32; the sum is multiplied
+    n    |     |#####|     |  BLOCK_N rows     by the group's scale, in float32, and added to the tile's sums.
+         +-----+-----+-----+                   The weight is the left operand, so that a tile of 64 rows can have as few
+    x    +-----+-----+-----+                   as 16 tokens.
+    m    |     |#####|     |  BLOCK_M tokens
+         +-----+-----+-----+                   SPLIT: several programs share the columns of a tile, and `_sum_kernel`
+                                               adds their results in a fixed order.
+
+Two codes become two numbers in three instructions. `prmt` puts a byte, which holds two codes, and the same byte shifted
+right by four into two halves. `lop3` keeps a nibble of each half and sets the bits of 128 (in float16 1024) above it,
+with the code's sign bit flipped: 128 + (code + 8). An `fma` subtracts 136. All of that is exact. The unpacked codes go
+through shared memory on their way to the tensor cores.
+
+With thousands of tokens, the loop would unpack a weight again and again. There a kernel writes the codes once, as
+16-bit numbers, to a scratch buffer, some rows at a time, and the same main loop reads them from there.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..core.launch import SHARED_KIB, cdiv, gpu, launch, next_power_of_2, temporary
+from ..core.matrices import with_aligned_rows
+from ..core.numerics import INTERPRETED, LONGEST_SUM, seventh, tile_of, to_dtype, to_float32, wait_if_early
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor as _MatrixMap
+except ImportError:  # Triton 3.3
+    _MatrixMap = None
+
+__all__ = []
+
+
+class Tile(NamedTuple):
+    """How the kernel is launched."""
+
+    block_m: int  # tokens of a tile
+    block_n: int  # rows of the weight
+    step: int  # columns in an iteration
+    group_m: int  # tile rows in a group: see numerics.tile_of
+    warps: int
+    stages: int
+    programs: int  # for each multiprocessor, that splitting K aims at; 0: K is not split
+    scratch: int = 0  # MiB of unpacked codes at a time; 0: codes are unpacked in the loop
+    descriptors: bool = False  # load x and the weight by TMA, where the GPU has it
+
+
+# "decode" is M <= 16, "small" M <= 64, "medium" M <= 512. Not timed: these compile without spills. "float" is for GPUs
+# below capability 8.0, where Triton's only tl.dot is that of float32.
+_CONFIGS = {
+    90: {
+        "decode": Tile(16, 64, 128, group_m=1, warps=4, stages=5, programs=4),
+        "small": Tile(64, 128, 128, group_m=1, warps=8, stages=3, programs=2),
+        "medium": Tile(128, 128, 64, group_m=4, warps=8, stages=4, programs=1),
+        "large": Tile(128, 128, 64, group_m=16, warps=8, stages=4, programs=0, scratch=128, descriptors=True),
+    },
+    80: {
+        "decode": Tile(16, 64, 128, group_m=1, warps=4, stages=4, programs=4),
+        "small": Tile(64, 64, 64, group_m=1, warps=4, stages=4, programs=2),
+        "medium": Tile(128, 64, 64, group_m=4, warps=8, stages=3, programs=1),
+        "large": Tile(128, 64, 64, group_m=8, warps=8, stages=3, programs=0, scratch=64),
+    },
+    120: {
+        "decode": Tile(16, 64, 64, group_m=1, warps=4, stages=4, programs=4),
+        "small": Tile(64, 64, 64, group_m=1, warps=4, stages=4, programs=2),
+        "medium": Tile(128, 64, 64, group_m=4, warps=8, stages=3, programs=1),
+        "large": Tile(128, 64, 64, group_m=8, warps=8, stages=3, programs=0, scratch=64),
+    },
+    "float": {
+        "decode": Tile(16, 32, 32, group_m=1, warps=4, stages=1, programs=4),
+        "small": Tile(32, 64, 32, group_m=1, warps=4, stages=1, programs=2),
+        "medium": Tile(32, 64, 32, group_m=8, warps=4, stages=1, programs=1),
+        "large": Tile(32, 64, 32, group_m=8, warps=4, stages=1, programs=0),
+    },
+}
+
+
+def _dot_columns(config, group_size):
+    return min(config.step, group_size or LONGEST_SUM, LONGEST_SUM)
+
+
+def _choose(x, N, group_size):
+    """Choose the Tile of a problem. Returns it, and the columns of a dot."""
+    M, K = x.shape
+    arch = gpu(x.device).arch
+    known = "float" if arch < 80 else arch if arch in _CONFIGS else 80
+    # The second axis of a grid ends at 65535 programs, and each unpacks 1024 columns to the scratch buffer.
+    size = "decode" if M <= 16 else "small" if M <= 64 else "medium" if M <= 512 or K > 65535 * 1024 else "large"
+    config = _CONFIGS[known][size]
+    dot_k = _dot_columns(config, group_size)
+    if INTERPRETED.value:  # few large programs: each costs a millisecond
+        block_m, block_n = (min(max(next_power_of_2(size), 16), 256) for size in (M, N))
+        dot_k = min(group_size or 256, max(next_power_of_2(K), 32))
+        return config._replace(block_m=block_m, block_n=block_n, step=max(config.step, dot_k)), dot_k
+    # a stage holds x and packed codes; once more there are unpacked codes on their way to the tensor cores
+    stage = config.step * (2 * config.block_m + (2 * config.block_n if config.scratch else config.block_n // 2))
+    free = SHARED_KIB.get(arch, 99) * 1024 - (0 if config.scratch else 2 * dot_k * config.block_n)
+    return config._replace(stages=max(min(config.stages, free // stage), 1)), dot_k
+
+
+def _to_halves(one, offset, magic, kind):
+    """Write PTX that unpacks a word of eight codes into four pairs of 16-bit numbers, the p-th columns 2 p, 2 p + 1."""
+    lines = ["{", ".reg .b32 s, t, one, offset, magic;", "shr.u32 s, $4, 4;"]
+    lines.append(f"mov.b32 one, {one}; mov.b32 offset, {offset}; mov.b32 magic, {magic};")
+    for p in range(4):
+        lines.append(f"prmt.b32 t, $4, s, 0x{4 + p}{4 + p}{p}{p};")
+        lines.append("lop3.b32 t, t, 0x000f000f, magic, 0x6a;")  # (t & mask) ^ magic
+        lines.append(f"fma.rn.{kind} ${p}, t, one, offset;")
+    return tl.constexpr("\n".join([*lines, "}"]))
+
+
+_TO_FLOAT16 = _to_halves("0x3c003c00", "0xe408e408", "0x64086408", "f16x2")  # 1024 + 8, -1032
+_TO_BFLOAT16 = _to_halves("0x3f803f80", "0xc308c308", "0x43084308", "bf16x2")  # 128 + 8, -136
+_FOUR_WORDS = tl.constexpr((tl.int32,) * 4)
+
+
+@triton.jit
+def _unpack(words, dtype: tl.constexpr):
+    """Unpack int32 words [R, W] into codes [R, 8 W] of a dtype."""
+    if INTERPRETED or dtype == tl.float32:
+        nibbles = (words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
+        codes = tl.reshape(((nibbles ^ 8) - 8).to(tl.float32), (words.shape[0], words.shape[1] * 8))
+        return to_dtype(codes, dtype)
+    else:
+        p0, p1, p2, p3 = tl.inline_asm_elementwise(
+            _TO_FLOAT16 if dtype == tl.float16 else _TO_BFLOAT16,
+            "=&r,=&r,=&r,=&r,r", [words], dtype=_FOUR_WORDS, is_pure=True, pack=1,
+        )  # fmt: skip
+        pairs = tl.join(tl.join(p0, p2), tl.join(p1, p3))
+        # the compiler sees that a register's halves stay where they are
+        low = pairs.to(tl.int16).to(dtype, bitcast=True)
+        high = (pairs >> 16).to(tl.int16).to(dtype, bitcast=True)
+        return tl.reshape(tl.join(low, high), (words.shape[0], words.shape[1] * 8))
+
+
+@triton.jit
+def _group_scales(
+    absmax_ptrs, stride_ag, in_rows, rows, k, end, GROUP: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constexpr
+):  # fmt: skip
+    """Load the scales of DOTS dots of DOT_K columns each, from column k on."""
+    scales = ()
+    for i in tl.static_range(DOTS):
+        first = k + i * DOT_K
+        absmax_at = absmax_ptrs + (first // GROUP).to(tl.int64) * stride_ag
+        # columns beyond the end have no scales
+        mask = in_rows < tl.where(first < end, rows, 0)
+        scales += (seventh(to_float32(tl.load(absmax_at, mask=mask, other=0.0))),)
+    return scales
+
+
+@triton.jit
+def _load_columns(
+    x, first, mask, offs_k, k, K, CODES: tl.constexpr, DESCRIPTORS: tl.constexpr, EVEN_K: tl.constexpr
+):  # fmt: skip
+    """Load columns k + CODES * offs_k of the rows from `first` on, 0 beyond the matrix. x: pointers or a descriptor."""
+    if DESCRIPTORS:
+        return x.load([first, k // CODES])
+    elif EVEN_K:
+        return tl.load(x + k // CODES, mask=mask[:, None], other=0)
+    else:
+        return tl.load(x + k // CODES, mask=mask[:, None] & (offs_k * CODES < K - k)[None, :], other=0)
+
+
+@triton.jit
+def _int4_gemm_kernel(
+    x_ptr,  # a TMA descriptor if DESCRIPTORS, as w_ptr
+    w_ptr,  # int32 words of eight codes; if DENSE, codes in x's dtype
+    absmax_ptr,
+    bias_ptr,  # None: no bias
+    out_ptr,  # [M, N], or float32 [split, M, N]
+    M, N, K,
+    first_n, rows,  # the weight's rows in this launch; w_ptr points to the first of them
+    split,  # programs that share a tile
+    steps,  # iterations of each program
+    stride_xm, stride_wn, stride_an, stride_ag,
+    GROUP: tl.constexpr,  # columns that share a scale; None: the row
+    DENSE: tl.constexpr,  # w_ptr holds unpacked codes
+    DESCRIPTORS: tl.constexpr,
+    FLOAT_DOT: tl.constexpr,  # multiply in float32
+    EVEN_K: tl.constexpr,  # iterations end where K ends
+    SPLIT: tl.constexpr,  # split > 1
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    DOT_K: tl.constexpr,  # columns of a dot
+    DOTS: tl.constexpr,  # in an iteration
+    GROUP_M: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,  # starts before the previous kernel ends: see launch.launch
+):  # fmt: skip
+    wait_if_early(EARLY)
+    tl.static_assert(GROUP is None or GROUP % DOT_K == 0, "a dot's columns share their scale")
+    STEP: tl.constexpr = DOTS * DOT_K
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(rows, BLOCK_N)
+    tile = tl.program_id(0) // split
+    part = tl.program_id(0) % split
+    tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
+    first_m, first_row = tile_m * BLOCK_M, tile_n * BLOCK_N
+    offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
+    in_rows = first_row + tl.arange(0, BLOCK_N)
+    mask_m = offs_m < M
+    mask_n = in_rows < rows
+    offs_n = first_n + in_rows.to(tl.int64)
+    offs_k = tl.arange(0, DOT_K)
+    absmax_ptrs = absmax_ptr + offs_n * stride_an
+    CODES: tl.constexpr = 1 if DENSE else 8  # in each element of w
+    offs_w = tl.arange(0, DOT_K // CODES)
+    x_ptrs = x_ptr if DESCRIPTORS else x_ptr + offs_m[:, None] * stride_xm + offs_k[None, :]
+    w_ptrs = w_ptr if DESCRIPTORS else w_ptr + in_rows.to(tl.int64)[:, None] * stride_wn + offs_w[None, :]
+
+    begin = part * steps * STEP
+    end = tl.minimum(K - begin, steps * STEP) + begin
+    if GROUP is None:
+        scales = (seventh(to_float32(tl.load(absmax_ptrs, mask=mask_n, other=0.0))),)
+    else:
+        scales = _group_scales(absmax_ptrs, stride_ag, in_rows, rows, begin, end, GROUP, DOT_K, DOTS)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for k0 in tl.range(begin, end, STEP, num_stages=STAGES):
+        if GROUP is not None:  # an iteration ahead
+            next_scales = _group_scales(absmax_ptrs, stride_ag, in_rows, rows, k0 + STEP, end, GROUP, DOT_K, DOTS)
+        for i in tl.static_range(DOTS):
+            k = k0 + i * DOT_K
+            x = _load_columns(x_ptrs, first_m, mask_m, offs_k, k, K, 1, DESCRIPTORS, EVEN_K)
+            w = _load_columns(w_ptrs, first_row, mask_n, offs_w, k, K, CODES, DESCRIPTORS, EVEN_K)
+            if FLOAT_DOT:
+                x = to_float32(x)
+            if not DENSE:
+                w = _unpack(w, x.dtype)
+            elif FLOAT_DOT:
+                w = to_float32(w)
+            sums = tl.dot(w, tl.trans(x), input_precision="ieee")
+            # an fma by name: the launch fuses no other multiplication and addition
+            acc = tl.fma(sums, (scales[0] if GROUP is None else scales[i])[:, None], acc)
+        if GROUP is not None:
+            scales = next_scales
+
+    if SPLIT:
+        out_ptr += part.to(tl.int64) * M * N
+    elif bias_ptr is not None:
+        acc += to_float32(tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0))[:, None]
+    out_ptrs = out_ptr + offs_m[None, :] * N + offs_n[:, None]
+    tl.store(out_ptrs, to_dtype(acc, out_ptr.dtype.element_ty), mask=mask_m[None, :] & mask_n[:, None])
+
+
+@triton.jit
+def _sum_kernel(
+    parts_ptr,  # float32 [SPLIT, M, N]
+    bias_ptr,  # None: no bias
+    out_ptr, M, N, SPLIT: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    wait_if_early(EARLY)
+    count = tl.full((), 1, tl.int64) * M * N
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < count
+    parts = ()
+    for i in tl.static_range(SPLIT):  # start all loads before the first addition
+        parts += (tl.load(parts_ptr + i * count + offs, mask=mask, other=0.0),)
+    x = parts[0]
+    for i in tl.static_range(1, SPLIT):
+        x += parts[i]
+    if bias_ptr is not None:
+        x += to_float32(tl.load(bias_ptr + offs % N, mask=mask, other=0.0))
+    tl.store(out_ptr + offs, to_dtype(x, out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _unpack_int4_gemm_kernel(
+    w_ptr, codes_ptr, first_n, rows, words, stride_wn, stride_cn, ROWS: tl.constexpr, WORDS: tl.constexpr
+):  # fmt: skip
+    """Unpack rows of codes from first_n on into 16-bit numbers, for DENSE."""
+    offs_r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    offs_w = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    mask_r = offs_r < rows
+    offs_r = offs_r.to(tl.int64)
+    w_ptrs = w_ptr + (first_n + offs_r)[:, None] * stride_wn + offs_w[None, :]
+    packed = tl.load(w_ptrs, mask=mask_r[:, None] & (offs_w < words)[None, :], other=0)
+    offs_k = tl.program_id(1) * (8 * WORDS) + tl.arange(0, 8 * WORDS)
+    codes_ptrs = codes_ptr + offs_r[:, None] * stride_cn + offs_k[None, :]
+    codes = _unpack(packed, codes_ptr.dtype.element_ty)
+    tl.store(codes_ptrs, codes, mask=mask_r[:, None] & (offs_k < words * 8)[None, :])
+
+
+def _split(config, tiles, K, device):
+    """Returns how many programs share a tile, and the iterations of each."""
+    steps = max(cdiv(K, config.step), 1)
+    split = min(gpu(device).multiprocessors * config.programs // tiles, steps // 4, 16)
+    if split < 2:
+        return 1, steps
+    steps = cdiv(steps, split)
+    return cdiv(cdiv(K, config.step), steps), steps
+
+
+def int4_gemm_portable(x, words, absmax, bias, out, group_size, config=None):
+    """Multiply x [M, K] by packed codes into out [M, N], which isn't empty. Checks nothing.
+
+    Args:
+        x: float16 or bfloat16; rows that don't start at multiples of 16 bytes are copied.
+        words: int32 [N, >= K / 8], eight codes a word, in rows that start at multiples of 16 bytes.
+        bias: contiguous, or None.
+        config: a Tile to use instead of the table's.
+    """
+    x = with_aligned_rows(x)[:, : x.shape[1]]
+    (M, N), K = out.shape, x.shape[1]
+    if config is None:
+        c, dot_k = _choose(x, N, group_size)
+    else:
+        c, dot_k = config, _dot_columns(config, group_size)
+    stride_ag = 0 if group_size is None else absmax.stride(1)
+    early = M <= 16
+    rows = N
+    if c.scratch:
+        rows = min(max((c.scratch << 20) // (2 * max(K, 1)) // 256 * 256, 256), N)
+        columns = cdiv(K, 8) * 8
+        codes = temporary(x, (rows, columns), x.dtype)
+    tiles = cdiv(M, c.block_m) * cdiv(rows, c.block_n)
+    split, steps = (1, max(cdiv(K, c.step), 1)) if c.scratch else _split(c, tiles, K, x.device)
+    parts = temporary(x, (split, M, N), torch.float32) if split > 1 else out
+    descriptors = c.descriptors and gpu(x.device).capability[0] in (9, 10) and _MatrixMap is not None and K > 0
+    for first in range(0, N, rows):
+        here = min(rows, N - first)
+        if c.scratch and K > 0:
+            launch(
+                x.device, _unpack_int4_gemm_kernel, (cdiv(here, 16), cdiv(columns, 1024)),
+                words, codes, first, here, columns // 8, words.stride(0), columns,
+                ROWS=16, WORDS=128, num_warps=4,
+            )  # fmt: skip
+        x_, w = x, codes if c.scratch else words
+        if descriptors:
+            x_ = _MatrixMap(x, [M, K], [x.stride(0), 1], [c.block_m, dot_k])
+            width, box = (K, dot_k) if c.scratch else (cdiv(K, 8), dot_k // 8)
+            w = _MatrixMap(w, [here, width], [w.stride(0), 1], [c.block_n, box])
+        launch(
+            x.device, _int4_gemm_kernel, (cdiv(M, c.block_m) * cdiv(here, c.block_n) * split,),
+            x_, w, absmax, None if split > 1 else bias, parts, M, N, K, first, here, split, steps,
+            x.stride(0), columns if c.scratch else words.stride(0), absmax.stride(0), stride_ag,
+            GROUP=group_size, DENSE=c.scratch > 0, DESCRIPTORS=descriptors,
+            FLOAT_DOT=INTERPRETED.value or gpu(x.device).arch < 80, EVEN_K=K % c.step == 0, SPLIT=split > 1,
+            BLOCK_M=c.block_m, BLOCK_N=c.block_n, DOT_K=dot_k, DOTS=c.step // dot_k, GROUP_M=c.group_m,
+            STAGES=c.stages, early=early, num_warps=c.warps, num_stages=c.stages,
+        )  # fmt: skip
+    if split > 1:
+        block = 512 if M * N < 2**20 else 2048
+        launch(
+            x.device, _sum_kernel, (cdiv(M * N, block),),
+            parts, bias, out, M, N, SPLIT=split, BLOCK=block, early=early, num_warps=4,
+        )  # fmt: skip

@@ -1,0 +1,267 @@
+"""The int4 GEMM of a T4 (sm_75), for float16 activations. Its tests run on newer GPUs, too.
+
+    out[m, n] = bias[n] + sum over groups of (x[m, group] . code[n, group]) * absmax[n, group] / 7
+
+Triton has no matrix instruction below sm_80, but PTX does: mma.sync.m16n8k8 multiplies 16 x 8 by 8 x 8 float16 and sums
+in float32. The weight is the left operand, so that a tile has 16 of its rows and as few as 8 tokens. A word of eight
+codes is loaded into one thread's registers, and becomes there what four instructions need:
+
+    lane l = 4 * g + t of a warp   holds                                    in the instruction
+    row g of the weight            codes 8 * t .. 8 * t + 7 of 32           A: row g, two of 8 columns
+    row g + 8                      the same codes                           A: row g + 8, the same columns
+    token g                        the same columns of x, 16 bytes          B: column g, the same two
+                                   sums of tokens 2 * t and 2 * t + 1       C: rows g and g + 8
+
+    word     n7 n6 n5 n4 n3 n2 n1 n0     & 0x000f000f: n4 and n0, in the low bits of two halves
+                                         & 0x00f000f0: n5 and n1, 16 times as large; >> 8: n6 and n2, n7 and n3
+
+Each of the four instructions uses codes p and p + 4 of every lane, and x in the same order: the order of columns does
+not matter to a sum. A nibble with its sign bit flipped, under the bits of 1024, is the number 1024 + (code + 8), or
+1024 + 16 * (code + 8), from which an fma makes the code. All of that is exact, and takes nine instructions for a word
+of eight codes. The tensor cores sum 64 columns, or 32 in groups of 32. These sums are multiplied by absmax / 2 in
+float32, and divided by 3.5 at the end.
+
+The compiled code has 2.8 instructions per code in the loop for few tokens and 3.4 for many, one of them the matrix
+instruction, and uses 80 to 106 and 176 to 241 registers. Predicted, not measured, for 8192 x 8192 with groups of 128 on
+a T4 at 1.59 GHz: up to 16 tokens take 0.14 ms, in which 250 GB/s read the codes (float16: 0.54 ms) and an SM could
+issue 16 instructions per code. 8192 tokens take at least 17 ms, as in float16: that is the tensor cores' peak, with
+43 % of the issue slots in use.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..core.launch import cdiv, gpu, launch
+from ..core.matrices import with_aligned_rows
+from ..core.numerics import scale_of, tile_of, to_dtype, to_float32
+
+__all__ = []
+
+
+class _Config(NamedTuple):
+    """The tile of a program."""
+
+    mt: int  # pieces of 8 tokens in a warp's tile
+    nt: int  # pieces of 16 rows of the weight in a warp's tile
+    wm: int  # warps side by side in tokens
+    wn: int  # warps side by side in rows
+    wk: int  # warps side by side in columns: their sums are added at the end
+
+
+# not timed: these compile for a T4 without spills
+_CONFIGS = {
+    "decode": _Config(mt=2, nt=2, wm=1, wn=1, wk=8),
+    "small": _Config(mt=4, nt=4, wm=1, wn=1, wk=8),
+    "large": _Config(mt=4, nt=4, wm=2, wn=4, wk=1),
+}
+_STEP = 64  # columns that the tensor cores sum; with 128, sums and operands would not fit the registers
+
+
+def _choose(M, N, multiprocessors):
+    if M <= 16:
+        return "decode"
+    c = _CONFIGS["large"]
+    return "large" if cdiv(M, 8 * c.mt * c.wm) * cdiv(N, 16 * c.nt * c.wn) >= multiprocessors else "small"
+
+
+# 8 columns of a token become the pairs (0, 4), (1, 5), (2, 6), (3, 7)
+_PAIRS = """prmt.b32 $0, x0, x2, 0x5410; prmt.b32 $1, x0, x2, 0x7632;
+prmt.b32 $2, x1, x3, 0x5410; prmt.b32 $3, x1, x3, 0x7632;
+}"""
+_LOAD = tl.constexpr("{ .reg .b32 x<4>;\nld.global.nc.v4.b32 {x0, x1, x2, x3}, [$4];\n" + _PAIRS)
+_LOAD_IF = tl.constexpr(
+    "{ .reg .b32 x<4>; .reg .pred p;\nsetp.ne.b32 p, $5, 0;\n"
+    "mov.b32 x0, 0; mov.b32 x1, 0; mov.b32 x2, 0; mov.b32 x3, 0;\n"
+    "@p ld.global.nc.v4.b32 {x0, x1, x2, x3}, [$4];\n" + _PAIRS
+)
+# Eight codes become the same pairs. lop3 0x6a is (a & b) ^ c; then come 1024 + (code + 8) - 1032 and
+# (1024 + 16 (code + 8)) / 16 - 72.
+_UNPACK = tl.constexpr(
+    """{ .reg .b32 s, t<4>, one, sixteenth, a, b;
+mov.b32 one, 0x3c003c00; mov.b32 a, 0xe408e408; mov.b32 sixteenth, 0x2c002c00; mov.b32 b, 0xd480d480;
+shr.u32 s, $4, 8;
+lop3.b32 t0, $4, 0x000f000f, 0x64086408, 0x6a; lop3.b32 t1, $4, 0x00f000f0, 0x64806480, 0x6a;
+lop3.b32 t2, s, 0x000f000f, 0x64086408, 0x6a; lop3.b32 t3, s, 0x00f000f0, 0x64806480, 0x6a;
+fma.rn.f16x2 $0, t0, one, a; fma.rn.f16x2 $1, t1, sixteenth, b;
+fma.rn.f16x2 $2, t2, one, a; fma.rn.f16x2 $3, t3, sixteenth, b;
+}"""
+)
+# sums of 16 x 8 += 32 columns: four pairs of row g, of row g + 8, and of x, and the sums
+_MULTIPLY = tl.constexpr(
+    "\n".join(
+        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {$0, $1, $2, $3}, "
+        f"{{${4 + p}, ${8 + p}}}, {{${12 + p}}}, {{{'$16, $17, $18, $19' if p == 0 else '$0, $1, $2, $3'}}};"
+        for p in range(4)
+    )
+)
+_MULTIPLIED = tl.constexpr(",".join(["=&f"] * 4 + ["r"] * 12 + ["f"] * 4))
+_INT32x4 = tl.constexpr((tl.int32,) * 4)
+_FLOAT32x4 = tl.constexpr((tl.float32,) * 4)
+
+
+@triton.jit
+def _load(ptrs, inside, EVEN_K: tl.constexpr):
+    """Load 8 columns of x for each thread, in pairs; 0 where not inside, unless EVEN_K."""
+    address = ptrs.to(tl.int64)
+    # is_pure=False: it reads memory
+    if EVEN_K:
+        return tl.inline_asm_elementwise(_LOAD, "=&r,=&r,=&r,=&r,l", (address,), _INT32x4, is_pure=False, pack=1)
+    else:
+        operands = (address, inside.to(tl.int32))
+        return tl.inline_asm_elementwise(_LOAD_IF, "=&r,=&r,=&r,=&r,l,r", operands, _INT32x4, is_pure=False, pack=1)
+
+
+@triton.jit
+def _unpack(word):
+    return tl.inline_asm_elementwise(_UNPACK, "=&r,=&r,=&r,=&r,r", (word,), _INT32x4, is_pure=True, pack=1)
+
+
+@triton.jit
+def _multiply(a, b, x, sums):
+    """Add 32 columns to the sums of 16 rows and 8 tokens. a, b: the codes of rows g and g + 8."""
+    operands = (a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3], x[0], x[1], x[2], x[3])
+    operands += (sums[0], sums[1], sums[2], sums[3])
+    return tl.inline_asm_elementwise(_MULTIPLY, _MULTIPLIED, operands, _FLOAT32x4, is_pure=False, pack=1)
+
+
+@triton.jit
+def _half(absmax):
+    """absmax / 2 in float32; NaN where absmax isn't finite."""
+    absmax = to_float32(absmax)
+    return tl.fma(absmax, -0.5, absmax)
+
+
+@triton.jit
+def _tokens(
+    acc, i: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, WM: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr
+):  # fmt: skip
+    """Add the sums of the warps that share K. Returns those of each warp's i-th 8 tokens, [8 * WM, 16 * NT * WN]."""
+    # [threads] each -> [threads, NT, 2, 2]: the highest bit of a sum's number first
+    x = ()
+    for j in tl.static_range(NT):
+        for c in tl.static_range(4):
+            x += (acc[4 * (MT * j + i) + c],)
+    for halving in tl.static_range(5):
+        joined = ()
+        for n in tl.static_range(4 * NT >> halving + 1):
+            joined += (tl.join(x[n], x[n + (4 * NT >> halving + 1)]),)
+        if 4 * NT >> halving > 1:
+            x = joined
+    x = tl.sum(tl.reshape(x[0], (WM, WN, WK, 8, 4, NT, 2, 2)), 2)
+    # wm, wn, g, t, j, h, c -> wm, t, c, wn, j, h, g
+    return tl.reshape(tl.permute(x, (0, 3, 6, 1, 4, 5, 2)), (8 * WM, 16 * NT * WN))
+
+
+@triton.jit
+def _int4_gemm_sm75_kernel(
+    x_ptr, w_ptr, absmax_ptr,
+    bias_ptr,  # None: no bias
+    out_ptr, M, N, K,
+    stride_xm, stride_wn, stride_an, stride_ag,
+    GROUP: tl.constexpr,  # columns that share a scale; None: the row
+    STEP: tl.constexpr,  # columns of a warp in an iteration, which the tensor cores sum
+    EVEN_K: tl.constexpr,  # the warps' last iterations end where K ends
+    MT: tl.constexpr, NT: tl.constexpr, WM: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr,
+    GROUP_M: tl.constexpr,  # tile rows in a group: see numerics.tile_of
+):  # fmt: skip
+    if GROUP is not None:
+        tl.static_assert(GROUP % STEP == 0, "a sum's columns share their scale")
+    BLOCK_M: tl.constexpr = 8 * MT * WM
+    BLOCK_N: tl.constexpr = 16 * NT * WN
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tile_m, tile_n = tile_of(tl.program_id(0), tiles_m, tiles_n, GROUP_M)
+    first_m, first_n = tile_m * BLOCK_M, tile_n * BLOCK_N
+    thread = tl.arange(0, 32 * WM * WN * WK)
+    lane = thread % 32
+    warp = thread // 32
+    token = first_m + warp // (WN * WK) * 8 + lane // 4
+    row = first_n + warp // WK % WN * (16 * NT) + lane // 4
+    # rows outside the matrices repeat the last one; their sums are not stored
+    x_ptrs = ()
+    for i in tl.static_range(MT):
+        x_ptrs += (x_ptr + tl.minimum(token + 8 * WM * i, M - 1).to(tl.int64) * stride_xm,)
+    w_ptrs = ()
+    absmax_ptrs = ()
+    for j in tl.static_range(2 * NT):
+        offs_n = tl.minimum(row + 8 * j, N - 1).to(tl.int64)
+        w_ptrs += (w_ptr + offs_n * stride_wn,)
+        absmax_ptrs += (absmax_ptr + offs_n * stride_an,)
+    zero = tl.zeros(thread.shape, tl.float32)
+    acc = ()
+    for _ in tl.static_range(4 * MT * NT):
+        acc += (zero,)
+
+    for step in range(tl.cdiv(K, STEP * WK)):
+        k = (step * WK + warp % WK) * STEP
+        offs_k = k + lane % 4 * 8
+        x = ()
+        for u in tl.static_range(STEP // 32):
+            for i in tl.static_range(MT):
+                x += (_load(x_ptrs[i] + (offs_k + 32 * u), offs_k + 32 * u < K, EVEN_K),)
+        new_acc = ()
+        for j in tl.static_range(NT):
+            scales = ()
+            codes = ()
+            for h in tl.static_range(2):
+                if GROUP is not None:
+                    ptrs = absmax_ptrs[2 * j + h] + (k // GROUP).to(tl.int64) * stride_ag
+                    mask = None if EVEN_K else k < K
+                    scales += (_half(tl.load(ptrs, mask=mask, other=None if EVEN_K else 0.0)),)
+                for u in tl.static_range(STEP // 32):
+                    mask = None if EVEN_K else offs_k + 32 * u < K
+                    codes += (_unpack(tl.load(w_ptrs[2 * j + h] + (offs_k // 8 + 4 * u), mask=mask)),)
+            for i in tl.static_range(MT):
+                sums = (zero, zero, zero, zero)
+                for u in tl.static_range(STEP // 32):
+                    sums = _multiply(codes[u], codes[STEP // 32 + u], x[MT * u + i], sums)
+                for c in tl.static_range(4):
+                    old = acc[4 * (MT * j + i) + c]
+                    new_acc += (old + sums[c] if GROUP is None else tl.fma(sums[c], scales[c // 2], old),)
+        acc = new_acc
+
+    offs_n = first_n + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    for i in tl.static_range(MT):
+        x = _tokens(acc, i, MT, NT, WM, WN, WK)
+        if GROUP is None:
+            x *= _half(tl.load(absmax_ptr + offs_n.to(tl.int64) * stride_an, mask=mask_n, other=0.0))[None, :]
+        x = scale_of(x, 3.5)
+        if bias_ptr is not None:
+            x += to_float32(tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0))[None, :]
+        offs_m = first_m + 8 * WM * i + tl.arange(0, 8 * WM)
+        out_ptrs = out_ptr + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
+        tl.store(out_ptrs, to_dtype(x, out_ptr.dtype.element_ty), mask=(offs_m < M)[:, None] & mask_n[None, :])
+
+
+def supports_int4_sm75(x):
+    """Returns whether `int4_gemm_sm75` is to multiply x [M, K]: float16, on compute capability 7.5, with K >= 1."""
+    return x.dtype == torch.float16 and x.shape[1] > 0 and gpu(x.device).capability == (7, 5)
+
+
+def int4_gemm_sm75(x, words, absmax, bias, out, group_size, config=None):
+    """Multiply x [M, K] by packed codes into out [M, N], neither of them empty. Checks nothing.
+
+    Args:
+        x: float16; rows that don't start at multiples of 16 bytes are copied.
+        words: int32 [N, >= K / 8], eight codes a word, in rows that start at multiples of 16 bytes.
+        bias: contiguous, or None.
+        config: a key or an entry of _CONFIGS to use instead of `_choose`'s.
+    """
+    x = with_aligned_rows(x)
+    if x.shape[1] % 8:  # a load reads 8 columns of x, and memory behind the last column may hold NaN
+        x = torch.nn.functional.pad(x, (0, -x.shape[1] % 8))
+    (M, N), K = out.shape, x.shape[1]
+    config = config or _choose(M, N, gpu(x.device).multiprocessors)
+    mt, nt, wm, wn, wk = _CONFIGS[config] if isinstance(config, str) else config
+    step = min(group_size or _STEP, _STEP)
+    launch(
+        x.device, _int4_gemm_sm75_kernel, (cdiv(M, 8 * mt * wm) * cdiv(N, 16 * nt * wn),),
+        x, words, absmax, bias, out, M, N, K,
+        x.stride(0), words.stride(0), absmax.stride(0), 0 if group_size is None else absmax.stride(1),
+        GROUP=group_size, STEP=step, EVEN_K=K % (step * wk) == 0, MT=mt, NT=nt, WM=wm, WN=wn, WK=wk, GROUP_M=8,
+        num_warps=wm * wn * wk,
+    )  # fmt: skip

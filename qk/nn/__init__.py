@@ -1,0 +1,30 @@
+"""Quantized layers, their replacement in a model, calibration, training in int8, and several GPUs."""
+
+import importlib
+
+from .calibration import LayerStatistics, collect
+from .layers import Int4Linear, Int8Embedding, Int8Linear
+from .replace import int8_train_, quantize_, warm_up
+from .report import Report, Row
+from .training import Int8FeedForward, Int8TrainLinear
+
+__all__ = [
+    "Int4Linear",
+    "Int8Embedding",
+    "Int8FeedForward",
+    "Int8Linear",
+    "Int8TrainLinear",
+    "LayerStatistics",
+    "Report",
+    "Row",
+    "collect",
+    "int8_train_",
+    "quantize_",
+    "warm_up",
+]
+
+
+def __getattr__(name):
+    if name == "parallel":  # imports torch's DTensor, which takes a second
+        return importlib.import_module(".parallel", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

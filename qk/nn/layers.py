@@ -1,0 +1,575 @@
+"""Layers that hold quantized weights. `quantize_` puts them into a model in place of torch.nn's.
+
+    Int8Linear      x -> [hadamard] -> act_quant -> int8_addmm -> out      codes [N, K], a scale for each square block
+    Int4Linear      x -> [hadamard] -------------> int4_gemm  -> out      packed [N, K / 2], absmax for each group
+    Int8Embedding   ids -> codes[ids] * scale[ids]                        codes [V, D], a scale for each row
+
+With rotate=True the weight was multiplied by the Hadamard matrix H along K before it was quantized, and each call
+rotates x in the same way. H is symmetric and orthogonal, so (x H) (w H)^T = x w^T, and outliers are spread over many
+columns.
+
+Codes and scales are buffers, and they keep their dtypes under .half() and .to(dtype). The bias is a parameter. The
+buffer `format` describes the others in three integers (kind, block size, rotated), and a state in another format is
+refused.
+
+The weights are frozen, but gradients pass through them: the gradient of x is g @ w, where w is the dequantized weight,
+as if x had not been quantized. The bias gets a gradient if it requires one.
+"""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..core.checks import BLOCKS, FLOATS, check_data, check_integer, check_one_of, check_tensor
+from ..core.launch import cdiv
+from ..core.matrices import as_matrix
+from ..core.operators import operator
+from ..gemm import int8_addmm
+from ..gemm_int4 import int4_gemm
+from ..hadamard import hadamard, hadamard_quant
+from ..int4 import dequantize_int4, quantize_int4
+from ..int8 import act_quant, quantize_per_token, weight_dequant, weight_quant
+from .calibration import quantize_weight, rotate_moment
+from .report import weight_shape
+
+__all__ = ["Int4Linear", "Int8Embedding", "Int8Linear"]
+
+_KINDS = {1: "int8 codes in blocks of {}", 2: "int4 codes in groups of {}", 3: "int8 codes in groups of {}"}
+# A hook's handle keeps a reference to the dict itself, and removes the hook from there.
+FORWARD_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+OTHER_HOOKS = (
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def _described(format):
+    """Put [kind, block size (0 for a row), rotated] into words, or whatever else a state has in its place."""
+    numbers = isinstance(format, list) and all(isinstance(number, int | float) for number in format)
+    if not numbers or len(format) != 3 or format[0] not in _KINDS:
+        return f"a format that this qk doesn't know, {format}"
+    kind, block, rotated = format
+    return _KINDS[kind].format(block or "a row") + (", rotated" if rotated else "")
+
+
+class QuantizedWeight:
+    """What `layer.weight` is: a description of a frozen weight, which is dequantized where it is computed with.
+
+    It has dtype, device and shape, so a model may ask for them at each call. A torch function that gets it computes
+    with `dequantize()`: correct, but as slow as it sounds. It can't be written to.
+    """
+
+    requires_grad = False
+
+    def __init__(self, layer):
+        self._layer = layer
+
+    dtype = property(lambda self: self._layer.dtype)
+    device = property(lambda self: self._layer.format.device)
+    shape = property(lambda self: torch.Size(weight_shape(self._layer)))
+    ndim = 2
+
+    def size(self, dim=None):
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self):
+        return self.shape.numel()
+
+    def dequantize(self):
+        """Returns the weight in the layer's dtype."""
+        return self._layer.dequantize().to(self.dtype)
+
+    def __matmul__(self, other):
+        return self.dequantize() @ other
+
+    def __getitem__(self, index):
+        return self.dequantize()[index]
+
+    @property
+    def T(self):
+        return self.dequantize().T
+
+    def __getattr__(self, name):
+        if name.startswith("__"):  # what copy and pickle look for
+            raise AttributeError(name)
+        raise AttributeError(
+            f"the weight of an {type(self._layer).__name__} is frozen codes: it has dtype, device, shape and "
+            f"dequantize(), but no {name}. Code that needs a float weight needs the float layer: name it in "
+            "quantize_(model, skip=[...])"
+        )
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        def dequantized(value):
+            if isinstance(value, list | tuple):
+                return type(value)(map(dequantized, value))
+            return value.dequantize() if isinstance(value, cls) else value
+
+        if not torch.compiler.is_compiling():  # torch.compile can't look at names
+            name = getattr(function, "__name__", "")
+            if name.endswith("_") and not name.endswith("__"):
+                raise TypeError(f"{name} writes to the weight of a quantized layer, which is frozen")
+        kwargs = {key: dequantized(value) for key, value in (kwargs or {}).items()}
+        return function(*map(dequantized, args), **kwargs)
+
+    def __repr__(self):
+        return f"QuantizedWeight(shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+class QuantizedModule(torch.nn.Module):
+    """A module whose buffers keep their dtypes, and whose state must have the same format.
+
+    Args:
+        format: [kind, block size (0 for a row), rotated].
+        dtype: the dtype of the weight that the codes stand for. It follows .half() and .to(dtype).
+        buffers: codes and scales.
+    """
+
+    def __init__(self, format, device, dtype, **buffers):
+        super().__init__()
+        self._format, self.dtype = format, dtype
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+        self.register_buffer("format", torch.tensor(format, dtype=torch.int32, device=device))
+
+    @property
+    def weight(self):
+        """A `QuantizedWeight`: dtype, device and shape, for code that asks a layer for them."""
+        return QuantizedWeight(self)
+
+    def _fill(self, layer, **buffers):
+        """Give a module that was made on the meta device its buffers, and what it takes over from the float layer."""
+        buffers["format"] = torch.tensor(self._format, dtype=torch.int32, device=layer.weight.device)
+        for name, buffer in buffers.items():
+            setattr(self, name, buffer)
+        bias = getattr(layer, "bias", None)
+        if bias is not None:
+            self.bias = torch.nn.Parameter(bias.detach().clone(), bias.requires_grad)
+        return self.train(layer.training)
+
+    def _apply(self, fn, recurse=True):
+        buffers = [buffer for buffer in self._buffers.values() if buffer is not None]
+        self.dtype = fn(buffers[0].new_empty((), dtype=self.dtype)).dtype
+
+        def keep_dtype(tensor):
+            moved = fn(tensor)
+            kept = any(tensor is buffer for buffer in buffers) and moved.dtype != tensor.dtype
+            return tensor.to(moved.device) if kept else moved
+
+        return super()._apply(keep_dtype, recurse)
+
+    def _load_from_state_dict(self, state_dict, prefix, *others):
+        where, error = prefix[:-1] or "the layer", None
+        has = self._other_format(state_dict, prefix)
+        if has is not None:
+            error = (
+                f"{where} is an {type(self).__name__} and takes {_described(self._format)}; the state has {has}. "
+                "Quantize the model as the saved one was quantized, then load."
+            )
+        else:
+            for name, buffer in self._buffers.items():
+                dtype = getattr(state_dict.get(f"{prefix}{name}"), "dtype", None)
+                if name != "format" and buffer is not None and dtype not in (None, buffer.dtype):
+                    error = f"{prefix}{name} has dtype {dtype}; it takes {buffer.dtype}"
+        if error is None:
+            return super()._load_from_state_dict(state_dict, prefix, *others)
+        error_msgs = others[-1]
+        error_msgs.append(error)
+
+    def _other_format(self, state_dict, prefix):
+        """Describe the format of a state that this layer can't take. None if it can."""
+        format = state_dict.get(f"{prefix}format")
+        if format is None:
+            weight = state_dict.get(f"{prefix}weight")
+            return None if weight is None else f"a weight in {weight.dtype}"
+        if getattr(format, "is_meta", False):
+            return None
+        format = format.tolist() if isinstance(format, torch.Tensor) else format
+        return None if isinstance(format, list) and format == self._format else _described(format)
+
+
+def output_dtype(x, columns, name="x"):
+    """The dtype of a linear layer's output, which under torch.autocast is autocast's.
+
+    Args:
+        x: the input, [..., columns].
+        name: what error messages call it.
+
+    Raises:
+        ValueError: the layer can't take x.
+    """
+    device = x.device.type if isinstance(x, torch.Tensor) else None
+    if device not in ("cuda", "cpu") or x.dtype not in FLOATS or not x.ndim or x.shape[-1] != columns:
+        check_tensor(name, x, FLOATS, "[..., K]")
+        raise ValueError(f"{name} has shape {list(x.shape)}; it takes [..., {columns}]")
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def check_parameters(prefix, weight, bias):
+    """Raise ValueError unless a layer can be made from weight and bias. prefix: what error messages put before them."""
+    check_data(f"{prefix}weight", weight, FLOATS, "[N, K]")
+    if bias is not None:
+        check_data(f"{prefix}bias", bias, FLOATS, weight.shape[:1])
+        if bias.is_meta != weight.is_meta:
+            raise ValueError(
+                f"{prefix}bias is on {bias.device}, and the weight on {weight.device}; it takes one device"
+            )
+
+
+def _empty_input_gradient(g, columns, rotate, dtype, block_size, *weight):
+    return g.new_empty((*g.shape[:-1], columns), dtype=dtype)
+
+
+# Operators, since torch.compile allows a backward function few questions about its tensors.
+@operator(_empty_input_gradient, fills=False)
+def _int8_input_gradient(
+    g: torch.Tensor, columns: int, rotate: bool, dtype: torch.dtype, block_size: int, codes: torch.Tensor,
+    scale: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    dx = g @ weight_dequant(codes, scale, block_size, g.dtype)
+    return hadamard(dx, dtype) if rotate else dx.to(dtype)
+
+
+@operator(_empty_input_gradient, fills=False)
+def _int4_input_gradient(
+    g: torch.Tensor, columns: int, rotate: bool, dtype: torch.dtype, group_size: int | None, packed: torch.Tensor,
+    absmax: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    dx = g @ dequantize_int4(packed, absmax, columns, group_size, g.dtype)
+    return hadamard(dx, dtype) if rotate else dx.to(dtype)
+
+
+class _Frozen(torch.autograd.Function):
+    """The forward pass of a QuantizedLinear, with gradients for x and the bias."""
+
+    @staticmethod
+    def forward(ctx, x, bias, layer, dtype):  # with a separate setup_context, torch inspects the signature at each call
+        ctx.layer, ctx.dtypes = layer, (x.dtype, None if bias is None else bias.dtype)
+        return layer.multiply(layer.prepare(x, dtype), bias, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        x_dtype, bias_dtype = ctx.dtypes
+        dx = ctx.layer.input_gradient(g, x_dtype) if ctx.needs_input_grad[0] else None
+        db = as_matrix(g).sum(0, dtype=torch.float32).to(bias_dtype) if ctx.needs_input_grad[1] else None
+        return dx, db, None, None
+
+
+class QuantizedLinear(QuantizedModule):
+    """What Int8Linear and Int4Linear have in common: sizes, the bias, and the course of a call.
+
+    A subclass has `prepare` and `multiply`, the two halves of a call, and `input_gradient`.
+    """
+
+    def __init__(self, in_features, out_features, bias, format, device, dtype, **quantized):
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if bias:
+            check_one_of("dtype", dtype, FLOATS)
+        super().__init__(format, device, dtype, **quantized)
+        bias = torch.nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
+        self.register_parameter("bias", bias)
+        self.in_features, self.out_features, self.rotate = in_features, out_features, bool(format[-1])
+
+    @classmethod
+    def _like(cls, linear, block, rotate):
+        """Make an empty layer on the meta device. Returns it and the weight that it is to quantize."""
+        if not isinstance(linear, torch.nn.Linear):
+            raise ValueError(f"linear is a {type(linear).__name__}; it takes a torch.nn.Linear")
+        check_parameters("linear.", linear.weight, linear.bias)
+        (N, K), w, bias = linear.weight.shape, linear.weight.detach(), linear.bias
+        new = cls(K, N, bias is not None, block, rotate, "meta", w.dtype if bias is None else bias.dtype)
+        new.dtype = w.dtype
+        if bias is not None:
+            new.bias.requires_grad_(bias.requires_grad)
+        return new.train(linear.training), hadamard(w, torch.float32) if rotate and not w.is_meta else w
+
+    def forward(self, input):
+        dtype, parameters = output_dtype(input, self.in_features, "input"), self._parameters
+        bias = parameters["bias"] if "bias" in parameters else self.bias  # the latter: what wraps a layer took it out
+        if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
+            return _Frozen.apply(input, bias, self, dtype)
+        return self.multiply(self.prepare(input, dtype), bias, dtype)
+
+    def prepare(self, x, dtype):
+        """Bring x into the form that the GEMM takes, as a tuple. dtype: the output's."""
+        raise NotImplementedError
+
+    def multiply(self, prepared, bias, dtype):
+        """Multiply what `prepare` returned by the weight, and add the bias."""
+        raise NotImplementedError
+
+    def input_gradient(self, g, dtype):
+        """The gradient of the input, [..., in_features] in `dtype`, given the output's, g [..., out_features]."""
+        raise NotImplementedError
+
+    def dequantize(self):
+        """Returns the weight that the layer stands for, float32 [out_features, in_features]."""
+        raise NotImplementedError
+
+    def extra_repr(self):
+        block = "block_size" if hasattr(self, "block_size") else "group_size"
+        parts = {name: getattr(self, name) for name in ("in_features", "out_features")}
+        parts |= {"bias": self.bias is not None, block: getattr(self, block), "rotate": self.rotate}
+        return ", ".join(f"{name}={value}" for name, value in parts.items())
+
+
+def _check_linear(in_features, out_features, bias, rotate):
+    check_integer("in_features", in_features, 0)
+    check_integer("out_features", out_features, 0)
+    check_one_of("bias", bias, (True, False))
+    check_one_of("rotate", rotate, (True, False))
+
+
+def check_group_size(group_size):
+    """Raise ValueError unless int4 groups can have this size."""
+    check_one_of("group_size", group_size, (*BLOCKS, None), " (a group is a row)")
+
+
+class Int8Linear(QuantizedLinear):
+    """A linear layer with an int8 weight: x @ w.T + bias, where x is quantized on the fly.
+
+    It is filled with zeros until a state is loaded; `from_linear` converts a torch.nn.Linear. A call takes float16,
+    bfloat16 or float32 [..., in_features] with any strides. It returns [..., out_features] in the input's dtype, or in
+    autocast's: to the bit what `int8_addmm` makes of `act_quant(x, block_size)`. Gradients: see the top of the file.
+
+    Args:
+        block_size: 32, 64, 128 or 256. Square blocks of the weight share a scale, and so do that many columns of x.
+        rotate: whether weight and x are rotated by a Hadamard matrix. See the top of the file.
+        dtype: the bias's. None is torch.get_default_dtype().
+
+    Attributes:
+        codes: int8 [out_features, in_features], as `weight_quant` makes them.
+        scale: float32 [ceil(out_features / block_size), ceil(in_features / block_size)].
+        bias: a parameter [out_features], or None.
+
+    Raises:
+        ValueError: for bad arguments, when it is made and when it is called.
+    """
+
+    def __init__(self, in_features, out_features, bias=True, block_size=128, rotate=False, device=None, dtype=None):
+        _check_linear(in_features, out_features, bias, rotate)
+        check_one_of("block_size", block_size, BLOCKS)
+        blocks = cdiv(out_features, block_size), cdiv(in_features, block_size)
+        super().__init__(
+            in_features, out_features, bias, [1, block_size, int(rotate)], device, dtype,
+            codes=torch.zeros(out_features, in_features, dtype=torch.int8, device=device),
+            scale=torch.zeros(blocks, dtype=torch.float32, device=device),
+        )  # fmt: skip
+        self.block_size = block_size
+
+    @classmethod
+    def from_linear(cls, linear, block_size=128, rotate=False):
+        """Convert a torch.nn.Linear, which stays as it is.
+
+        Args:
+            linear: its weight and bias are float16, bfloat16 or float32. On the meta device, so is the new layer.
+            block_size, rotate: as for the class.
+
+        Raises:
+            ValueError: for bad arguments.
+        """
+        new, w = cls._like(linear, block_size, rotate)
+        if w.is_meta:
+            return new
+        codes, scale = weight_quant(w, block_size)
+        return new._fill(linear, codes=codes, scale=scale)
+
+    def prepare(self, x, dtype):
+        quantize = hadamard_quant if self.rotate else act_quant
+        return quantize(x, self.block_size, scale_layout="column")
+
+    def multiply(self, prepared, bias, dtype):
+        codes, scale = prepared
+        buffers = self._buffers  # looked up by name, a buffer takes nn.Module's slow path
+        return int8_addmm(codes, scale, buffers["codes"], buffers["scale"], bias, self.block_size, dtype)
+
+    def input_gradient(self, g, dtype):
+        how = self.in_features, self.rotate, dtype, self.block_size
+        return _int8_input_gradient(g, *how, self._buffers["codes"], self._buffers["scale"])
+
+    def dequantize(self):
+        w = weight_dequant(self.codes, self.scale, self.block_size, torch.float32)
+        return hadamard(w) if self.rotate else w
+
+
+class Int4Linear(QuantizedLinear):
+    """A linear layer with a packed int4 weight: x @ w.T + bias, where x stays in 16 bits.
+
+    It is filled with zeros until a state is loaded; `from_linear` converts a torch.nn.Linear. A call takes float16,
+    bfloat16 or float32 [..., in_features] with any strides. It returns [..., out_features] in the input's dtype, or in
+    autocast's: to the bit what `int4_gemm` makes of x. A float32 x is first rounded to bfloat16, or to autocast's
+    dtype. Gradients: see the top of the file.
+
+    Args:
+        group_size: 32, 64, 128 or 256 columns of a row that share an absmax. None: the whole row does.
+        rotate: whether weight and x are rotated by a Hadamard matrix. See the top of the file.
+        dtype: the bias's. None is torch.get_default_dtype().
+
+    Attributes:
+        packed: uint8 [out_features, ceil(in_features / 2)], as `quantize_int4` makes it from a float16 weight.
+        absmax: float16 [out_features, ceil(in_features / group_size)].
+        bias: a parameter [out_features], or None.
+
+    Raises:
+        ValueError: for bad arguments, when it is made and when it is called.
+    """
+
+    def __init__(self, in_features, out_features, bias=True, group_size=128, rotate=False, device=None, dtype=None):
+        _check_linear(in_features, out_features, bias, rotate)
+        check_group_size(group_size)
+        groups = 1 if group_size is None else cdiv(in_features, group_size)
+        super().__init__(
+            in_features, out_features, bias, [2, group_size or 0, int(rotate)], device, dtype,
+            packed=torch.zeros(out_features, cdiv(in_features, 2), dtype=torch.uint8, device=device),
+            absmax=torch.zeros(out_features, groups, dtype=torch.float16, device=device),
+        )  # fmt: skip
+        self.group_size = group_size
+
+    @classmethod
+    def from_linear(cls, linear, group_size=128, rotate=False, second_moment=None):
+        """Convert a torch.nn.Linear, which stays as it is.
+
+        A group with a value beyond 65504, float16's largest, becomes NaN.
+
+        Args:
+            linear: its weight and bias are float16, bfloat16 or float32. On the meta device, so is the new layer.
+            group_size, rotate: as for the class.
+            second_moment: the sum of x^T x over inputs of the layer, [in_features, in_features], not rotated, as
+                `calibration.collect` gathers it. Codes are then chosen by `calibration.quantize_weight`. None: by
+                `quantize_int4`, from the weight in float16.
+
+        Raises:
+            ValueError: for bad arguments.
+        """
+        new, w = cls._like(linear, group_size, rotate)
+        if w.is_meta:
+            return new
+        if second_moment is None:
+            packed, absmax = quantize_int4(w.half(), group_size)
+        else:
+            moment = rotate_moment(second_moment) if rotate else second_moment
+            packed, absmax = quantize_weight(w, group_size, moment, progress=False)
+        return new._fill(linear, packed=packed, absmax=absmax)
+
+    def prepare(self, x, dtype):
+        taken = x.dtype
+        if taken == torch.float32:
+            taken = torch.bfloat16 if dtype == torch.float32 else dtype
+        if self.rotate:
+            return (hadamard(x, taken),)
+        return (x if x.dtype == taken else x.to(taken),)
+
+    def multiply(self, prepared, bias, dtype):
+        buffers = self._buffers
+        return int4_gemm(*prepared, buffers["packed"], buffers["absmax"], bias, self.group_size, dtype)
+
+    def input_gradient(self, g, dtype):
+        how = self.in_features, self.rotate, dtype, self.group_size
+        return _int4_input_gradient(g, *how, self._buffers["packed"], self._buffers["absmax"])
+
+    def dequantize(self):
+        w = dequantize_int4(self.packed, self.absmax, self.in_features, self.group_size, torch.float32)
+        return hadamard(w) if self.rotate else w
+
+
+class Int8Embedding(QuantizedModule):
+    """An embedding table in int8, one scale per row.
+
+    It is filled with zeros until a state is loaded; `from_embedding` converts a torch.nn.Embedding. A call takes int32
+    or int64 of any shape [...]. It returns [..., embedding_dim] in `dtype`: code * scale, computed in float32. An
+    integer that is no row raises what torch.nn.Embedding raises, on the CPU IndexError.
+
+    Args:
+        dtype: what it returns: float16, bfloat16, float32, or None, which is torch.get_default_dtype(). It follows
+            .half() and .to(dtype), as a torch.nn.Embedding's weight does.
+
+    Attributes:
+        codes: int8 [num_embeddings, embedding_dim], as `quantize_per_token` makes them.
+        scale: float32 [num_embeddings, 1].
+
+    Raises:
+        ValueError: for bad arguments, when it is made and when it is called.
+    """
+
+    def __init__(self, num_embeddings, embedding_dim, padding_idx=None, device=None, dtype=None):
+        check_integer("num_embeddings", num_embeddings, 0)
+        check_integer("embedding_dim", embedding_dim, 0)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        check_one_of("dtype", dtype, FLOATS)
+        codes = torch.zeros(num_embeddings, embedding_dim, dtype=torch.int8, device=device)
+        scale = torch.zeros(num_embeddings, 1, dtype=torch.float32, device=device)
+        super().__init__([3, 0, 0], device, dtype, codes=codes, scale=scale)
+        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+
+    @classmethod
+    def from_embedding(cls, embedding):
+        """Convert a torch.nn.Embedding in float16, bfloat16 or float32, which stays as it is.
+
+        Raises:
+            ValueError: for anything else.
+        """
+        if not isinstance(embedding, torch.nn.Embedding):
+            raise ValueError(f"embedding is a {type(embedding).__name__}; it takes a torch.nn.Embedding")
+        w = embedding.weight.detach()
+        check_data("embedding.weight", w, FLOATS, "[V, D]")
+        new = cls(*w.shape, embedding.padding_idx, "meta", w.dtype)
+        if w.is_meta:
+            return new.train(embedding.training)
+        codes, scale = quantize_per_token(w)
+        return new._fill(embedding, codes=codes, scale=scale)
+
+    def forward(self, input):
+        if not isinstance(input, torch.Tensor) or input.dtype not in (torch.int32, torch.int64):
+            check_data("input", input, (torch.int32, torch.int64))
+        rows = torch.nn.functional.embedding(input, self.codes)
+        return (rows * torch.nn.functional.embedding(input, self.scale)).to(self.dtype)
+
+    def dequantize(self):
+        """Returns the table that the layer stands for, float32 [num_embeddings, embedding_dim]."""
+        return self.codes * self.scale
+
+    def extra_repr(self):
+        return f"{self.num_embeddings}, {self.embedding_dim}, dtype={self.dtype}"
+
+
+def why_unfit(layer):
+    """Why no quantized layer can be made from this one, or ""."""
+    weight = layer._parameters.get("weight")
+    if weight is None:
+        return "its weight is computed at each call, as by weight_norm or pruning"
+    try:
+        check_parameters("its ", weight, getattr(layer, "bias", None))
+    except ValueError as error:
+        return str(error).partition(";")[0]
+    if getattr(layer, "max_norm", None) is not None:
+        return "max_norm changes its weight at each call"
+    return ""
+
+
+def why_unusual(layer, kinds, stays=False):
+    """Why a layer may do more than one of these kinds does, or "". stays: it keeps its parameters and hooks."""
+    if type(layer) not in kinds:
+        return f"a subclass of {next(kind.__name__ for kind in kinds if isinstance(layer, kind))}"
+    weight = layer._parameters["weight"]
+    if type(weight) is not torch.nn.Parameter:
+        return f"its weight is a {type(weight).__name__}"
+    if "forward" in layer.__dict__:
+        return "its forward was replaced"
+    if not stays and any(getattr(layer, hooks) for hooks in OTHER_HOOKS):
+        return "it has hooks besides those of forward"
+    return ""
+
+
+def why_not(layer, kinds, stays=False):
+    """Why a layer isn't replaced, or "". kinds, stays: as for `why_unusual`."""
+    return why_unfit(layer) or why_unusual(layer, kinds, stays)

@@ -1,0 +1,557 @@
+"""Replace the layers of a model, and compile what the new ones need.
+
+quantize_       frozen int8 or int4 layers in place of torch.nn's
+int8_train_     layers that train in int8
+warm_up         compiles the kernels of a quantized model before it serves
+"""
+
+import collections.abc
+import copy
+import fnmatch
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch.utils.benchmark import Timer
+
+from ..core.checks import BLOCKS, FLOATS, check_integer, check_one_of, check_tensor
+from ..core.numerics import INTERPRETED
+from .calibration import LayerStatistics, check_moment, progress_bar
+from .layers import (
+    FORWARD_HOOKS,
+    Int4Linear,
+    Int8Embedding,
+    Int8Linear,
+    QuantizedLinear,
+    QuantizedModule,
+    check_group_size,
+    why_unfit,
+    why_unusual,
+)
+from .report import Report, Row, bytes_of, rows_of_others, tensors_of, weight_shape
+from .training import Int8TrainLinear, check_training
+
+__all__ = ["int8_train_", "quantize_", "warm_up"]
+
+_TOKENS = 256  # rows that measure=True gives a layer
+# Each power of two, and a number below it that neither 16 nor a tile divides. Kernels are chosen and compiled by these.
+_SERVED = (1, 2, *itertools.chain(*((2**k - 1, 2**k) for k in range(3, 13))))
+
+
+class _Reader(NamedTuple):
+    """Modules that don't call a child but compute with its weight themselves, so that a new layer gains nothing."""
+
+    package: str  # where the class is defined
+    kind: str  # its name
+    children: tuple
+    note: str
+    force: bool = True  # whether `force` replaces the child all the same
+
+
+_READERS = (
+    _Reader("torch", "MultiheadAttention", ("out_proj",), "MultiheadAttention computes with its weight itself"),
+    _Reader(
+        "transformers", "MambaMixer", ("x_proj", "dt_proj", "out_proj"), "MambaMixer computes with its weight itself"
+    ),
+    _Reader("qk", "Int8FeedForward", ("up", "down"), "Int8FeedForward computes with its weight itself", force=False),
+)
+
+
+class Job(NamedTuple):
+    """A layer of a model, and what is to become of it."""
+
+    layers: list  # one; or several that share weight and bias, and become one
+    names: list  # all places where they are
+    to: object  # "int8", "int4", a module, or None, which leaves it alone
+    note: str
+    forced: str = ""  # why it would have been left alone, had it not been named in force
+
+
+def find_layers(model, kinds, stays=False, force=()):
+    """Find the layers of these kinds in a model.
+
+    Args:
+        kinds: classes, such as (torch.nn.Linear,).
+        stays: whether a layer keeps its hooks and parameters when it becomes another, so that it doesn't matter who
+            else has them.
+        force: patterns of names. Layers with such a name are replaced even if they may do more than their kind does.
+
+    Returns:
+        Jobs, whose notes say which layers can't be replaced, and why.
+
+    Raises:
+        ValueError: a pattern in force matches no layer.
+    """
+    names, holders = {}, collections.defaultdict(list)
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    for module in names:
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                holders[parameter].append((module, key))
+    jobs, seen, unused = [], set(), set(force)
+    for layer in names:
+        if layer in seen or not isinstance(layer, kinds):
+            continue
+        weight = layer._parameters.get("weight")
+        users = [(layer, "weight")] if weight is None or stays else holders[weight]
+        layers = [module for module, _ in users] if _alike(layer, users) else [layer]
+        seen.update(layers)
+        places = [name for module in layers for name in names[module]]
+        unfit, unusual = _reasons(model, layers, places, kinds, stays, names, users)
+        matched = _matching(force, places)
+        unused -= matched
+        if unusual and not (unfit or matched or stays):
+            unfit, unusual = f"{unusual} (force replaces it)", ""
+        note = unfit or (unusual if stays else "")
+        jobs.append(Job(layers, places, None, note, "" if note else unusual))
+    _check_used("force", unused)
+    return jobs
+
+
+def _alike(layer, users):
+    """Whether all who use a layer's weight are layers like it, with the same bias."""
+    bias = getattr(layer, "bias", None)
+    return all(
+        type(module) is type(layer) and key == "weight" and getattr(module, "bias", None) is bias
+        for module, key in users
+    )
+
+
+def _reasons(model, layers, places, kinds, stays, names, users):
+    """Why these layers can't be replaced, or "", and why they aren't unless they are forced, or ""."""
+    unfit = next(filter(None, map(why_unfit, layers)), "")
+    others = [(module, key) for module, key in users if module is not layers[0]]
+    if not unfit and len(layers) > 1 and any(getattr(layer, hooks) for layer in layers for hooks in FORWARD_HOOKS):
+        unfit = f"{places[1]} has the same weight, and one of them has hooks"
+    if unfit:
+        return unfit, ""
+    unusual = next(filter(None, (why_unusual(layer, kinds, stays) for layer in layers)), "")
+    if not unusual and others and len(layers) == 1:
+        module, key = others[0]
+        unusual = f"its weight is {'.'.join(filter(None, (names[module][0], key)))}, too"
+    for name in places:
+        note, force = _reader(model, name)
+        if note and not force:
+            return note, ""
+        unusual = unusual or note
+    return "", unusual
+
+
+def _reader(model, name):
+    """What a module above a layer does with its weight, or "", and whether that may be overruled."""
+    module = model
+    for child in filter(None, name.split(".")):  # "": the model is itself the layer
+        if child in getattr(type(module), "adapter_layer_names", ()):
+            return "an adapter that peft trains", True
+        for reader in _READERS:
+            if child in reader.children and any(
+                kind.__name__ == reader.kind and kind.__module__.partition(".")[0] == reader.package
+                for kind in type(module).__mro__
+            ):
+                return reader.note, reader.force
+        module = module._modules[child]
+    return "", True
+
+
+def _matching(patterns, names):
+    """The patterns that match one of these names, or a module above it."""
+    return {p for p in patterns for at in names if any(fnmatch.fnmatchcase(at, q) for q in (p, f"{p}.*"))}
+
+
+def _check_used(argument, unused):
+    if unused:
+        raise ValueError(
+            f"{argument} has {min(unused)!r}; it takes names of layers, or patterns of them, that model holds"
+        )
+
+
+def checked_skip(skip, name="skip"):
+    """Returns names, or patterns of them, as a collection. Raises ValueError if they are something else."""
+    skip = (skip,) if isinstance(skip, str) else skip
+    if not isinstance(skip, list | tuple | set) or not all(isinstance(pattern, str) for pattern in skip):
+        raise ValueError(f"{name} is {skip!r}; it takes a list of names")
+    return skip
+
+
+def decide(jobs, to, skip):
+    """Decide what the layers become.
+
+    Returns:
+        The jobs, with `to` and `note` filled in.
+
+    Raises:
+        ValueError: for a bad answer by `to`, and for a pattern in skip that matches no layer.
+    """
+    unused, decided, given = set(skip), [], {}
+    for job in jobs:
+        matched = _matching(skip, job.names)
+        unused -= matched
+        becomes, note = None, "skipped" if matched else job.note
+        if not note:
+            becomes = _answer(to, job)
+            note = "left alone by to" if becomes is None else ""
+        if isinstance(becomes, torch.nn.Module):
+            _check_module(becomes, job, given.setdefault(becomes, job.names[0]))
+        decided.append(job._replace(to=becomes, note=note))
+    _check_used("skip", unused)
+    return decided
+
+
+def _answer(to, job):
+    """What a layer becomes: "int8", "int4", a module, or None, which leaves it alone."""
+    name, layer = job.names[0], job.layers[0]
+    if isinstance(layer, torch.nn.Embedding):
+        return "int8"
+    becomes = to(name, layer) if callable(to) else to
+    if becomes is None or becomes is layer:
+        return None
+    if not isinstance(becomes, torch.nn.Module):
+        check_one_of(f"to({name!r}, ...)", becomes, ("int8", "int4", None), " or a module")
+    return becomes
+
+
+def _check_module(module, job, first):
+    """Check a module that `to` returned. first: the layer for which `to` returned it first."""
+    name, layer = job.names[0], job.layers[0]
+    if any(getattr(module, hooks) for hooks in FORWARD_HOOKS):
+        has = f"is a {type(module).__name__} with hooks"
+        raise ValueError(f"to({name!r}, ...) {has}; it takes a module without: the layer's go along")
+    if first != name:
+        has = f"is the {type(module).__name__} that {first!r} becomes, too"
+        raise ValueError(f"to({name!r}, ...) {has}; it takes another: each has its layer's hooks")
+    if isinstance(module, QuantizedLinear) and weight_shape(module) != weight_shape(layer):
+        takes = "in_features={1}, out_features={0}".format(*weight_shape(layer))
+        raise ValueError(f"to({name!r}, ...) is {module}; it takes one with {takes}")
+
+
+def _check_devices(layers, measure):
+    """Check that layers, as (name, layer), can be quantized where they are."""
+    found = {}
+    for name, layer in layers:
+        found.setdefault(layer.weight.device.type, (name, layer.weight))
+    if len(found) > 1:
+        (a, x), (b, y), *_ = found.values()
+        raise ValueError(f"model has {a} on {x.device}, and {b} on {y.device}; it takes one that is on one device")
+    for kind, (name, weight) in found.items():
+        runs = kind != "meta" and (kind != "cpu" or INTERPRETED.value)
+        if runs or (kind == "cpu" and not torch.cuda.is_available()):
+            check_tensor(f"{name}.weight", weight, FLOATS)
+        if measure and not runs:
+            raise ValueError(f"measure is {measure}, and {name} is on {kind}; it takes a model where kernels run")
+
+
+def _check_statistics(layers, statistics):
+    """Check that there are statistics for all layers, as (name, layer), that become int4."""
+    if not isinstance(statistics, collections.abc.Mapping):
+        raise ValueError(f"statistics are a {type(statistics).__name__}; they take what calibration.collect returns")
+    if not layers:
+        raise ValueError("statistics are given, and no layer becomes int4; others take none")
+    for name, layer in layers:
+        if name not in statistics:
+            raise ValueError(f"statistics have no {name!r}; they take all layers that become int4")
+        found, what = statistics[name], f"statistics[{name!r}]"
+        if not isinstance(found, LayerStatistics):
+            raise ValueError(f"{what} is a {type(found).__name__}; it takes a qk.nn.calibration.LayerStatistics")
+        check_moment(found.second_moment, layer.weight.shape[1], f"{what}.second_moment")
+
+
+def _relative_error(new, weight):
+    if not isinstance(new, QuantizedModule) or weight.is_meta or new.format.is_meta:
+        return None
+    difference = new.dequantize().to(weight.device).sub_(weight)
+    # float64: the squares of large weights overflow in float32
+    error, norm = (torch.linalg.vector_norm(w, dtype=torch.float64).item() for w in (difference, weight))
+    return error / norm if norm else error
+
+
+def _not_finite(new, weight):
+    """Why codes can't stand for this weight, or ""."""
+    scale = getattr(new, "absmax", getattr(new, "scale", None))
+    if scale.is_meta or scale.isfinite().all():
+        return ""
+    if not weight.isfinite().all():
+        return "its weight holds NaN or Inf"
+    return f"its weight reaches {weight.abs().max().item():.3g}, and the float16 scales of int4 end at 65504"
+
+
+def _microseconds(layer, example):
+    """The time of a call in microseconds, without the layer's hooks."""
+    for _ in range(2):  # kernels are compiled, launches are cached
+        layer.forward(example)
+    known = {"layer": layer, "x": example}
+    timer = Timer("layer.forward(x)", globals=known, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=0.02).median * 1e6
+
+
+def _example(layer, tokens):
+    (rows, columns), device = layer.weight.shape, layer.weight.device
+    if isinstance(layer, torch.nn.Embedding):
+        return torch.arange(tokens if rows else 0, device=device).remainder(max(rows, 1))
+    return torch.randn(tokens, columns, dtype=layer.weight.dtype, device=device)
+
+
+def _on_gpu(layer):
+    """Copy a layer to the GPU. The layer itself stays, since others may have its parameters."""
+    there = copy.copy(layer)
+    there._parameters = {
+        key: None if parameter is None else torch.nn.Parameter(parameter.detach().cuda(), parameter.requires_grad)
+        for key, parameter in layer._parameters.items()
+    }
+    return there
+
+
+class _Options(NamedTuple):
+    """How layers are quantized."""
+
+    block_size: int
+    group_size: int | None
+    rotate: bool
+    statistics: object
+    tokens: int  # that layers are measured with; 0: they aren't
+
+    def make(self, name, layer, to):
+        """Quantize a layer. to: "int8" or "int4"."""
+        if isinstance(layer, torch.nn.Embedding):
+            return Int8Embedding.from_embedding(layer)
+        if to == "int8":
+            return Int8Linear.from_linear(layer, self.block_size, self.rotate)
+        moment = None if self.statistics is None else self.statistics[name].second_moment
+        return Int4Linear.from_linear(layer, self.group_size, self.rotate, moment)
+
+
+@torch.no_grad()
+def _quantized(job, options, times):
+    """Do a job, apart from the model. Returns the new module, or None, and the Row.
+
+    times: what was measured for layers alike.
+    """
+    layer, name, to = job.layers[0], job.names[0], job.to
+    new, error, us, notes = None, None, (None, None), [job.note] if job.note else []
+    if len(job.names) > 1:
+        notes.append(f"also {', '.join(job.names[1:])}")
+    if to is not None:
+        home, alike, here = layer.weight.device, name, layer
+        new = to
+        if isinstance(to, str):
+            if home.type == "cpu" and not INTERPRETED.value:
+                here = _on_gpu(layer)
+            new = options.make(name, here, to)
+            alike = type(layer), repr(new), layer.weight.dtype, home
+            if problem := _not_finite(new, here.weight):
+                new, notes = None, [problem, *notes]
+    if new is not None:
+        error = _relative_error(new, here.weight)
+        if options.tokens:
+            if alike not in times:
+                example = _example(layer, options.tokens)
+                times[alike] = _microseconds(layer, example), _microseconds(new, example)
+            us = times[alike]
+        if job.forced:
+            notes.append(f"forced, though {job.forced}")
+        if any(getattr(layer, hooks) for hooks in FORWARD_HOOKS):
+            notes.append("with its hooks")
+        if isinstance(to, str):
+            new.to(home)
+    kinds = type(layer).__name__, type(new or layer).__name__
+    sizes = bytes_of(layer), bytes_of(layer if new is None else new)
+    return new, Row(name, *kinds, weight_shape(layer), error, *sizes, *us, ", ".join(notes))
+
+
+def _changes(model, jobs, modules):
+    """What is to be set, as (dict, key, value), to put new modules in the places of the jobs' layers."""
+    for job, new in zip(jobs, modules, strict=True):
+        if new is None:
+            continue
+        for hooks in FORWARD_HOOKS:  # the dict itself: a hook's handle knows it
+            yield new.__dict__, hooks, getattr(job.layers[0], hooks)
+        for at in job.names:
+            parent, _, key = at.rpartition(".")
+            yield model.get_submodule(parent)._modules, key, new
+
+
+def _check_model(model, kinds):
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}; it takes a torch.nn.Module")
+    if isinstance(model, kinds):
+        raise ValueError(f"model is a {type(model).__name__}; it takes a model with layers in it (see from_linear)")
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedModule):
+            has = f"{name} is an {type(module).__name__}" if name else f"it is an {type(module).__name__}"
+            raise ValueError(f"model is quantized already, {has}; it takes one that is not")
+
+
+def _check_options(to, block_size, group_size, embeddings, rotate):
+    if not callable(to):
+        check_one_of("to", to, ("int8", "int4"), ", or a function of a layer's name and the layer")
+    check_one_of("block_size", block_size, BLOCKS)
+    check_group_size(group_size)
+    check_one_of("embeddings", embeddings, (True, False))
+    check_one_of("rotate", rotate, (True, False))
+
+
+def quantize_(
+    model, to="int8", skip=(), *, force=(), block_size=128, group_size=128, embeddings=False, statistics=None,
+    rotate=False, measure=False, progress=True,
+):  # fmt: skip
+    """Replace a model's torch.nn.Linear layers by quantized ones, in place.
+
+    What is replaced depends on the model alone, so a state that was saved on one machine loads on any. A module in
+    several places becomes one again, and so do layers that share weight and bias. Hooks of forward go along. An
+    optimizer that was made before still has the old parameters.
+
+    Some layers stay as they are, and the report says why:
+
+    - A weight that is computed at each call, that `from_linear` doesn't take, or that codes can't hold: with NaN or
+      Inf, or for int4 beyond 65504.
+    - A layer that may do more than a torch.nn.Linear: a subclass, one with another forward or with hooks besides those
+      of forward, or one whose weight is somebody else's, too (often an embedding's). `force` replaces it.
+    - A child of a few modules that compute with its weight instead of calling it, such as torch.nn.MultiheadAttention,
+      and adapters of peft. `force` replaces these, too.
+
+    Any other module that computes with `layer.weight` gets the dequantized weight at each call. That is correct but
+    slow: better skip such a layer. torch.nn.TransformerEncoderLayer leaves its fast path for that reason.
+
+    Args:
+        model: a torch.nn.Module, not quantized yet.
+        to: "int8" for `Int8Linear`, "int4" for `Int4Linear`, or a function of a layer's name and the layer that
+            returns either, or None to leave the layer alone, or a module to put there: each time another.
+        skip: names of layers that stay. A module's name stands for all layers in it, and `*` for any text, dots too.
+        force: names of layers to replace though they may be more than a torch.nn.Linear; written like skip, which wins.
+        block_size: for int8, the rows and columns of a square block that share a scale: 32, 64, 128 or 256.
+        group_size: for int4, the columns of a row that share a scale: 32, 64, 128, 256, or None for the whole row.
+        embeddings: whether each torch.nn.Embedding becomes an `Int8Embedding`.
+        statistics: what `collect` returned. int4 codes are then chosen to suit the inputs.
+        rotate: whether weights and inputs are rotated by a Hadamard matrix. See qk/nn/layers.py.
+        measure: whether each layer is timed on 256 tokens, before and after; or the number of tokens.
+        progress: whether to show a progress bar, if it takes longer than a second.
+
+    Returns:
+        A `Report`.
+
+    Raises:
+        ValueError: for bad arguments, and for a model that is quantized already, is itself a linear layer, or is partly
+            on the CPU and partly on a GPU.
+
+    After any error or interrupt the model is as it was. So old and new layers take memory side by side until the end:
+    if that is too much, call it on one part of the model after another. A model on the CPU is quantized on the GPU,
+    layer by layer, where kernels are compiled.
+    """
+    _check_options(to, block_size, group_size, embeddings, rotate)
+    skip, force = checked_skip(skip), checked_skip(force, "force")
+    tokens = _TOKENS if measure is True else 0 if measure is False else measure
+    check_integer("measure", tokens, 0)
+    kinds = torch.nn.Linear, Int8TrainLinear, *((torch.nn.Embedding,) if embeddings else ())
+    _check_model(model, kinds)
+    jobs = decide(find_layers(model, kinds, force=force), to, skip)
+    _check_devices([(job.names[0], job.layers[0]) for job in jobs if isinstance(job.to, str)], measure)
+    if statistics is not None:
+        _check_statistics([(job.names[0], job.layers[0]) for job in jobs if job.to == "int4"], statistics)
+        silent = {job.names[0] for job in jobs if job.to == "int4" and not statistics[job.names[0]].tokens}
+        jobs = [job._replace(note="had no input in calibration") if job.names[0] in silent else job for job in jobs]
+    return _quantize(model, jobs, _Options(block_size, group_size, rotate, statistics, tokens), embeddings, progress)
+
+
+def _quantize(model, jobs, options, embeddings, progress):
+    """Do the jobs, all of them, or, if one fails or is interrupted, none. Returns the Report."""
+    times, tensors = {}, tensors_of(model)
+    sizes = [x.numel() * x.itemsize for x in tensors]
+    others = rows_of_others(model, {layer for job in jobs for layer in job.layers}, embeddings)
+    results = [_quantized(job, options, times) for job in progress_bar(jobs, "quantization", progress)]
+    changes = list(_changes(model, jobs, [new for new, _ in results]))
+    before = [settings[key] for settings, key, _ in changes]
+    try:
+        for settings, key, value in changes:
+            settings[key] = value
+        left = set(tensors_of(model))
+        replaced = sum(size for x, size in zip(tensors, sizes, strict=True) if x not in left)
+        return Report([row for _, row in results], sum(sizes), bytes_of(model), others, replaced)
+    except BaseException:
+        for (settings, key, _), value in zip(changes, before, strict=True):
+            settings[key] = value
+        raise
+
+
+def warm_up(model, tokens=_SERVED, progress=True):
+    """Compile the kernels that a quantized model needs, before it serves.
+
+    It calls each kind of quantized linear layer in the model on zeros. In the interpreter there is nothing to compile.
+
+    Args:
+        model: a torch.nn.Module with `Int8Linear` or `Int4Linear` layers, on a GPU.
+        tokens: the numbers of tokens to prepare for. The default covers each kernel and tile up to 4096 tokens.
+        progress: whether to show a progress bar, if it takes longer than a second.
+
+    Raises:
+        ValueError: for bad arguments, for a model without such layers, and for layers that are not on a GPU.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}; it takes a torch.nn.Module")
+    if isinstance(tokens, str) or not isinstance(tokens, collections.abc.Iterable):
+        raise ValueError(f"tokens is {tokens!r}; it takes a list of numbers of tokens")
+    tokens = list(tokens)
+    for number in tokens:
+        check_integer("a number in tokens", number, 1)
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    if not layers:
+        raise ValueError(f"model is a {type(model).__name__} without quantized layers; it takes what quantize_ made")
+    alike = {(type(x), x.in_features, x.out_features, x.extra_repr(), x.dtype, x.format.device): x for x in layers}
+    if INTERPRETED.value:
+        return
+    calls = [(layer, number) for layer in alike.values() for number in tokens]
+    with torch.no_grad():
+        for layer, number in progress_bar(calls, "compiling", progress):
+            x = torch.zeros(number, layer.in_features, dtype=layer.dtype, device=layer.format.device)
+            layer.multiply(layer.prepare(x, layer.dtype), layer.bias, layer.dtype)
+
+
+def int8_train_(model, skip=(), *, block_size=128, rounding="stochastic"):
+    """Turn a model's torch.nn.Linears into `Int8TrainLinear`s, in place.
+
+    The layers stay the same objects, with their parameters, hooks and names. An optimizer made before still trains
+    them, and tied weights stay tied. A layer is left alone, and the report says why, if it is of a subclass, if its
+    weight is computed at each call, if its forward method was replaced, or if weight or bias can't be quantized.
+
+    Args:
+        model: any torch.nn.Module.
+        skip: names of layers to leave alone. The name of a module covers all layers in it, and `*` matches any text,
+            dots too.
+        block_size: 32, 64, 128 or 256, the rows and columns that share a scale.
+        rounding: of the outputs' gradients, "stochastic" or "nearest".
+
+    Returns:
+        A `qk.nn.Report`.
+
+    Raises:
+        ValueError: an argument isn't one of these, or a layer that skip doesn't name trains in int8 already, with
+            another block_size or rounding. The model is then as it was.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}; it takes a torch.nn.Module")
+    check_training(block_size, rounding)
+    jobs = decide(find_layers(model, (torch.nn.Linear,), stays=True), "int8", checked_skip(skip))
+    jobs = [_noted_training(job, block_size, rounding) for job in jobs]
+    rows = []
+    for job in jobs:
+        layer, name, note = job.layers[0], job.names[0], job.note
+        was, size = type(layer).__name__, bytes_of(layer)
+        if job.to is not None:
+            layer.__class__ = Int8TrainLinear
+            layer.block_size, layer.rounding = block_size, rounding
+        if len(job.names) > 1:
+            note = ", ".join(filter(None, (note, f"also {', '.join(job.names[1:])}")))
+        rows.append(Row(name, was, type(layer).__name__, weight_shape(layer), None, size, size, None, None, note))
+    return Report(rows, bytes_of(model), bytes_of(model))
+
+
+def _noted_training(job, block_size, rounding):
+    """Add to a job's note that its layer trains in int8 already. ValueError: it does so with other settings."""
+    layer, name = job.layers[0], job.names[0]
+    if not isinstance(layer, Int8TrainLinear) or job.note == "skipped":
+        return job
+    if (layer.block_size, layer.rounding) != (block_size, rounding):
+        raise ValueError(
+            f"block_size is {block_size} and rounding is {rounding!r}, and {name or 'model'} trains in int8 already, "
+            f"with {layer.block_size} and {layer.rounding!r}; it takes the same, or that name in skip"
+        )
+    return job._replace(note="trains in int8 already")

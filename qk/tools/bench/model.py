@@ -1,0 +1,194 @@
+"""Whole models with linear layers in bfloat16, int8 and int4: the job `model`.
+
+A decoder with Llama-3-8B's shape (qk/tools/bench/decoder.py), each kind made from the same random weights, saved, and
+loaded again; and all-MiniLM-L6-v2, where it is installed. In int8 and int4 the decoder's head is quantized too, and
+embeddings are int8. All else is plain torch, the same for all kinds.
+
+A contender is a step, compiled by torch, or, where it is called "eager", not. Either way the step is one CUDA graph, in
+which the host's time doesn't count.
+
+    decode     shape [sequences, context]: one token each, the last of its context -> logits
+    prefill    shape [sequences, context]: all tokens of the context -> logits of the last
+    embed      shape [sentences, tokens of each] -> the mean of each sentence's tokens
+
+Besides what all rows say: `weights`, bytes of all weights and scales; `peak_bytes`, these, the cache and what a step
+allocates; `bytes` are weights but the embedding, and the cache; `tops` counts the layers' products alone; `quantize_s`
+and `load_s`: seconds to quantize the model on the GPU (kernels are compiled the first time), and to load it from a file
+just written. `kernels`: of a compiled step, the kernels that take longest, and their microseconds.
+"""
+
+import functools
+import importlib.util
+import itertools
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+import qk
+from qk.data.sentences import minilm, minilm_folder
+from qk.nn import quantize_
+from qk.tools.bench import ALONE, Case, kernels_of
+from qk.tools.bench.decoder import LLAMA_3_8B, Decoder, random_cache
+
+_KINDS = "int4", "int8", "bf16"  # the smallest first: to make one takes the room of one in bfloat16
+_DTYPE = torch.bfloat16
+
+
+def nbytes(module):
+    return sum(tensor.nbytes for tensor in itertools.chain(module.parameters(), module.buffers()))
+
+
+def _quantized(model, kind):
+    if kind != "bf16":
+        quantize_(model, kind, embeddings=True)
+    return model
+
+
+def _empty(shape, kind):
+    """A decoder without memory."""
+    with torch.device("meta"):
+        model = Decoder(shape).to(_DTYPE)
+    return _quantized(model, kind)
+
+
+def _seconds(function, *arguments):
+    """-> what a function returns, and its time"""
+    wait = torch.cuda.synchronize if qk.device() == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    result = function(*arguments)
+    wait()
+    return result, time.perf_counter() - start
+
+
+def _loaded(shape, kind, file):
+    model = _empty(shape, kind)
+    model.load_state_dict(load_file(file, qk.device()), assign=True)
+    return model
+
+
+def random_decoder(shape, kind):
+    """A decoder of random weights, the same for each kind: "bf16", "int8" or "int4".
+
+    -> it, and seconds: "quantize_s", and "load_s" (None: the disk has no room for it)
+    """
+    model = _empty(shape, "bf16").to_empty(device=qk.device()).random_(seed=0)
+    model, quantize_s = _seconds(_quantized, model, kind)
+    load_s = None
+    with tempfile.TemporaryDirectory() as folder:
+        if shutil.disk_usage(folder).free > 1.1 * nbytes(model):
+            file = Path(folder, "model.safetensors")
+            save_file(model.state_dict(), file)
+            del model
+            model, load_s = _seconds(_loaded, shape, kind, file)
+    return model.requires_grad_(False), ({} if kind == "bf16" else {"quantize_s": quantize_s}) | {"load_s": load_s}
+
+
+def _case(op, shape, models, inputs, run, read, worst, cached=0, pace=ALONE, **others):
+    """models() -> {kind: (model, seconds)}. run(model, how, *inputs): how makes a function that is compiled, or not.
+
+    read: bytes of a model's weights that a step reads. worst: the error that int4 may have, whose codes are off by 11 %
+    in each product of normal values. cached: bytes of the cache. others: of the Case.
+    """
+    compiled = functools.cache(functools.partial(torch.compile, fullgraph=True, dynamic=False))
+    contenders, kinds = {}, {}
+
+    def step(kind, how=lambda function: function):
+        return torch.no_grad()(lambda *tensors: run(models()[kind][0], how, *tensors))
+
+    for kind in reversed(_KINDS):
+        name = kind if kind == "bf16" else f"qk {kind}"
+        kinds |= {name: kind, f"{name} eager": kind}
+        contenders |= {name: (step(kind, compiled), step("bf16")), f"{name} eager": (step(kind), step("bf16"))}
+
+    def more(name, outcome):
+        model, seconds = models()[kinds[name]]
+        row = {"bytes": read(model) + cached, "weights": nbytes(model)}
+        row |= {"peak_bytes": row["weights"] + cached + outcome["allocated"]} | seconds
+        replay, calls, _ = outcome["replay"]
+        return row if name.endswith("eager") else row | {"kernels": kernels_of(replay, calls, pace=pace)}
+
+    return Case(op, shape, _DTYPE, {}, inputs, contenders, limit=worst, worst=worst, more=more, pace=pace, **others)
+
+
+def _decoder_case(models, shape, op, sequences, context, kv_heads=None, pace=ALONE):
+    """kv_heads: those of which this process holds the cache, if not all."""
+    new = context if op == "prefill" else 1
+    where, matrices = {"device": qk.device()}, shape.layers * shape.layer_weights
+    cached = shape if kv_heads is None else shape._replace(kv_heads=kv_heads)
+
+    def inputs():
+        tokens = torch.randint(shape.vocabulary, (sequences, new), **where)
+        positions = torch.arange(context - new, context, **where)
+        return tokens, positions, random_cache(cached, sequences, context, dtype=_DTYPE, **where)
+
+    # a step of one token is a matter of memory, whatever it multiplies
+    flops = 2 * matrices * sequences * new if new > 1 else 0
+    return _case(
+        op, (sequences, context), models, inputs,
+        run=lambda model, how, *tensors: model(*tensors, how),
+        read=lambda model: nbytes(model) - nbytes(model.embedding),
+        worst=0.3, cached=sequences * context * cached.cached * _DTYPE.itemsize,
+        bytes=matrices, flops=flops, rates={"tokens_per_s": sequences * new}, pace=pace,
+    )  # fmt: skip
+
+
+def decoder_cases(shape=LLAMA_3_8B, decode=((1, 512), (8, 512), (64, 512)), prefill=((1, 2048),)):
+    """decode, prefill: (sequences, context) of each step. Where the GPU lacks the room there are none."""
+    if qk.device() == "cuda":
+        free, needs = torch.cuda.mem_get_info()[0], 2.5 * nbytes(_empty(shape, "bf16"))
+        if free < needs:
+            print(
+                f"no decoder: it needs {needs / 2**30:.0f} GiB of free GPU memory, {free / 2**30:.0f} are", flush=True
+            )
+            return
+    models = functools.cache(lambda: {kind: random_decoder(shape, kind) for kind in _KINDS})
+    for op, steps in (("decode", decode), ("prefill", prefill)):
+        for step in steps:
+            yield _decoder_case(models, shape, op, *step)
+
+
+def _embed(model, how, ids):
+    # layer by layer, as the decoder is compiled; no sentence is padded, so there is no mask
+    x = how(type(model.embeddings).forward)(model.embeddings, ids)
+    for layer in model.encoder.layer:
+        x = how(type(layer).forward)(layer, x)
+        x = x if isinstance(x, torch.Tensor) else x[0]  # of transformers 4, a tuple
+    return x.mean(1)
+
+
+def minilm_cases(sentences=256, tokens=32):
+    """Where its weights and transformers are missing there are none."""
+    try:
+        if not importlib.util.find_spec("transformers"):
+            raise ImportError("transformers is missing")
+        minilm_folder()
+    except (FileNotFoundError, ValueError, ImportError) as error:
+        print(f"no MiniLM: {error}", flush=True)
+        return
+
+    @functools.cache
+    def models():
+        made = {}
+        for kind in _KINDS:
+            model, seconds = _seconds(_quantized, minilm().to(qk.device(), _DTYPE), kind)
+            made[kind] = model, {} if kind == "bf16" else {"quantize_s": seconds}
+        return made
+
+    weights = 6 * (4 * 384 * 384 + 2 * 384 * 1536)
+    yield _case(
+        "embed", (sentences, tokens), models,
+        inputs=lambda: (torch.randint(30522, (sentences, tokens), device=qk.device()),),
+        run=_embed,
+        read=lambda model: nbytes(model.encoder),
+        worst=0.5, bytes=weights, flops=2 * weights * sentences * tokens, rates={"sentences_per_s": sentences},
+    )  # fmt: skip
+
+
+def cases():
+    yield from decoder_cases()
+    yield from minilm_cases()

@@ -1,0 +1,47 @@
+"""The kernels that notebooks grow version by version, taken out of them, to be measured beside the package's."""
+
+import ast
+import json
+import runpy
+import tempfile
+from pathlib import Path
+
+_NOTEBOOKS = Path(__file__).parents[3] / "notebooks"
+_VERSIONS = {
+    "quantize_int4": (
+        "01_int4_packing.ipynb",
+        ("naive_quantize", "joined_quantize", "tile_quantize", "careful_quantize"),
+    ),
+    "act_quant": (
+        "02_block_quantization.ipynb",
+        ("naive_act_quant", "exact_act_quant", "tile_act_quant", "ragged_act_quant"),
+    ),
+    "quant_slide": ("06_sparse_chain.ipynb", ("naive",)),
+    "int4_gemm": ("07_int4_gemm.ipynb", ("naive_gemv", "magic_gemv", "pairs_gemv")),
+}
+
+
+def grown():
+    """{function of qk: [(version, function), ...]}, of the notebooks that are here."""
+    found = {}
+    for op, (notebook, names) in _VERSIONS.items():
+        if (_NOTEBOOKS / notebook).exists():
+            functions = _functions_of(notebook)
+            found[op] = [(name.partition("_")[0], functions[name]) for name in names]
+    return found
+
+
+def _functions_of(notebook):
+    """{name: function} of a notebook's functions and kernels; nothing of it runs but imports and definitions."""
+    parts = []
+    for cell in json.loads((_NOTEBOOKS / notebook).read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            source = "".join(cell["source"])
+            for node in ast.parse(source).body:
+                if isinstance(node, ast.FunctionDef | ast.Import | ast.ImportFrom):
+                    first = min(part.lineno for part in (node, *getattr(node, "decorator_list", ())))
+                    parts.append("\n".join(source.splitlines()[first - 1 : node.end_lineno]))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, f"{Path(notebook).stem}.py")  # Triton reads a kernel's source from its file
+        file.write_text("\n\n\n".join(parts), encoding="utf-8")
+        return runpy.run_path(str(file))

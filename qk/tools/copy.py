@@ -1,0 +1,888 @@
+"""Copy a kernel into a file of your own: `python -m qk copy act_quant --out act_quant.py`.
+
+The file is what you would write by hand: the kernel, the helpers that it uses, a checked function that launches it, and
+its reference. It imports torch and Triton only, runs compiled or with TRITON_INTERPRET=1, and gives the package's bits.
+
+    python -m qk copy --list                                  what can be copied
+    python -m qk copy act_quant                               print it
+    python -m qk copy int8_gemm --arch sm90 --out gemm.py     a GEMM for one instruction set
+    python -m qk copy int8 gelu --full --out kernels.py       whole files, with operators and torch.compile support
+"""
+
+import argparse
+import ast
+import functools
+import importlib
+import io
+import keyword
+import re
+import sys
+import textwrap
+import tokenize
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+from .simplify import Known, simplified
+
+PACKAGE = Path(__file__).parents[1]
+MODULES = ("int4", "gemm_int4", "int8", "hadamard", "gelu", "dequant", "sparsity", "gemm", "linear")
+ARCHES = ("sm75", "sm80", "sm90")
+WIDTH = 120
+
+
+class _Item(NamedTuple):
+    """A statement at the top level of a module."""
+
+    text: str  # with the comments above it
+    binds: set  # the names that it defines
+    uses: set
+    blank: int  # lines before it
+    defines: bool  # a function or a class
+    node: ast.stmt
+
+
+class _Module(NamedTuple):
+    docstring: str
+    public: list  # __all__
+    items: list
+    relative: dict  # {name: the module that it is imported from}
+    absolute: dict  # {name: the statement that imports it}
+
+
+def _bound(node):
+    """The names that a statement defines at the top level, in any of its branches."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return {alias.asname or alias.name for alias in node.names}
+    if isinstance(node, ast.Assign):
+        return {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    return {name for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt | ast.excepthandler)
+            for name in _bound(child)}  # fmt: skip
+
+
+def _import_of(node, alias):
+    renamed = f" as {alias.asname}" if alias.asname else ""
+    return f"{'import' if isinstance(node, ast.Import) else f'from {node.module} import'} {alias.name}{renamed}"
+
+
+def _path(module):
+    path = PACKAGE.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def _absolute_name(module, node):
+    """The module in qk that a relative import in a module names."""
+    parts = module.split(".") if _path(module).name == "__init__.py" else module.split(".")[:-1]
+    parts = parts[: len(parts) - node.level + 1]
+    return ".".join([*parts, *([node.module] if node.module else [])])
+
+
+def _replaced(text, edits):
+    """Text with (start, end, replacement) put in, in bytes."""
+    data = text.encode()
+    for start, end, new in sorted(edits, reverse=True):
+        data = data[:start] + new.encode() + data[end:]
+    return data.decode()
+
+
+class _Places:
+    """Where the nodes of a text are, in bytes."""
+
+    def __init__(self, text):
+        self.text, self.tree, self.starts = text, ast.parse(text), [0]
+        for line in text.split("\n"):
+            self.starts.append(self.starts[-1] + len(line.encode()) + 1)
+
+    def of(self, node):
+        return (self.starts[node.lineno - 1] + node.col_offset, self.starts[node.end_lineno - 1] + node.end_col_offset)
+
+    def segment(self, node):
+        start, end = self.of(node)
+        return self.text.encode()[start:end].decode()
+
+
+def _without_module_names(source, name):
+    """`launch.recording` as `recording`, after `from . import launch`. Returns the text, and {name: its module}."""
+    places, edits, relative = _Places(source), [], {}
+    whole = {
+        alias.asname or alias.name: f"{_absolute_name(name, node)}.{alias.name}"
+        for node in places.tree.body
+        if isinstance(node, ast.ImportFrom) and node.level and node.module is None
+        for alias in node.names
+    }
+    for node in ast.walk(places.tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in whole:
+            relative[node.attr] = whole[node.value.id]
+            edits.append((*places.of(node), node.attr))
+    # a local variable of the same name would hide it
+    names = [each for each in ast.walk(places.tree) if isinstance(each, ast.Name) and each.id in relative]
+    edits += [(*places.of(each), f"{each.id}_") for each in names]
+    names = [each for each in ast.walk(places.tree) if isinstance(each, ast.arg) and each.arg in relative]
+    edits += [(places.of(each)[0], places.of(each)[0] + len(each.arg), f"{each.arg}_") for each in names]
+    return _replaced(source, edits), relative
+
+
+@functools.cache
+def _module(name):
+    source = _path(name).read_text(encoding="utf-8")
+    source, relative = _without_module_names(source, name)
+    tree, lines = ast.parse(source), source.splitlines(keepends=True)
+    found = _Module(ast.get_docstring(tree), [], [], relative, {})
+    end = tree.body[0].end_lineno
+    for node in tree.body[1:]:
+        first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
+        while lines[first - 2].startswith("#"):
+            first -= 1
+        blank, end = min(first - 1 - end, 2), node.end_lineno
+        if isinstance(node, ast.ImportFrom) and node.level and node.module is None:
+            pass
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            found.relative.update({alias.name: _absolute_name(name, node) for alias in node.names})
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found.absolute.update({alias.asname or alias.name: _import_of(node, alias) for alias in node.names})
+        elif _bound(node) == {"__all__"}:
+            found.public.extend(ast.literal_eval(node.value))
+        else:
+            uses = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+            defines = isinstance(node, ast.FunctionDef | ast.ClassDef)
+            found.items.append(_Item("".join(lines[first - 1 : end]), _bound(node), uses, blank, defines, node))
+    return found
+
+
+def functions():
+    """{public function: the module that has it}, without the references."""
+    return {name: module for module in MODULES for name in _module(module).public if not name.endswith("_ref")}
+
+
+def _needed(roots, read):
+    """(module, name) -> {module: the numbers of the items that these need}. read: a module's name -> a _Module."""
+    needed, waiting = {}, list(roots)
+    while waiting:
+        where, name = waiting.pop()
+        module = read(where)
+        if name in module.relative:
+            waiting.append((module.relative[name], name))
+            continue
+        first = where not in needed
+        taken = needed.setdefault(where, set())
+        for i, item in enumerate(module.items):
+            # what defines nothing, such as the check of Triton's version, belongs to all of its module
+            if i not in taken and (name in item.binds or (first and not item.binds)):
+                taken.add(i)
+                waiting.extend((where, use) for use in item.uses)
+    return {where: sorted(taken) for where, taken in needed.items() if taken}
+
+
+def _ordered(needed):
+    """The modules, each after those that it imports from."""
+    order = []
+
+    def visit(where):
+        if where not in order:
+            for other in sorted(set(_module(where).relative.values())):
+                visit(other)
+            order.append(where)
+
+    for where in sorted(needed, key=lambda where: MODULES.index(where) if where in MODULES else -1):
+        visit(where)
+    return [where for where in order if where in needed]
+
+
+def _renamed(text, names):
+    """Python text with other names. A name after a dot is none of them, and an imported one keeps its own."""
+    lines, before, importing = text.splitlines(keepends=True), "", False
+    edits = []
+    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    for token, after in zip(tokens, [*tokens[1:], None], strict=True):
+        importing = token.string == "import" or importing and token.type != tokenize.NEWLINE
+        if token.type == tokenize.NAME and token.string in names and before != ".":
+            name = names[token.string]
+            if importing and before != "as":
+                name = token.string if after.string == "as" else f"{token.string} as {name}"
+            edits.append((*token.start, token.end[1], name))
+        before = token.string
+    for row, start, end, name in reversed(edits):
+        line = lines[row - 1]
+        lines[row - 1] = line[:start] + name + line[end:]
+    return "".join(lines)
+
+
+def _clashes(modules, needed, read):
+    """{module: {name: another}} for names that an earlier module of the file has, too."""
+    taken, renamed = set(), {}
+    for where in modules:
+        bound = {name for i in needed[where] for name in read(where).items[i].binds}
+        suffix = where.removeprefix("core.").replace(".", "_")
+        names = {name: f"{name}_{suffix.upper() if name.isupper() else suffix}" for name in bound & taken}
+        renamed[where] = names
+        taken |= bound | set(names.values())
+    return renamed
+
+
+def _import_section(statements):
+    """Import statements, sorted as ruff wants them."""
+    named = {}
+    for statement in statements:
+        if statement.startswith("from "):
+            module, name = statement[5:].split(" import ")
+            named.setdefault(module, []).append(name)
+    plain = sorted(statement for statement in statements if statement.startswith("import "))
+    for module, names in sorted(named.items()):
+        line = f"from {module} import {', '.join(sorted(names, key=_import_order))}"
+        if len(line) > WIDTH:
+            line = f"from {module} import (\n" + "".join(f"    {name},\n" for name in sorted(names)) + ")"
+        plain.append(line)
+    standard = [line for line in plain if line.split()[1].split(".")[0] in sys.stdlib_module_names]
+    others = [line for line in plain if line not in standard]
+    return "\n\n".join("\n".join(section) for section in (standard, others) if section)
+
+
+def _import_order(name):
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
+
+
+def _imports(modules, needed):
+    """The import statements that the items need."""
+    statements = set()
+    for where in modules:
+        uses = {name for i in needed[where] for name in _module(where).items[i].uses}
+        statements |= {_module(where).absolute[name] for name in uses & _module(where).absolute.keys()}
+    return statements
+
+
+def _origin(modules, command):
+    try:
+        package = f"qk {version('qk')}"
+    except PackageNotFoundError:
+        package = "qk"
+    files = ", ".join(f"qk/{_path(where).relative_to(PACKAGE).as_posix()}" for where in modules)
+    text = f"From {package}, by `python -m qk copy {command}`, out of {files}. Licence: Apache-2.0."
+    return textwrap.fill(text, WIDTH - 1, initial_indent="# ", subsequent_indent="# ")
+
+
+def _body(where, numbers, names):
+    """The items of a module, as far apart as they are there."""
+    text, before = "", None
+    for i in numbers:
+        item = _module(where).items[i]
+        blank = item.blank
+        if before is None:
+            blank = 2
+        elif before != i - 1:
+            blank = 2 if item.defines or _module(where).items[before].defines else 1
+        text += "\n" * blank + (_renamed(item.text, names) if names else item.text)
+        before = i
+    return text
+
+
+def _public(names, whole):
+    """The public functions that names of functions and modules stand for. ValueError: there is no such name.
+
+    Args:
+        names: of both kinds.
+        whole: whether `hadamard`, which is both a file and a function in it, means the file.
+    """
+    known, public = functions(), []
+    for name in names:
+        found = [function for function, where in known.items() if name in (function, where)]
+        found = [name] if name in known and not whole else found
+        if not found:
+            raise ValueError(f"there is no kernel or file {name!r}; python -m qk copy --list shows what there is")
+        public += [function for function in found if function not in public]
+    return public
+
+
+def _all(public):
+    names = sorted([*public, *(f"{name}_ref" for name in public)])
+    line = f"__all__ = [{', '.join(map(_quoted, names))}]\n"
+    if len(line) <= WIDTH + 1:
+        return line
+    return "__all__ = [\n" + "".join(f"    {_quoted(name)},\n" for name in names) + "]\n"
+
+
+def _quoted(name):
+    return f'"{name}"'
+
+
+def full(*names):
+    """The text of a file with operators, torch.compile support and the fast launch. ValueError: unknown names.
+
+    Args:
+        names: of MODULES, or of public functions.
+    """
+    known, public = functions(), _public(names, True)
+    needed = _needed([(known[name], each) for name in public for each in (name, f"{name}_ref")], _module)
+    modules = _ordered(needed)
+    renamed = _clashes(modules, needed, _module)
+    asked = [where for where in MODULES if where in {known[name] for name in public}]
+    docstring = "\n\n\n".join(_module(where).docstring for where in asked)
+    text = f'{_origin(modules, " ".join([*names, "--full"]))}\n"""{docstring}\n"""\n\n'
+    text += f"{_import_section(_imports(modules, needed))}\n\n{_all(public)}"
+    return text + "".join(_body(where, needed[where], renamed[where]) for where in modules)
+
+
+# In place of the package's own. A copy launches as Triton documents it, and its checks say less.
+_LAUNCH = '''
+def launch(device, kernel, grid, *args, **options):
+    """Launch a compiled kernel on a GPU, or run it in Triton's interpreter where TRITON_INTERPRET is 1."""
+    # products and sums become an fma only where the kernel says so by name: the same bits on every GPU
+    options["enable_fp_fusion"] = False
+    if INTERPRETED.value:
+        with triton.runtime.interpreter.np.errstate(all="ignore"):  # numpy would warn of Inf - Inf
+            kernel[grid](*args, **options)
+    else:
+        with torch.cuda.device(device):
+            kernel[grid](*args, **options)
+'''
+_CHECK_SHAPE = """    if isinstance(shape, str):  # such as "[..., K]"
+        ok = x.ndim > 0 if "..." in shape else x.ndim == shape.count(",") + 1
+    else:
+        ok = shape is None or list(x.shape) == list(shape)
+    if not ok:
+        raise ValueError(f"{name} has shape {list(x.shape)}; it takes {shape}")
+"""
+_CHECK_DTYPE = """    if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.dtype not in dtypes:
+        got = f"{x.layout} tensor of {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__
+        raise ValueError(f"{name} is a {got}; it takes a dense tensor of {' or '.join(map(str, dtypes))}")
+"""
+_CHECK_DATA = f'''
+def check_data(name, x, dtypes, shape=None):
+    """Check a tensor on any device."""
+{_CHECK_DTYPE}{_CHECK_SHAPE}'''
+_CHECK_TENSOR = f'''
+def check_tensor(name, x, dtypes, shape=None, like=None):
+    """Check a tensor that a kernel reads."""
+{_CHECK_DTYPE}{_CHECK_SHAPE}    if x.device.type != "cuda" and not (INTERPRETED.value and x.device.type == "cpu"):
+        raise ValueError(f"{{name}} is on {{x.device}}; it takes a CUDA tensor, or a CPU tensor if TRITON_INTERPRET=1")
+    if like is not None and x.device != like[1].device:  # the name of another argument, and that tensor
+        raise ValueError(f"{{name}} is on {{x.device}}; it takes {{like[0]}}'s device, {{like[1].device}}")
+'''
+_CHECK_ONE_OF = '''
+def check_one_of(name, value, choices, note=""):
+    """Check that an argument is one of a few values, and of its type: True is 1 to Python."""
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        raise ValueError(f"{name} is {value!r}; it takes {' or '.join(map(repr, choices))}{note}")
+'''
+_VERSION = """
+if triton.__version__.startswith("3.4."):
+    raise ImportError("Triton 3.4 miscompiles these kernels: it merges the two results of tl.split")
+"""
+_TEMPLATES = {
+    ("core.launch", "launch"): _LAUNCH,
+    ("core.checks", "check_data"): _CHECK_DATA,
+    ("core.checks", "check_tensor"): _CHECK_TENSOR,
+    ("core.checks", "check_one_of"): _CHECK_ONE_OF,
+    ("core.checks",): _VERSION,
+}
+
+
+class _Plan(NamedTuple):
+    """What a short copy of some functions leaves out."""
+
+    pins: dict  # {parameter of a public function: its only value}
+    attributes: dict = {}  # {attribute: its only value}
+    dropped: tuple = ()  # functions that only the left out modes call
+
+
+_PLANS = {
+    "gemm": _Plan({"path": None, "exact": True}, {"a_square": False}),
+    "gelu": _Plan({}, dropped=("_launch_square", "_squares", "quantize_squares_ref")),
+}
+
+
+def _without_early(text):
+    """Launches that wait for the kernel before."""
+    places, edits = _Places(text), []
+    for node in ast.walk(places.tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "launch":
+            for each in node.keywords:
+                if each.arg == "early":
+                    start, end = places.of(each)
+                    edits.append((start, end, "EARLY=False"))
+                    comment = re.match(rb"[^\n#]*?(  #[^\n]*)", text.encode()[end:])  # on why
+                    if comment:
+                        edits.append((end + comment.start(1), end + comment.end(1), ""))
+    return _replaced(text, edits)
+
+
+def _without_decorator(text, name):
+    places = _Places(text)
+    for node in getattr(places.tree.body[0], "decorator_list", []):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == name:
+            start, end = places.of(node)
+            return _replaced(text, [(start - 1, end + 1, "")])
+    return text
+
+
+def _plain_operator(text, fakes):
+    """A function that is an operator in the package, as one that allocates its outputs and fills them.
+
+    fakes: {name of a function that allocates outputs: (its parameters, the expression that it returns)}.
+    """
+    places = _Places(text)
+    node = places.tree.body[0]
+    decorator = node.decorator_list[0]
+    arguments = [each.arg for each in node.args.args if each.annotation is not None]
+    outputs = [each.arg for each in node.args.args if each.annotation is None]
+    options = {each.arg: each.value for each in decorator.keywords}
+    check = options.get("check")
+    lines = text.split("\n")
+    body = node.body
+    docstring = []
+    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        docstring, body = lines[body[0].lineno - 1 : body[0].end_lineno], body[1:]
+    header = node.body[0].lineno - 1
+    while lines[header - 1].lstrip().startswith("#"):
+        header -= 1
+    header = header if not docstring else node.body[0].end_lineno
+    rest = lines[header : node.end_lineno]
+    head = [f"def {node.name}({', '.join(arguments)}):", *docstring]
+    if len(head[0]) > WIDTH:
+        inner = textwrap.wrap(", ".join(arguments) + ",", WIDTH - 2, initial_indent="    ", subsequent_indent="    ")
+        head[:1] = [f"def {node.name}(", *inner, "):  # fmt: skip"]
+    if isinstance(check, ast.Lambda):
+        head.append(f"    {places.segment(check.body)}")
+    elif check is not None:
+        head.append(f"    {check.id}({', '.join(arguments)})")
+    if "fills" in options:
+        return "\n".join([*head, *rest]) + "\n"
+    fake = decorator.args[0].id
+    parameters, returned = fakes.get(fake, (None, None))
+    made = returned if parameters == arguments else f"{fake}({', '.join(arguments)})"
+    head.append(f"    {', '.join(outputs)} = {made}")
+    sizes = " or ".join(f"{each}.numel()" for each in outputs)
+    if any(isinstance(each, ast.Return) for part in body for each in ast.walk(part)):
+        into = f"{node.name}_into"
+        first = f"def {into}({', '.join([*arguments, *outputs])}):"
+        head += [f"    if {sizes}:", f"        {into}({', '.join([*arguments, *outputs])})"]
+        head.append(f"    return {', '.join(outputs)}")
+        return "\n".join([first, *rest, "", "", *head]) + "\n"
+    head += [f"    if {sizes}:", *(f"    {line}" if line else line for line in rest)]
+    return "\n".join([*head, f"    return {', '.join(outputs)}"]) + "\n"
+
+
+def _is_operator(node):
+    """Whether a statement is a function that `core.operators.operator` decorates."""
+    return isinstance(node, ast.FunctionDef) and any(
+        isinstance(each, ast.Call) and getattr(each.func, "id", "") == "operator" for each in node.decorator_list
+    )
+
+
+def _fakes(items):
+    """{name: (parameters, expression)} of functions that do nothing but return an expression."""
+    found = {}
+    for item in items:
+        node = item.node
+        if isinstance(node, ast.FunctionDef) and len(node.body) == 1 and isinstance(node.body[0], ast.Return):
+            places = _Places(item.text)
+            inner = places.tree.body[0]
+            expression = inner.body[0].value
+            edges = "()" if isinstance(expression, ast.Tuple) and not places.segment(expression).startswith("(") else ""
+            text = " ".join(line.strip() for line in places.segment(expression).split("\n"))
+            if "#" not in text and not edges:
+                text = re.sub(r",? \)$", ")", text.replace("( ", "("))
+            found[node.name] = [each.arg for each in node.args.args], text
+    return found
+
+
+def _implementation(module, arch):
+    """The names of a GEMM's functions for an instruction set: (what says whether it can, what does it, keywords)."""
+    tree = ast.parse(_path(module).read_text(encoding="utf-8"))
+    table = next(
+        each.value for each in tree.body if isinstance(each, ast.Assign) and _bound(each) == {"IMPLEMENTATIONS"}
+    )
+    entries = {each.args[0].value: each.args for each in table.elts}
+    _, supports, *_, run = entries["portable" if arch in (None, "sm80") else arch]
+    return supports.id if isinstance(supports, ast.Name) else None, run.id
+
+
+def _direct(text, module, arch):
+    """A GEMM's choice among its implementations as a call of the one for an instruction set."""
+    places = _Places(text)
+    for node in ast.walk(places.tree):
+        call = node.value if isinstance(node, ast.Expr) else None
+        if not isinstance(call, ast.Call) or getattr(call.func, "attr", getattr(call.func, "id", "")) != "run":
+            continue
+        supports, run = _implementation(module, arch)
+        given, first = ", ".join(map(places.segment, call.args)), places.segment(call.args[0])
+        indent, new = " " * node.col_offset, ""
+        if supports:
+            new = f"if not {supports}({first}):\n{indent}    raise ValueError({_quoted(_refusal(arch))})\n{indent}"
+        edits = [(*places.of(node), f"{new}{run}({given})")]
+        for each in ast.walk(places.tree):
+            if isinstance(each, ast.Assign) and getattr(each.targets[0], "id", "") == "run":
+                start, end = places.of(each)
+                edits.append((start - each.col_offset, end + 1, ""))
+        return _replaced(text, edits)
+    return text
+
+
+def _without_checks(text, pinned):
+    """The text without checks of arguments that have one value only."""
+    places, edits = _Places(text), []
+    for node in ast.walk(places.tree):
+        call = getattr(node, "value", None)
+        if isinstance(node, ast.Expr) and isinstance(call, ast.Call) and getattr(call.func, "id", "") == "check_one_of":
+            if getattr(call.args[0], "value", None) in pinned:
+                start, end = places.of(node)
+                edits.append((start - node.col_offset, end + 1, ""))
+    return _replaced(text, edits)
+
+
+def _refusal(arch):
+    if arch in (None, "sm80"):
+        return "this GPU multiplies no int8; it takes one of capability 8.0 or more"
+    return f"{arch}'s kernel can't multiply these operands on this device"
+
+
+@functools.cache
+def _plain_module(name, arch=None):
+    """A module without operators and early launches, and with this file's plain launch and checks."""
+    module = _module(name)
+    fakes, items = _fakes(module.items), []
+    relative = dict(module.relative)
+    for item in module.items:
+        text = next((_TEMPLATES[key] for key in _TEMPLATES if key[0] == name and item.binds == set(key[1:])), item.text)
+        text = text.lstrip("\n")
+        if name in ("gemm", "gemm_int4"):
+            text = _direct(_without_checks(text, _PLANS.get(name, _Plan({})).pins), name, arch)
+        text = _without_early(text)
+        text = _without_decorator(text, "replayed")
+        if _is_operator(item.node):
+            text = _plain_operator(text, fakes)
+        tree = ast.parse(text)
+        uses = {inner.id for inner in ast.walk(tree) if isinstance(inner, ast.Name)}
+        items.append(item._replace(text=text, uses=uses, node=tree.body[-1]))
+    relative["INTERPRETED"] = "core.numerics"
+    if name == "core.numerics":
+        del relative["INTERPRETED"]
+    return module._replace(items=items, relative=relative)
+
+
+def _given(modules, needed):
+    """The (function, parameter) of operators that aren't None: so their annotations have it."""
+    known = set()
+    for where in modules:
+        for i in needed[where]:
+            item = _module(where).items[i]
+            if _is_operator(item.node):
+                for each in item.node.args.args:
+                    if each.annotation is not None and "None" not in ast.unparse(each.annotation):
+                        known |= {(name, each.arg) for name in (item.node.name, f"{item.node.name}_into")}
+    return known
+
+
+def _constants(modules, needed, renamed):
+    """{name in the copy: value} of constants whose value the package knows without running a kernel."""
+    found = {}
+    for where in modules:
+        module = importlib.import_module(f"qk.{where}")
+        for i in needed[where]:
+            item = _module(where).items[i]
+            if isinstance(item.node, ast.Assign):
+                for name in item.binds:
+                    value = getattr(module, name, None)
+                    if isinstance(value, dict | int | float | str | tuple) and not isinstance(value, bool):
+                        found[renamed[where].get(name, name)] = value
+    return found
+
+
+def short(*names, arch=None):
+    """The text of a file that is as short as one written by hand. ValueError: unknown names.
+
+    Args:
+        names: of MODULES, or of public functions.
+        arch: of ARCHES, for the GEMMs; None is what runs on most GPUs.
+    """
+    known, public = functions(), _public(names, False)
+    asked = [where for where in MODULES if where in {known[name] for name in public}]
+    if arch not in (None, *ARCHES):
+        raise ValueError(f"arch is {arch!r}; it takes {', '.join(ARCHES)} or None")
+    if arch and not {"gemm", "gemm_int4"} & set(asked):
+        raise ValueError(f"--arch is {arch!r}; only the GEMMs of gemm and gemm_int4 take one")
+
+    def read(where):
+        return _plain_module(where, arch)
+
+    roots = [each for name in public for each in (name, f"{name}_ref")]
+    needed = _needed([(known[name.removesuffix("_ref")], name) for name in roots], read)
+    # public functions that these call are whole, too
+    everything = {name for where in needed if where in MODULES for name in _module(where).public}
+    bound = {name for where in needed for i in needed[where] for name in read(where).items[i].binds}
+    roots += sorted(everything & bound - set(roots))
+    modules = _ordered(needed)
+    renamed = _clashes(modules, needed, read)
+    parts = []
+    for where in modules:
+        for i in needed[where]:
+            text = read(where).items[i].text
+            parts.append(_renamed(text, renamed[where]) if renamed[where] else text)
+    pins, dropped = {}, []
+    for where in asked:
+        plan = _PLANS.get(where, _Plan({}))
+        pins |= {(root, name): [value] for root in roots for name, value in plan.pins.items()}
+        pins |= {name: [value] for name, value in plan.attributes.items()}
+        dropped += plan.dropped
+    constants = _constants(modules, needed, renamed)
+    verbatim = {name for where in modules if where.startswith("core.") for i in needed[where]
+                for name in read(where).items[i].binds}  # fmt: skip
+    given = _given(modules, needed)
+    text = simplified("\n\n".join(parts), roots, Known(pins, given, constants, set(dropped), verbatim))
+    text = _assembled(_laid_out(text), roots)
+    command = " ".join([*names, *(["--arch", arch] if arch else [])])
+    head = f'{_origin(asked, command)}\n"""{_about(asked, text)}\n"""\n\n'
+    head += f"{_import_section(_used(text, modules, read))}\n\n{_all(public)}"
+    between = "" if ast.parse(text).body and isinstance(ast.parse(text).body[0], ast.Assign) else "\n"
+    return f"{head}\n{between}{text}"
+
+
+def _laid_out(text):
+    """The text, each statement on one line if it fits."""
+    for node in reversed(ast.parse(text).body):
+        if isinstance(node, ast.FunctionDef):
+            lines = _joined_header(node, _packed_header(node, text.split("\n")))
+            text = "\n".join(lines)
+    return _refilled(text)
+
+
+def _joined_header(node, lines):
+    """A function's lines, with its header on one line if it fits and has no comment."""
+    if lines[node.lineno - 1].endswith("(") and lines[node.lineno + 1] == "):":
+        joined = f"{lines[node.lineno - 1]}{lines[node.lineno].strip().removesuffix(',')}):"
+        if len(joined) <= WIDTH and "#" not in joined:
+            return [*lines[: node.lineno - 1], joined, *lines[node.lineno + 2 :]]
+    return lines
+
+
+def _refilled(text):
+    """The text, its multi-line statements on one line if they fit, and calls of `launch` without gaps."""
+    places, lines = _Places(text), text.split("\n")
+    statements = [each for each in ast.walk(places.tree) if isinstance(each, ast.stmt)]
+    for node in sorted(statements, key=lambda each: -each.lineno):
+        if not hasattr(node, "body") and node.lineno == node.end_lineno and '"' not in lines[node.lineno - 1]:
+            lines[node.lineno - 1 : node.lineno] = _wrapped(lines[node.lineno - 1])
+        if hasattr(node, "body") or node.lineno == node.end_lineno:
+            continue
+        rows = lines[node.lineno - 1 : node.end_lineno]
+        bare = [row.removesuffix("  # fmt: skip") for row in rows]
+        if any("#" in row for row in bare) or any(_is_long_text(each) for each in ast.walk(node)):
+            continue
+        skip = rows[-1] != bare[-1]
+        joined = bare[0] + "".join(_glue(row) for row in bare[1:])
+        joined = re.sub(r",([)\]}])$", r"\1", re.sub(r"([(\[{]) ", r"\1", joined))
+        magic = bare[-2].rstrip().endswith(",") if len(bare) > 1 else False
+        if len(joined) <= WIDTH and (skip or not magic):
+            lines[node.lineno - 1 : node.end_lineno] = [joined]
+        elif skip:
+            lines[node.lineno - 1 : node.end_lineno] = _packed(rows)
+    return "\n".join(lines)
+
+
+def _wrapped(line):
+    """A statement that is too long, over several lines."""
+    code, hash, comment = line.partition("  # ")
+    if len(line) > WIDTH and hash:
+        return [f"{' ' * (len(line) - len(line.lstrip()))}# {comment}", code]
+    head, opening, rest = line.partition("(")
+    if len(line) <= WIDTH or not opening or not line.endswith(")"):
+        return [line]
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    inner = textwrap.wrap(rest[:-1], WIDTH - 2, initial_indent=indent, subsequent_indent=indent, break_long_words=False)
+    return [f"{head}(", *inner, f"{indent[4:]})  # fmt: skip"]
+
+
+def _is_long_text(node):
+    return isinstance(node, ast.Constant | ast.JoinedStr) and node.lineno != node.end_lineno
+
+
+def _glue(row):
+    row = row.strip()
+    return row if row[:1] in ")]}" else f" {row}"
+
+
+def _packed(rows):
+    """Rows of arguments, those with few of them together."""
+    packed = [rows[0]]
+    for row in rows[1:]:
+        last = packed[-1]
+        short = min(len(row), len(last)) < 50 and len(last) + len(row.strip()) < WIDTH - 1
+        if len(packed) > 2 and short and last.endswith(",") and row.lstrip()[:1] not in ")]}":
+            packed[-1] += " " + row.strip()
+        else:
+            packed.append(row)
+    return packed
+
+
+def _groups(text, roots):
+    """The statements of a text by what a reader meets first: constants, kernels, what surrounds them, references."""
+    tree = ast.parse(text)
+    names = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+    def reached(nodes):
+        found, waiting = set(), list(nodes)
+        while waiting:
+            node = waiting.pop()
+            if node not in found:
+                found.add(node)
+                waiting += [
+                    names[each.id] for each in ast.walk(node) if isinstance(each, ast.Name) and each.id in names
+                ]
+        return found
+
+    at_import = reached(node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.ClassDef))
+    kernels = {node for node in names.values() if _is_jit(node)}
+    real = reached([names[root] for root in roots if not root.endswith("_ref") and root in names])
+    groups = [[], [], [], []]
+    for node in tree.body:
+        if node in at_import or not isinstance(node, ast.FunctionDef):
+            groups[0].append(node)
+        else:
+            groups[1 if node in kernels else 2 if node in real else 3].append(node)
+    return groups
+
+
+def _is_jit(node):
+    return any("jit" in ast.unparse(each) or "layout_function" in ast.unparse(each) for each in node.decorator_list)
+
+
+def _packed_header(node, lines):
+    """A function's lines, with the parameters that have no comment side by side."""
+    last = node.body[0].lineno - 2
+    while lines[last].lstrip().startswith("#"):
+        last -= 1
+    header = lines[node.lineno : last]
+    if lines[last] != "):" or not all(re.fullmatch(r" {4}[^,()#]+,(  # .*)?", line) for line in header):
+        return lines
+    packed = []
+    for line in header:
+        side = packed and "#" not in packed[-1] and "#" not in line and len(packed[-1]) + len(line) < WIDTH - 2
+        if side:
+            packed[-1] += " " + line.strip()
+        else:
+            packed.append(line)
+    one = f"{lines[node.lineno - 1]}{' '.join(line.strip() for line in packed)}"
+    if "#" not in one and len(one) < WIDTH:
+        return [*lines[: node.lineno - 1], one.removesuffix(",") + "):", *lines[last + 1 :]]
+    return [*lines[: node.lineno], *packed, "):  # fmt: skip", *lines[last + 1 :]]
+
+
+def _assembled(text, roots):
+    """The statements in a reader's order, and the lines between them."""
+    lines, result, before = text.split("\n"), "", None
+    for group in _groups(text, roots):
+        for node in group:
+            first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
+            while first > 1 and lines[first - 2].startswith("#"):
+                first -= 1
+            part = "\n".join(lines[first - 1 : node.end_lineno])
+            small = isinstance(node, ast.Assign) and isinstance(before, ast.Assign)
+            defines = isinstance(node, ast.FunctionDef | ast.ClassDef)
+            blank = (
+                2 if defines or before is None or isinstance(before, ast.FunctionDef | ast.ClassDef | ast.Try) else 1
+            )
+            blank = 0 if small and first == node.lineno == node.end_lineno else blank
+            result += "\n" * (blank + 1 if before is not None else 0) + part
+            before = node
+    return result + "\n"
+
+
+def _used(text, modules, read):
+    """The import statements that a text needs."""
+    tree = ast.parse(text)
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return {read(where).absolute[name] for where in modules for name in names & read(where).absolute.keys()}
+
+
+def _about(asked, text):
+    """The docstrings of files, without paragraphs about what isn't in the text."""
+    known, parts = functions(), []
+    for where in asked:
+        kept, dropped = [], False
+        for paragraph in _module(where).docstring.split("\n\n"):
+            if paragraph.startswith(" ") and dropped:
+                continue
+            named = re.findall(r"`(\w+)", paragraph)
+            gone = any(name in known and f"def {name}(" not in text for name in named)
+            dropped = gone or "qk/" in paragraph or "`path" in paragraph
+            if not dropped:
+                kept.append(paragraph)
+        first, _, rest = "\n\n".join(kept).partition("\n")
+        parts.append(f"{first}\n{textwrap.dedent(rest)}" if rest else first)
+    return "\n\n\n".join(parts)
+
+
+def _listing():
+    known = functions()
+    lines = [f"{module:10}{', '.join(name for name in known if known[name] == module)}" for module in MODULES]
+    return "\n".join(["file      kernels", *lines, "", f"--arch, for the GEMMs: {', '.join(ARCHES)}"])
+
+
+def _shadows(path):
+    """Why a file of this name would be trouble; None if it wouldn't."""
+    stem = path.stem
+    if path.suffix != ".py":
+        return "it takes a name that ends in .py"
+    if not stem.isidentifier() or keyword.iskeyword(stem):
+        return "Python can't import a file of that name: it takes letters, digits and _, as in my_kernel.py"
+    if stem in sys.stdlib_module_names or stem in ("torch", "triton", "numpy", "qk"):
+        return f"Python would import it in place of {stem} itself"
+    return None
+
+
+def _parser():
+    parser = argparse.ArgumentParser(
+        prog="python -m qk copy",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Copy a kernel, with all it needs, into one file of your own that imports only torch and triton.",
+        epilog="examples:\n"
+        "  python -m qk copy --list\n"
+        "  python -m qk copy act_quant --out my_quant.py\n"
+        "  python -m qk copy int8_gemm --arch sm90 --out my_gemm.py\n\n"
+        "The file runs compiled, or in Triton's interpreter if TRITON_INTERPRET=1 is set before Python starts.",
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a kernel, such as act_quant, or a file, such as int8")
+    parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="the file to write (default: print)")
+    parser.add_argument(
+        "--arch", choices=ARCHES, help="of a GEMM: the kernel for one instruction set (default: portable)"
+    )
+    parser.add_argument("--full", action="store_true", help="add operators, torch.compile support and the fast launch")
+    parser.add_argument("--force", action="store_true", help="overwrite FILE if it exists")
+    parser.add_argument("--list", action="store_true", help="print what can be copied")
+    return parser
+
+
+def main(argv=None):
+    """The command line. Returns the exit code."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.list:
+        print(_listing())
+        return 0
+    if not args.names:
+        parser.error("it takes the name of a kernel or a file; --list prints them")
+    if args.full and args.arch:
+        parser.error("--arch is for short copies: a full one has the kernels of all GPUs")
+    try:
+        problem = args.out and _shadows(args.out)
+        if problem:
+            raise ValueError(f"--out is {str(args.out)!r}; {problem}")
+        if args.out and args.out.exists() and not args.force:
+            raise FileExistsError
+        text = full(*args.names) if args.full else short(*args.names, arch=args.arch)
+        if args.out is None:
+            print(text, end="")
+            return 0
+        with args.out.open("w" if args.force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        parser.error(f"{str(args.out)!r} exists: give another name, or --force")
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    print(f"{args.out}: {len(text.splitlines())} lines")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1097 @@
+"""Simplify a Python file of kernels for the few functions that are asked for: partial evaluation of its source.
+
+`simplified` follows constants from call to call. What a mode that nobody asks for would need goes away: branches,
+parameters, local variables and functions. All that stays keeps its text and its comments.
+"""
+
+import ast
+import itertools
+import re
+from typing import NamedTuple
+
+import torch
+
+UNKNOWN = object()
+SOMETHING = object()  # any value but None
+_IMPURE = {"store", "static_assert", "device_assert", "debug_barrier", "inline_asm_elementwise", "atomic_add"}
+_PURE = {"cdiv", "next_power_of_2", "min", "max", "len", "int", "float", "list", "tuple", "gpu", "abs", "as_matrix"}
+_PURE_METHODS = {"stride", "to", "numel", "contiguous", "detach", "view", "expand_dims", "data_ptr", "element_size"}
+_TENSOR_METHODS = _PURE_METHODS | {"reshape", "new_empty", "new_zeros", "t", "float", "double", "expand", "permute"}
+_TENSOR_ATTRIBUTES = {"shape", "dtype", "device", "ndim", "itemsize", "type"}
+_SIZES = ("block_size", "group_size")  # parameters that are never 0
+_OPERATORS = {
+    ast.Add: lambda a, b: a + b, ast.Sub: lambda a, b: a - b, ast.Mult: lambda a, b: a * b,
+    ast.FloorDiv: lambda a, b: a // b, ast.Mod: lambda a, b: a % b, ast.LShift: lambda a, b: a << b,
+    ast.Eq: lambda a, b: a == b, ast.NotEq: lambda a, b: a != b, ast.Lt: lambda a, b: a < b,
+    ast.LtE: lambda a, b: a <= b, ast.Gt: lambda a, b: a > b, ast.GtE: lambda a, b: a >= b,
+    ast.Is: lambda a, b: a is b, ast.IsNot: lambda a, b: a is not b,
+    ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b,
+}  # fmt: skip
+
+
+def _walk(node):
+    """All nodes in a node, as a list that is made once."""
+    if not hasattr(node, "all_nodes"):
+        node.all_nodes = list(ast.walk(node))
+    return node.all_nodes
+
+
+class _Tensor(NamedTuple):
+    """A tensor of which only the dtype is known."""
+
+    dtype: torch.dtype
+
+
+def _join(values):
+    """The set of values that a name may have, of those that its assignments give it."""
+    found = []
+    for value in values:
+        if value is UNKNOWN:
+            return UNKNOWN
+        if value is SOMETHING or found is SOMETHING:
+            if found is SOMETHING and isinstance(value, list) and None in value:
+                return UNKNOWN
+            if isinstance(found, list) and None in found:
+                return UNKNOWN
+            found = SOMETHING
+            continue
+        found = found + [each for each in value if not any(type(each) is type(old) and each == old for old in found)]
+    if isinstance(found, list) and len(found) > 8:
+        return UNKNOWN if None in found else SOMETHING
+    return found
+
+
+def _combined(function, *operands):
+    """function of all combinations of values."""
+    if any(not isinstance(each, list) or not each or isinstance(each[0], _Tensor) for each in operands):
+        return UNKNOWN
+    try:
+        return _join([function(*each)] for each in itertools.product(*operands))
+    except (TypeError, KeyError, IndexError, ZeroDivisionError, AttributeError):
+        return UNKNOWN
+
+
+def _known(value):
+    """(True, what the value is) if there is only one."""
+    if isinstance(value, list) and len(value) == 1:
+        return True, value[0]
+    return False, None
+
+
+def _truth(value):
+    """True, False, or None: unknown."""
+    if not isinstance(value, list) or not value or any(isinstance(each, _Tensor) for each in value):
+        return None
+    truths = {bool(each) for each in value}
+    return truths.pop() if len(truths) == 1 else None
+
+
+class _Site:
+    """A call of a function in the file: the nodes of its arguments."""
+
+    def __init__(self, positional, keywords, launched, spread):
+        self.positional, self.keywords, self.launched, self.spread = positional, keywords, launched, spread
+
+    def argument(self, parameters, name):
+        """The argument for a parameter; None: it isn't given. UNKNOWN: not known which it is."""
+        if name in self.keywords:
+            return self.keywords[name].value
+        index = parameters.index(name)
+        stars = [i for i, each in enumerate(self.positional) if isinstance(each, ast.Starred)]
+        if not stars or index < stars[0]:
+            return self.positional[index] if index < len(self.positional) else UNKNOWN if self.spread else None
+        if self.launched:  # each parameter is given, so that those after the last star count from the end
+            given = len([each for each in parameters if each not in self.keywords])
+            place = len(self.positional) - (given - index)
+            if place > stars[-1]:
+                return self.positional[place]
+            # strides and shapes of matrices: as many of each
+            each, left = divmod(given - (len(self.positional) - len(stars)), len(stars))
+            place = 0
+            while left == 0 and index > 0 and place < len(self.positional):
+                index -= each if place in stars else 1
+                place += 1
+            if left == 0 and index == 0 and place not in stars:
+                return self.positional[place]
+        return UNKNOWN
+
+
+class _Function:
+    """What one function of the file binds and uses."""
+
+    def __init__(self, node):
+        self.node = node
+        arguments = node.args
+        self.parameters = [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+        self.variadic = bool(arguments.vararg or arguments.kwarg)
+        first = arguments.posonlyargs + arguments.args
+        self.defaults = dict(zip([each.arg for each in first][len(first) - len(arguments.defaults) :],
+                                 arguments.defaults, strict=True))  # fmt: skip
+        self.defaults |= {
+            each.arg: default
+            for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+            if default is not None
+        }
+        self.assigned, self.loads, self.foreign = {}, {}, set()
+        for child in node.body:
+            self._walk(child)
+        for inner in _walk(node):  # names of an inner scope
+            if isinstance(inner, ast.FunctionDef | ast.Lambda) and inner is not node:
+                self.foreign |= {each.arg for each in inner.args.args}
+                if isinstance(inner, ast.FunctionDef):
+                    self.foreign |= {each.id for each in _walk(inner) if _is_store(each)} | {inner.name}
+            elif isinstance(inner, ast.comprehension):
+                self.foreign |= {each.id for each in _walk(inner.target) if isinstance(each, ast.Name)}
+
+    def _bind(self, target, how):
+        if isinstance(target, ast.Name):
+            self.assigned.setdefault(target.id, []).append(how)
+        elif isinstance(target, ast.Tuple | ast.List):
+            for i, each in enumerate(target.elts):
+                starred = any(isinstance(x, ast.Starred) for x in target.elts)
+                value = how[0] if len(how) == 1 else None
+                self._bind(each.value if isinstance(each, ast.Starred) else each,
+                           (None,) if starred or value is None else (value, i, len(target.elts)))  # fmt: skip
+
+    def _walk(self, node):
+        for each in _walk(node):
+            if isinstance(each, ast.Assign):
+                for target in each.targets:
+                    self._bind(target, (each.value,))
+            elif isinstance(each, ast.AnnAssign | ast.NamedExpr):
+                self._bind(each.target, (each.value,))
+            elif isinstance(each, ast.AugAssign):
+                self._bind(each.target, (None,))
+                if isinstance(each.target, ast.Name):
+                    self.loads.setdefault(each.target.id, []).append(each.target)
+            elif isinstance(each, ast.For):
+                self._bind(each.target, (None,))
+            elif isinstance(each, ast.withitem) and each.optional_vars is not None:
+                self._bind(each.optional_vars, (None,))
+            elif isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load):
+                self.loads.setdefault(each.id, []).append(each)
+
+
+def _is_store(node):
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+
+
+def _is_call_of(node, name):
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+
+
+class _Pass:
+    """One round: what is known of the text, and the edits that follow from it."""
+
+    def __init__(self, text, roots, known):
+        self.text, self.roots = text, roots
+        self.pins, self.facts, self.constants, self.dropped, self.verbatim = known
+        self.data = text.encode()
+        self.lines = text.split("\n")
+        self.starts = [0, *itertools.accumulate(len(line.encode()) + 1 for line in self.lines)]
+        self.tree = ast.parse(text)
+        self.parents = {child: node for node in _walk(self.tree) for child in ast.iter_child_nodes(node)}
+        # what stands in an f-string is left alone: before Python 3.12 it doesn't know its place
+        self.in_text = {each for node in _walk(self.tree) if isinstance(node, ast.JoinedStr) for each in _walk(node)}
+        self.functions, self.classes, self.owner = {}, {}, {}
+        for node in self.tree.body:
+            if isinstance(node, ast.FunctionDef):
+                self.functions[node.name] = _Function(node)
+            elif isinstance(node, ast.ClassDef):
+                self.classes[node.name] = node
+                for method in node.body:
+                    if isinstance(method, ast.FunctionDef):
+                        self.functions[f"{node.name}.{method.name}"] = _Function(method)
+        for function in self.functions.values():
+            for node in _walk(function.node):
+                self.owner[node] = function
+        self.sites, self.escaped = {name: [] for name in self.functions}, set()
+        self._find_sites()
+        self.properties = {name.split(".")[1]: function for name, function in self.functions.items() if "." in name
+                           and function.node.decorator_list}  # fmt: skip
+        self.fields = self._find_fields()
+        self.cache, self.query, self.busy, self.circles = {}, {}, set(), 0
+        self.taken, self.groups = [], []
+
+    # what calls what
+
+    def _find_sites(self):
+        called = set()
+        for node in _walk(self.tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                if node.func.id in self.functions:
+                    called.add(node.func)
+                    self._add_site(node.func.id, node.args, node.keywords, False)
+                if node.func.id == "launch" and len(node.args) > 2 and isinstance(node.args[1], ast.Name):
+                    if node.args[1].id in self.functions:
+                        called.add(node.args[1])
+                        self._add_site(node.args[1].id, node.args[3:], node.keywords, True)
+            elif isinstance(node, ast.Tuple) and len(node.elts) == 2 and isinstance(node.elts[1], ast.Tuple):
+                if isinstance(node.elts[0], ast.Name) and node.elts[0].id in self.functions:  # of warp_specialize
+                    called.add(node.elts[0])
+                    self._add_site(node.elts[0].id, node.elts[1].elts, [], False)
+        for node in _walk(self.tree):
+            if isinstance(node, ast.Name) and node.id in self.functions and node not in called:
+                self.escaped.add(node.id)
+
+    def _add_site(self, name, positional, keywords, launched):
+        flat = []
+        for each in positional:
+            inside = isinstance(each, ast.Starred) and isinstance(each.value, ast.Tuple)
+            flat += each.value.elts if inside else [each]
+        named = {each.arg: each for each in keywords if each.arg is not None}
+        self.sites[name].append(_Site(flat, named, launched, len(named) < len(keywords)))
+
+    def _find_fields(self):
+        """{field of a NamedTuple: [(the function that makes one, the node of its value)]}, UNKNOWN for any value."""
+        found = {}
+        replaced = {each.arg for node in _walk(self.tree) if isinstance(node, ast.Call)
+                    and getattr(node.func, "attr", "") == "_replace" for each in node.keywords}  # fmt: skip
+        for name, node in self.classes.items():
+            fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+            if not any(isinstance(base, ast.Name) and base.id == "NamedTuple" for base in node.bases):
+                continue
+            calls = [each for each in _walk(self.tree) if _is_call_of(each, name)]
+            for i, field in enumerate(fields):
+                values = []
+                if field.target.id in replaced:
+                    values.append((None, UNKNOWN))
+                for call in calls:
+                    given = next((each.value for each in call.keywords if each.arg == field.target.id), None)
+                    star = next(
+                        (j for j, each in enumerate(call.args) if isinstance(each, ast.Starred)), len(call.args)
+                    )
+                    if given is None and i < star and i < len(call.args):
+                        given = call.args[i]
+                    if given is None and star < len(call.args):
+                        if not isinstance(call.args[star].value, ast.Subscript):
+                            given = UNKNOWN
+                        else:
+                            continue  # the rest of another one
+                    values.append((self.owner.get(call), field.value if given is None else given))
+                found.setdefault(field.target.id, []).extend(values or [(None, UNKNOWN)])
+        return found
+
+    # values
+
+    def parameter(self, function, name):
+        key = next(key for key, known in self.functions.items() if known is function)
+        if (key, name) in self.pins:
+            return self.pins[key, name]
+        if key in self.roots or key in self.escaped or "." in key or not self.sites[key]:
+            return SOMETHING if (key, name) in self.facts else UNKNOWN
+        values = []
+        for site in self.sites[key]:
+            node = site.argument(function.parameters, name)
+            node = function.defaults.get(name, UNKNOWN) if node is None else node
+            values.append(UNKNOWN if node is UNKNOWN else self.value(node))
+        result = _join(values)
+        return SOMETHING if result is UNKNOWN and (key, name) in self.facts else result
+
+    def name(self, function, name):
+        if function is None or (name not in function.parameters and name not in function.assigned):
+            if name in self.constants:
+                return [self.constants[name]]
+            return SOMETHING if name in self.functions or name in self.classes else UNKNOWN
+        if name in function.foreign:
+            return UNKNOWN
+        key = id(function), name
+        return self._once(key, lambda: self._all_of(function, name))
+
+    def _all_of(self, function, name):
+        values = [self.parameter(function, name)] if name in function.parameters else []
+        return _join([*values, *map(self._bound, function.assigned.get(name, []))])
+
+    def _once(self, key, compute):
+        """What compute returns, computed once; no value at all where it would need itself."""
+        for cache in (self.cache, self.query):
+            if key in cache:
+                return cache[key]
+        if key in self.busy:
+            self.circles += 1
+            return []
+        self.busy.add(key)
+        circles = self.circles
+        result = compute()
+        self.busy.discard(key)
+        # while other values wait, one that went in a circle holds for them alone
+        (self.cache if circles == self.circles or not self.busy else self.query)[key] = result
+        if not self.busy:
+            self.query.clear()
+        return result
+
+    def _bound(self, how):
+        if how[0] is None:
+            return UNKNOWN
+        if len(how) == 1:
+            return self.value(how[0])
+        node, i, count = how
+        if isinstance(node, ast.Tuple) and len(node.elts) == count:
+            if not any(isinstance(each, ast.Starred) for each in node.elts):
+                return self.value(node.elts[i])
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in self.functions:
+            returns = self._returns(node.func.id)
+            if returns and all(isinstance(each, ast.Tuple) and len(each.elts) == count for each in returns):
+                return _join(self.value(each.elts[i]) for each in returns)
+        return _combined(lambda value: value[i], self.value(node))
+
+    def _returns(self, name):
+        function = self.functions[name].node
+        return [each.value for each in _walk(function) if isinstance(each, ast.Return) and each.value is not None]
+
+    def value(self, node):
+        method = getattr(self, f"_value_{type(node).__name__}", None)
+        return UNKNOWN if method is None else method(node)
+
+    def _value_Constant(self, node):
+        return [node.value]
+
+    def _value_Name(self, node):
+        return self.name(self.owner.get(node), node.id)
+
+    def _value_Tuple(self, node):
+        known = [_known(self.value(each)) for each in node.elts]
+        return [tuple(value for _, value in known)] if all(ok for ok, _ in known) else SOMETHING
+
+    def _value_IfExp(self, node):
+        truth = _truth(self.value(node.test))
+        if truth is None:
+            return _join((self.value(node.body), self.value(node.orelse)))
+        return self.value(node.body if truth else node.orelse)
+
+    def truth(self, node):
+        """True, False, or None: unknown."""
+        value = self.value(node)
+        if value is SOMETHING and getattr(node, "id", getattr(node, "attr", "")).endswith(_SIZES):
+            return True
+        return _truth(value)
+
+    def _value_BoolOp(self, node):
+        stops = isinstance(node.op, ast.Or)
+        values = [self.value(each) for each in node.values]
+        if self.truth(node.values[0]) is stops:
+            return values[0]
+        if any(value == [stops] and isinstance(value[0], bool) for value in values):
+            return [stops]  # the others are conditions, too
+        return _join(value for value in values if _truth(value) is not (not stops) or value is values[-1])
+
+    def _value_UnaryOp(self, node):
+        value = self.value(node.operand)
+        if isinstance(node.op, ast.Not):
+            truth = _truth(value)
+            return UNKNOWN if truth is None else [not truth]
+        return _combined(lambda x: -x, value) if isinstance(node.op, ast.USub) else SOMETHING
+
+    def _value_BinOp(self, node):
+        operator = _OPERATORS.get(type(node.op))
+        result = UNKNOWN if operator is None else _combined(operator, self.value(node.left), self.value(node.right))
+        return SOMETHING if result is UNKNOWN else result
+
+    def _value_Compare(self, node):
+        if len(node.ops) > 1:
+            return UNKNOWN
+        left, right = self.value(node.left), self.value(node.comparators[0])
+        if isinstance(left, list) and any(isinstance(each, _Tensor) for each in left):
+            left = SOMETHING if None not in left else UNKNOWN
+        if isinstance(node.ops[0], ast.Is | ast.IsNot) and left is SOMETHING and right == [None]:
+            return [isinstance(node.ops[0], ast.IsNot)]
+        return _combined(_OPERATORS[type(node.ops[0])], left, right)
+
+    def _value_Call(self, node):
+        if isinstance(node.func, ast.Name):
+            if node.func.id == "isinstance" and self.value(node.args[0]) == [None]:
+                return [False]
+            if node.func.id in ("min", "max") and len(node.args) > 1:
+                result = _combined({"min": min, "max": max}[node.func.id], *map(self.value, node.args))
+                return SOMETHING if result is UNKNOWN else result
+            if node.func.id in self.functions and not self.functions[node.func.id].node.decorator_list:
+                returns = self._returns(node.func.id)
+                if _is_generator(self.functions[node.func.id].node):
+                    return UNKNOWN
+                return self._once((node.func.id, ""), lambda: _join(map(self.value, returns)))
+            return SOMETHING if node.func.id in _PURE or node.func.id in self.classes else UNKNOWN
+        if isinstance(node.func, ast.Attribute):
+            method, base = node.func.attr, self.value(node.func.value) if node.func.attr in _TENSOR_METHODS else UNKNOWN
+            dtypes = [each.value for each in node.keywords if each.arg == "dtype"] + node.args[:1]
+            dtype = _known(self.value(dtypes[0])) if dtypes else (False, None)
+            if method in ("new_empty", "new_zeros", "view", "to") and dtype[0] and isinstance(dtype[1], torch.dtype):
+                return [_Tensor(dtype[1])]
+            if method in ("contiguous", "reshape", "view", "detach", "t") and isinstance(base, list):
+                if all(isinstance(each, _Tensor) for each in base):
+                    return base
+            if isinstance(node.func.value, ast.Name) and node.func.value.id in ("tl", "gl", "torch"):
+                return SOMETHING
+            return SOMETHING if node.func.attr in _TENSOR_METHODS else UNKNOWN
+        return UNKNOWN
+
+    def _value_Attribute(self, node):
+        if node.attr in self.pins:
+            return self.pins[node.attr]
+        if node.attr in self.properties:
+            returns = [each.value for each in _walk(self.properties[node.attr].node) if isinstance(each, ast.Return)]
+            return _join(map(self.value, returns))
+        if isinstance(node.value, ast.Name) and node.value.id == "torch":
+            found = getattr(torch, node.attr, None)
+            return [found] if isinstance(found, torch.dtype) else SOMETHING
+        base = self.value(node.value)
+        if node.attr == "dtype" and isinstance(base, list) and base and all(isinstance(x, _Tensor) for x in base):
+            return _join([each.dtype] for each in base)
+        if (result := _combined(lambda base: getattr(base, node.attr), base)) is not UNKNOWN:
+            return result
+        if node.attr in self.fields:
+            values = (each for _, each in self.fields[node.attr])
+            return self._once(
+                (".", node.attr), lambda: _join(UNKNOWN if each is UNKNOWN else self.value(each) for each in values)
+            )
+        return SOMETHING if node.attr in _TENSOR_ATTRIBUTES else UNKNOWN
+
+    def _value_Subscript(self, node):
+        base, index = self.value(node.value), self.value(node.slice)
+        if isinstance(base, list) and not isinstance(index, list):
+            if len(base) == 1 and isinstance(base[0], dict):
+                return _join([each] for each in base[0].values())
+        return _combined(lambda base, index: base[index], base, index)
+
+    def _value_JoinedStr(self, node):
+        return SOMETHING
+
+    _value_List = _value_Dict = _value_ListComp = _value_Lambda = _value_JoinedStr
+
+    # edits
+
+    def at(self, node):
+        return self._offset(node.lineno, node.col_offset), self._offset(node.end_lineno, node.end_col_offset)
+
+    def _offset(self, line, column):
+        return self.starts[line - 1] + column
+
+    def segment(self, node):
+        start, end = self.at(node)
+        return self.data[start:end].decode()
+
+    def propose(self, *edits):
+        """Take edits (start, end, text) that belong together, unless one of them overlaps what is taken."""
+        for start, end, _ in edits:
+            if any(start < last and first < end for first, last in self.taken):
+                return False
+        edits = [(start, end, text) for start, end, text in edits]
+        self.taken += [(start, max(end, start + 1)) for start, end, _ in edits]
+        self.groups += edits
+        return True
+
+    def result(self):
+        data = self.data
+        for start, end, text in sorted(self.groups, reverse=True):
+            data = data[:start] + text.encode() + data[end:]
+        return data.decode()
+
+    def _lines_of(self, first, last):
+        """The range of whole lines, both included, counted from 1."""
+        return self.starts[first - 1], self.starts[last]
+
+    def _first_line(self, node):
+        """A statement's first line, with decorators and the comments above."""
+        first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
+        indent = len(self.lines[node.lineno - 1]) - len(self.lines[node.lineno - 1].lstrip())
+        while first > 1 and re.match(rf" {{{indent}}}#", self.lines[first - 2]):
+            first -= 1
+        return first
+
+    def without(self, node):
+        """The edit that removes a statement."""
+        parent = self.parents[node]
+        for field in ("body", "orelse", "finalbody"):
+            block = getattr(parent, field, None)
+            if isinstance(block, list) and node in block:
+                break
+        start, end = self._lines_of(self._first_line(node), node.end_lineno)
+        only = len([each for each in block if not _is_docstring(each)]) == 1 and not isinstance(parent, ast.Module)
+        if only and field == "orelse":
+            return self._lines_of(self._header_line(node), node.end_lineno) + ("",)
+        indent = " " * node.col_offset
+        return start, end, f"{indent}pass\n" if only else ""
+
+    def _header_line(self, first):
+        """The last line of what stands before a block's first statement: `if ...:` or `else:`."""
+        line = min([first.lineno, *(each.lineno for each in getattr(first, "decorator_list", []))]) - 1
+        while not self.lines[line - 1].strip() or self.lines[line - 1].lstrip().startswith("#"):
+            line -= 1
+        return line
+
+    def _block(self, block, indent, replacements=()):
+        """The text of a block's lines, at another indentation, with nodes replaced by text."""
+        first, last = self._header_line(block[0]) + 1, block[-1].end_lineno
+        start, end = self._lines_of(first, last)
+        data = self.data
+        for node, text in sorted(replacements, key=lambda each: -self.at(each[0])[0]):
+            a, b = self.at(node)
+            data = data[:a] + text.encode() + data[b:]
+            end += len(text.encode()) - (b - a)
+        lines = data[start:end].decode().split("\n")
+        drop = block[0].col_offset - indent
+        if drop < 0:
+            return "\n".join(" " * -drop + line if line.strip() else line for line in lines)
+        return "\n".join(line[drop:] if not line[:drop].strip() else line for line in lines)
+
+    def edits(self):
+        for node in _walk(self.tree):
+            if isinstance(node, ast.If):
+                self._if(node)
+            elif isinstance(node, ast.For):
+                self._for(node)
+        for node in _walk(self.tree):
+            handler = getattr(self, f"_edit_{type(node).__name__}", None)
+            if handler and node not in self.in_text:
+                handler(node)
+        for name, function in self.functions.items():
+            self._constants_of(function, name in self.verbatim)
+            self._aliases(function)
+            self._dead_locals(function)
+            self._tuples(function)
+            if name not in self.roots or any(key[0] == name for key in self.pins if isinstance(key, tuple)):
+                self._unused_parameters(name, function)
+            self._unused_defaults(name, function)
+            if not self.groups:
+                self._tail_call(name, function)
+                self._inline(name, function)
+            self._docstring(name, function)
+        self._tables()
+        return self.groups
+
+    def _drops(self, node):
+        """Whether an `if` belongs to a mode that isn't wanted."""
+        inside = [node.test, *node.body]
+        return any(isinstance(each, ast.Name) and each.id in self.dropped for part in inside for each in _walk(part))
+
+    def _if(self, node):
+        truth = False if self._drops(node) else self.truth(node.test)
+        if truth is None:
+            if len(node.body) == 1 and isinstance(node.body[0], ast.Pass) and not node.orelse and self.pure(node.test):
+                self.propose(self.without(node))
+            return
+        first = node.lineno
+        is_elif = self.lines[first - 1].lstrip().startswith("elif")
+        indent = node.col_offset if not is_elif else len(self.lines[first - 1]) - len(self.lines[first - 1].lstrip())
+        if truth and not is_elif:
+            self.propose((*self._lines_of(first, node.end_lineno), self._block(node.body, indent)))
+        elif truth:
+            head = " " * indent + "else:\n"
+            body = self._lines_of(self._header_line(node.body[0]) + 1, node.body[-1].end_lineno)
+            text = self.data[body[0] : body[1]].decode()
+            self.propose((*self._lines_of(first, node.end_lineno), head + text))
+        elif not node.orelse:
+            parent = self.parents[node]
+            if is_elif:
+                self.propose((*self._lines_of(first, node.end_lineno), ""))
+            else:
+                assert parent
+                self.propose(self.without(node))
+        else:
+            other = node.orelse[0]
+            line = other.lineno if self.lines[other.lineno - 1].lstrip().startswith("elif") else 0
+            if line:
+                start, end = self._lines_of(line, node.end_lineno)
+                text = self.data[start:end].decode()
+                text = text if is_elif else text.replace("elif", "if", 1)
+            elif is_elif:
+                start, end = self._lines_of(self._header_line(other), node.end_lineno)
+                text = self.data[start:end].decode()
+            else:
+                text = self._block(node.orelse, indent)
+            self.propose((*self._lines_of(first, node.end_lineno), text))
+
+    def _for(self, node):
+        call = node.iter
+        if not isinstance(call, ast.Call) or getattr(call.func, "attr", getattr(call.func, "id", "")) not in (
+            "static_range", "range",
+        ):  # fmt: skip
+            return
+        known = [_known(self.value(each)) for each in call.args]
+        if call.keywords or not all(ok and isinstance(value, int) for ok, value in known):
+            return
+        values = range(*(value for _, value in known))
+        if len(values) == 0:
+            self.propose(self.without(node))
+        elif len(values) == 1 and isinstance(node.target, ast.Name):
+            loads = [each for part in node.body for each in _walk(part)
+                     if isinstance(each, ast.Name) and each.id == node.target.id]  # fmt: skip
+            if all(isinstance(each.ctx, ast.Load) for each in loads):
+                text = self._block(node.body, node.col_offset, [(each, str(values[0])) for each in loads])
+                self.propose((*self._lines_of(node.lineno, node.end_lineno), text))
+
+    def _put(self, node, part, text=None):
+        """Replace an expression by a part of it."""
+        start, end = self.at(node)
+        text = self.segment(part) if text is None else text
+        simple = (
+            isinstance(part, ast.Name | ast.Constant | ast.Call | ast.Attribute | ast.Subscript) or text[0] in "([{"
+        )
+        before, after = self.data[:start].rstrip()[-1:], self.data[end:].lstrip()[:1]
+        parent = self.parents[node]
+        grouped = before == b"(" and after == b")" and not (isinstance(parent, ast.Call) and node in parent.args)
+        if simple and grouped:
+            start, end = self.data.rindex(b"(", 0, start), self.data.index(b")", end) + 1
+            if isinstance(part, ast.Tuple) and not text.startswith("("):
+                text = f"({text})"
+        elif not simple and not grouped and isinstance(parent, ast.BinOp | ast.UnaryOp | ast.Attribute | ast.Compare):
+            text = f"({text})"
+        self.propose((start, end, text))
+
+    def _edit_IfExp(self, node):
+        truth = self.truth(node.test)
+        if truth is not None:
+            self._put(node, node.body if truth else node.orelse)
+
+    def _edit_BoolOp(self, node):
+        stops = isinstance(node.op, ast.Or)
+        truths = [self.truth(each) for each in node.values]
+        if truths[0] is stops:
+            return self._put(node, node.values[0], self._grouped(node.values[0], node))
+        if stops in truths:
+            return
+        last = node.values[-1]
+        kept = [each for each, truth in zip(node.values, truths, strict=True) if truth is None]
+        kept = kept if truths[-1] is None or self._is_test(node) else [*kept, last]
+        if not kept or len(kept) == len(node.values):
+            return
+        if len(kept) == 1:
+            self._put(node, kept[0], self._grouped(kept[0], node))
+        else:
+            word = " or " if stops else " and "
+            self.propose((*self.at(node), word.join(self._grouped(each, node) for each in kept)))
+
+    def _is_test(self, node):
+        """Whether only the truth of an expression matters."""
+        parent = self.parents[node]
+        return isinstance(parent, ast.BoolOp) or getattr(parent, "test", None) is node
+
+    def _grouped(self, node, within):
+        """An operand's text, with the parentheses around it."""
+        (start, end), (first, last) = self.at(node), self.at(within)
+        while start > first and end < last:
+            before, after = self.data[first:start].rstrip(), self.data[end:last].lstrip()
+            if not before.endswith(b"(") or not after.startswith(b")"):
+                break
+            start, end = first + len(before) - 1, last - len(after) + 1
+        return self.data[start:end].decode()
+
+    def _edit_BinOp(self, node):
+        left, right = (each.value if isinstance(each, ast.Constant) and type(each.value) is int else None
+                       for each in (node.left, node.right))  # fmt: skip
+        kind = type(node.op)
+        if kind is ast.Mult and 0 in (left, right) and self.pure(node):
+            self._put(node, node.left if left == 0 else node.right, "0")
+        elif (kind in (ast.Add, ast.Sub) and right == 0) or (kind in (ast.Mult, ast.FloorDiv) and right == 1):
+            self._put(node, node.left, self._grouped(node.left, node))
+        elif (kind is ast.Add and left == 0) or (kind is ast.Mult and left == 1):
+            self._put(node, node.right, self._grouped(node.right, node))
+
+    def _edit_Call(self, node):
+        """min(x, x)"""
+        if isinstance(node.func, ast.Name) and node.func.id in ("min", "max") and len(node.args) == 2:
+            if self.segment(node.args[0]) == self.segment(node.args[1]):
+                self._put(node, node.args[0])
+
+    def _edit_Attribute(self, node):
+        """A field or property whose value is known."""
+        if node.attr in self.pins or node.attr in self.properties or node.attr in self.fields:
+            ok, value = _known(self.value(node))
+            if ok and (value is None or isinstance(value, bool)) and isinstance(node.ctx, ast.Load):
+                self.propose((*self.at(node), repr(value)))
+
+    def _edit_Expr(self, node):
+        """A call of a function that does nothing any more."""
+        if isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name):
+            function = self.functions.get(node.value.func.id)
+            if function and all(_is_docstring(each) or isinstance(each, ast.Pass) for each in function.node.body):
+                self.propose(self.without(node))
+
+    def _edit_Pass(self, node):
+        parent = self.parents[node]
+        block = next(each for each in (getattr(parent, "body", []), getattr(parent, "orelse", [])) if node in each)
+        if len([each for each in block if not _is_docstring(each)]) > 1:
+            self.propose(self.without(node))
+
+    def _aliases(self, function):
+        """Put a name in the place of another one that is never anything else."""
+        for name, assigned in function.assigned.items():
+            if len(assigned) != 1 or len(assigned[0]) != 1 or name in function.parameters or name in function.foreign:
+                continue
+            value = assigned[0][0]
+            if not isinstance(value, ast.Name) or value.id in function.foreign or len(value.id) > len(name):
+                continue
+            bindings = len(function.assigned.get(value.id, [])) + (value.id in function.parameters)
+            if bindings == 1:
+                for node in function.loads.get(name, []):
+                    if isinstance(node.ctx, ast.Load) and node not in self.in_text:
+                        self.propose((*self.at(node), value.id))
+
+    def _constants_of(self, function, verbatim):
+        """Put constants in the place of names."""
+        for name, loads in function.loads.items():
+            assigned = function.assigned.get(name, [])
+            if name in function.foreign or (name not in function.parameters and not assigned):
+                continue
+            ok, value = _known(self.name(function, name))
+            if not ok or not (value is None or isinstance(value, bool | int | float | str | torch.dtype)):
+                continue
+            checks = function.node.name.startswith("check_") and value is not None
+            if verbatim and (checks or name in function.parameters and isinstance(value, float)):
+                continue
+            text = f'"{value}"' if isinstance(value, str) else repr(value)
+            for node in loads:
+                if not isinstance(node.ctx, ast.Load) or node in self.in_text:
+                    continue
+                parent = self.parents[node]
+                if isinstance(parent, ast.keyword) and isinstance(value, float):
+                    continue
+                if isinstance(parent, ast.Attribute) or (isinstance(value, int | float) and value and text[0] == "-"):
+                    continue
+                self.propose((*self.at(node), text))
+
+    def pure(self, node):
+        for each in _walk(node):
+            if isinstance(each, ast.Call):
+                if isinstance(each.func, ast.Name):
+                    ok = each.func.id in _PURE
+                elif isinstance(each.func, ast.Attribute):
+                    module = isinstance(each.func.value, ast.Name) and each.func.value.id in ("tl", "gl")
+                    ok = each.func.attr not in _IMPURE if module else each.func.attr in _PURE_METHODS
+                else:
+                    ok = False
+                if not ok:
+                    return False
+        return True
+
+    def _dead_locals(self, function):
+        live = set(function.loads) | function.foreign
+        for node in _walk(function.node):
+            target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
+            target = node.target if isinstance(node, ast.AnnAssign) else target
+            if isinstance(target, ast.Name):
+                unused = target.id not in live and self.pure(node.value)
+                if unused or self.segment(node.value) == target.id:
+                    self.propose(self.without(node))
+            elif isinstance(target, ast.Tuple) and not isinstance(node.value, ast.Tuple):
+                names = {each.id for each in target.elts if isinstance(each, ast.Name)}
+                if len(names) == len(target.elts) and not names & live and self.pure(node.value):
+                    self.propose(self.without(node))
+            elif isinstance(target, ast.Tuple):
+                pairs = list(zip(target.elts, node.value.elts, strict=False))
+                if len(target.elts) != len(node.value.elts) or any(isinstance(each, ast.Starred) for pair in pairs
+                                                                   for each in pair):  # fmt: skip
+                    continue
+                kept = [(a, b) for a, b in pairs if not isinstance(a, ast.Name) or a.id in live or not self.pure(b)]
+                # x, y = x, z: nothing happens to x
+                kept = [(a, b) for a, b in kept if self.segment(a) != self.segment(b)]
+                if not kept:
+                    self.propose(self.without(node))
+                elif len(kept) < len(pairs):
+                    sides = (", ".join(self.segment(each) for each in side) for side in zip(*kept, strict=True))
+                    self.propose((*self.at(node), " = ".join(sides)))
+
+    def _tuples(self, function):
+        """x = () and x += (e,) become x = (e,); a tuple of one, of which only x[0] is used, becomes that."""
+        for node in _walk(function.node):
+            for block in (getattr(node, "body", None), getattr(node, "orelse", None)):
+                if not isinstance(block, list):
+                    continue
+                for one, two in itertools.pairwise(block):
+                    if isinstance(one, ast.Assign) and isinstance(one.value, ast.Tuple) and not one.value.elts:
+                        name = one.targets[0].id if isinstance(one.targets[0], ast.Name) else None
+                        added = None
+                        if isinstance(two, ast.AugAssign) and getattr(two.target, "id", "") == name:
+                            added = two.value
+                        elif isinstance(two, ast.Assign) and getattr(two.targets[0], "id", "") == name:
+                            if isinstance(two.value, ast.BinOp) and getattr(two.value.left, "id", "") == name:
+                                added = two.value.right
+                        if name and added is not None:
+                            first, (_, end) = self.at(one)[0], self.at(two)
+                            self.propose((first, end, f"{name} = {self.segment(added)}"))
+        for name, assigned in function.assigned.items():
+            loads = function.loads.get(name, [])
+            if len(assigned) != 1 or len(assigned[0]) != 1 or name in function.parameters or name in function.foreign:
+                continue
+            value = assigned[0][0]
+            if not isinstance(value, ast.Tuple) or len(value.elts) != 1 or isinstance(value.elts[0], ast.Starred):
+                continue
+            uses = [self.parents[each] for each in loads]
+            if uses and all(
+                isinstance(use, ast.Subscript) and use.value is each and _truth(self.value(use.slice)) is False
+                for use, each in zip(uses, loads, strict=True)
+            ):
+                self.propose((*self.at(value), self.segment(value.elts[0])), *((*self.at(use), name) for use in uses))
+
+    def _unused_parameters(self, key, function):
+        if key in self.escaped or function.variadic or "." in key:
+            return
+        for name in function.parameters:
+            if name in function.loads or name in function.assigned or name in function.foreign:
+                continue
+            if key in self.roots and (key, name) not in self.pins:
+                continue
+            arguments = [site.argument(function.parameters, name) for site in self.sites[key]]
+            given = [each for each in arguments if each is not None]
+            if any(each is UNKNOWN or not self.pure(each) for each in given):
+                continue
+            nodes = [self._element(each) for each in given]
+            self.propose(*(self._element_edit(node) for node in [self._argument(function.node, name), *nodes]))
+
+    def _tail_call(self, key, function):
+        """`return f(...)` as the lines of f, if there is no other call of it."""
+        if key in self.roots or key in self.escaped or len(self.sites[key]) != 1 or function.node.decorator_list:
+            return
+        call = next(each for each in _walk(self.tree) if _is_call_of(each, key))
+        statement, caller = self.parents[call], self.owner[call]
+        if not isinstance(statement, ast.Return) or caller is function or call.keywords or function.variadic:
+            return
+        if len(call.args) != len(function.parameters) or any(isinstance(each, ast.Starred) for each in call.args):
+            return
+        texts = [self.segment(each) for each in call.args]
+        others = (set(caller.assigned) | set(caller.parameters) | set(caller.loads)) - set(texts)
+        new = [(name, text) for name, text in zip(function.parameters, texts, strict=True) if name != text]
+        new = [(name, text) for name, text in new if text != f"{name}.detach()" or name in caller.parameters]
+        own = set(function.assigned) - {name for name, _ in new}
+        used_after = {name for name, text in new if name in others and not text.startswith(f"{name}.")}
+        if own & others or used_after or function.foreign & others or statement.col_offset != 4:
+            return
+        if any(name in text for name, _ in new for _, text in new if not text.startswith(f"{name}.")):
+            return
+        body = function.node.body
+        body = body[1:] if _is_docstring(body[0]) else body
+        first = self._header_line(body[0]) + 1
+        if body is not function.node.body:
+            first = function.node.body[0].end_lineno + 1
+        start, end = self._lines_of(first, body[-1].end_lineno)
+        head = f"    {', '.join(name for name, _ in new)} = {', '.join(text for _, text in new)}\n" if new else ""
+        text = head + self.data[start:end].decode()
+        self.propose((*self._lines_of(statement.lineno, statement.end_lineno), text))
+
+    def _inline(self, key, function):
+        """`x = f(...)` as the line or two of f, if there is no other call of it."""
+        body = function.node.body
+        about = body[0].value.value.split("\n")[0] if _is_docstring(body[0]) else ""
+        body = body[1:] if about else body
+        if key in self.roots or key in self.escaped or len(self.sites[key]) != 1 or not 1 <= len(body) <= 2:
+            return
+        if function.foreign or function.variadic or not isinstance(body[-1], ast.Return) or body[-1].value is None:
+            return
+        if len(body) == 2 and not isinstance(body[0], ast.Assign):
+            return
+        call = next((each for each in _walk(self.tree) if _is_call_of(each, key)), None)
+        statement, caller = self.parents.get(call), self.owner.get(call)
+        if not isinstance(statement, ast.Assign) or caller is function or call.keywords or call.args == []:
+            return
+        if len(call.args) != len(function.parameters) or any(isinstance(each, ast.Starred) for each in call.args):
+            return
+        if statement.lineno != statement.end_lineno or any(each.lineno != each.end_lineno for each in body):
+            return
+        targets = {each.id for each in _walk(statement.targets[0]) if isinstance(each, ast.Name)}
+        given = {each.id for argument in call.args for each in _walk(argument) if isinstance(each, ast.Name)}
+        names = set(caller.assigned) | set(caller.parameters)
+        own = set(function.assigned)
+        if own & (given | names - targets) or own & set(function.parameters):
+            return
+        replacements = []
+        for name, argument in zip(function.parameters, call.args, strict=True):
+            simple = isinstance(argument, ast.Name | ast.Constant | ast.Attribute)
+            loads = function.loads.get(name, [])
+            if any(each in self.in_text for each in loads) or (not simple and len(loads) > 1):
+                return
+            text = self.segment(argument)
+            text = f"({text})" if isinstance(argument, ast.BinOp | ast.IfExp | ast.BoolOp) else text
+            replacements += [(each, text) for each in loads]
+        text = self._block(body, statement.col_offset, replacements)
+        lines = text.rstrip("\n").split("\n")
+        left = self.data[slice(self.at(statement.targets[0])[0], self.at(statement.targets[0])[1])].decode()
+        lines[-1] = lines[-1].replace("return ", f"{left} = ", 1)
+        if about and not statement.col_offset == 0 and any(each.decorator_list for each in [function.node]):
+            lines.insert(0, " " * statement.col_offset + "# " + about[0].lower() * (about[1:2].islower()) +
+                         about[0] * (not about[1:2].islower()) + about[1:].rstrip("."))  # fmt: skip
+        if any(len(line) > 120 for line in lines):
+            return
+        self.propose((*self._lines_of(statement.lineno, statement.end_lineno), "\n".join(lines) + "\n"))
+
+    def _unused_defaults(self, key, function):
+        """Take away defaults where each call has the argument."""
+        if key in self.roots or key in self.escaped or "." in key or not self.sites[key]:
+            return
+        for name, default in function.defaults.items():  # a later one can't be without before an earlier one is
+            arguments = [site.argument(function.parameters, name) for site in self.sites[key]]
+            if any(each is None or each is UNKNOWN for each in arguments):
+                break
+            argument = self._argument(function.node, name)
+            self.propose((self.at(argument)[1], self.at(default)[1], ""))
+
+    def _docstring(self, key, function):
+        """Take out of a docstring what it says of parameters that are gone, or of None where that isn't given."""
+        if not _is_docstring(function.node.body[0]) or "." in key:
+            return
+        text = self.segment(function.node.body[0])
+
+        def stale(name, none):
+            if name not in function.parameters:
+                return name.islower() and name not in ("http", "https")
+            return bool(none) and self.name(function, name) is SOMETHING
+
+        kept = []
+        for line in text.split("\n"):
+            entry = re.match(r" {8}(\w+): ", line)
+            if entry and stale(entry[1], ""):
+                kept.append(None)
+            elif kept and kept[-1] is None and re.match(r" {9}", line):
+                continue
+            else:
+                kept.append(line)
+        kept = [line for line in kept if line is not None]
+        new = re.sub(r"\n\n    Args:\n(?=\n|    \w|    \"\"\")", "\n\n", "\n".join(kept))
+        if key not in self.roots:
+            for found in re.finditer(
+                r"(?:(?<=[.] )|(?<=^\"\"\")|(?<=^ {4}))(\w+)( None)?: [^.\n]*[.](?: |(?=\n|\"))", new, re.M
+            ):
+                if stale(found[1], found[2]):
+                    new = new.replace(found[0], "", 1)
+                    break
+        new = re.sub(r"\s+\"\"\"$", '"""' if "\n" not in new.strip() else '\n    """', new)
+        new = re.sub(r" +\n", "\n", new)
+        if new == text:
+            return
+        if not new.strip('" \n'):
+            self.propose(self.without(function.node.body[0]))
+        else:
+            self.propose((*self.at(function.node.body[0]), new))
+
+    def _argument(self, node, name):
+        arguments = node.args
+        return next(each for each in (*arguments.args, *arguments.kwonlyargs) if each.arg == name)
+
+    def _element(self, node):
+        """The keyword argument that a value is of, or itself."""
+        parent = self.parents[node]
+        return parent if isinstance(parent, ast.keyword) else node
+
+    def _element_edit(self, node):
+        """The edit that takes an element, with its comma and comment, out of a list."""
+        start, end = self.at(node)
+        if isinstance(node, ast.arg) and self.data[end:].lstrip()[:1] == b"=":  # its default
+            function = self.parents[self.parents[node]]
+            default = self.owner[function].defaults[node.arg]
+            end = self.at(default)[1]
+        while self.data[:start].rstrip()[-1:] == b"(" and self.data[end:].lstrip()[:1] == b")":
+            parent = self.parents[node]
+            if isinstance(parent, ast.Call | ast.Tuple | ast.arguments):
+                break
+            start, end = self.data.rindex(b"(", 0, start), self.data.index(b")", end) + 1
+        rest = self.data[end:]
+        comma = re.match(rb"\s*,", rest)
+        if not comma:  # the last one
+            before = re.search(rb",\s*$", self.data[:start])
+            bare = re.search(rb",\s*\*,\s*$", self.data[:start])  # after a bare star
+            start = bare.start() if bare else before.start() if before else start
+            return start, end, ""
+        end += comma.end()
+        line = re.match(rb"[ ]*(#[^\n]*)?\n", self.data[end:])
+        first = self.data.rfind(b"\n", 0, start) + 1
+        if line and not self.data[first:start].strip():
+            return first, end + line.end(), ""
+        if line:
+            head = re.search(rb"[ ]*$", self.data[:start])
+            return head.start(), end, ""
+        space = re.match(rb"[ ]*", self.data[end:])
+        return start, end + space.end(), ""
+
+    def _tables(self):
+        """Take the entries out of a dictionary that nobody looks up."""
+        for node in self.tree.body:
+            if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)):
+                continue
+            name = node.targets[0].id
+            keys, uses = set(), [each for each in _walk(self.tree) if isinstance(each, ast.Name) and each.id == name]
+            for use in uses:
+                parent = self.parents[use]
+                if isinstance(use.ctx, ast.Store):
+                    continue
+                index = self.value(parent.slice) if isinstance(parent, ast.Subscript) else UNKNOWN
+                if not isinstance(index, list):
+                    keys = None
+                    break
+                keys |= set(index)
+            if keys is None or not keys:
+                continue
+            for key, value in zip(node.value.keys, node.value.values, strict=True):
+                if not isinstance(key, ast.Constant) or key.value in keys:
+                    continue
+                last = value.end_lineno
+                first = key.lineno
+                if self.lines[first - 1].lstrip().startswith(self.segment(key)):
+                    while self.lines[first - 2].lstrip().startswith("#"):
+                        first -= 1
+                    self.propose((*self._lines_of(first, last), ""))
+
+
+def _is_docstring(node):
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _is_generator(node):
+    return any(isinstance(each, ast.Yield | ast.YieldFrom) for each in _walk(node))
+
+
+class Known(NamedTuple):
+    """What is known of a text, besides what it says."""
+
+    pins: dict  # {(function, parameter): [value]} for parameters that have one value only, and {attribute: [value]}
+    given: set  # of (function, parameter) that isn't None
+    constants: dict  # {global name: its value}
+    dropped: set  # functions of modes that aren't wanted: an `if` that names one is never taken
+    verbatim: set  # functions whose parameters aren't replaced by numbers
+
+
+def simplified(text, roots, known):
+    """The text of a file in which all is gone that calls of some functions never need.
+
+    Args:
+        text: of a Python file without circular meaning: it is all that calls its functions, but for the roots.
+        roots: functions that others call.
+        known: a Known.
+    """
+    for _ in range(300):
+        text = _pruned(text, roots)
+        one = _Pass(text, roots, known)
+        if not one.edits():
+            return text
+        text = one.result()
+    raise RuntimeError("the text never settles")
+
+
+def _pruned(text, roots):
+    """The text without the functions, classes and constants that no root needs."""
+    tree, lines = ast.parse(text), text.split("\n")
+    items = {}
+    for node in tree.body:
+        names = {each.id for each in _walk(node) if _is_store(each)} if isinstance(node, ast.Assign) else set()
+        names |= {node.name} if isinstance(node, ast.FunctionDef | ast.ClassDef) else set()
+        for name in names:
+            items.setdefault(name, []).append(node)
+    waiting = [node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign)]
+    waiting += [node for root in roots for node in items.get(root, [])]
+    kept = set()
+    while waiting:
+        node = waiting.pop()
+        if node in kept:
+            continue
+        kept.add(node)
+        own = {each.arg for each in _walk(node) if isinstance(each, ast.arg)}
+        if isinstance(node, ast.FunctionDef):
+            own |= {each.id for each in _walk(node) if _is_store(each)}
+        for each in _walk(node):
+            if isinstance(each, ast.Name) and each.id in items and each.id not in own:
+                waiting += items[each.id]
+    for node in reversed(tree.body):
+        if node in kept:
+            continue
+        first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
+        while first > 1 and lines[first - 2].startswith("#"):
+            first -= 1
+        del lines[first - 1 : node.end_lineno]
+    return "\n".join(lines)

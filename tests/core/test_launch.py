@@ -1,0 +1,491 @@
+"""Launches and replays: one like an earlier one does what that did, and one that differs in anything does not."""
+
+import concurrent.futures
+import contextlib
+import ctypes
+import os
+import threading
+
+import pytest
+import torch
+import triton
+from cases import DEVICE, gpu, in_threads, randn, same
+
+import qk
+from qk import gemm, int8
+from qk.core import launch, replay
+
+
+class Kernel:
+    """A kernel that doubles a tensor on the CPU. What it is launched with is looked at, and counted."""
+
+    def __init__(self):
+        self.launches = []
+
+    def run(self, *args):
+        *grid, stream, function, metadata, nothing, enter, leave, x, out, n, constexpr = args
+        assert (function, metadata, nothing, enter, leave, constexpr) == (7, (4, 1, 0), None, None, None, False)
+        self.launches.append((tuple(grid), stream))
+        at(out, n).copy_(2 * at(x, n))
+
+
+def at(address, n):
+    """The n float32 at an address."""
+    return torch.frombuffer((ctypes.c_float * n).from_address(address), dtype=torch.float32)
+
+
+@pytest.fixture
+def doubled(monkeypatch):
+    """A replayed function on the CPU. `doubled.first` lists its calls that were not replayed."""
+    monkeypatch.setattr(launch, "INTERPRETING", False)
+    monkeypatch.setattr(launch, "current_device", lambda: -1)
+    monkeypatch.setattr(launch, "raw_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(
+        replay, "_empty_strided", lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype)
+    )
+    kernel, outside = Kernel(), []
+    compiled = launch._Launch(kernel, kernel.run, -1, 7, (4, 1, 0), [False], [], None)
+
+    def double(x, n=None, *, more=None, copies=False):
+        if not isinstance(x, torch.Tensor):
+            raise ValueError(f"x is a {type(x).__name__}")
+        out = torch.empty_like(x)
+        source = x.clone() if copies else x
+        out.copy_(2 * source)
+        call.first.append((n, more))
+        if (noted := launch.recording()) is not None:
+            noted.launches.append((compiled, (x.numel(),), (source, out, x.numel())))
+        return out
+
+    call = replay.replayed(lambda: tuple(outside))(double)
+    call.first, call.kernel, call.outside, call.known = [], kernel, outside, replay._remembered[-1]
+    yield call
+    replay._remembered.pop()
+
+
+def test_the_second_call_launches_alone(doubled):
+    for seed in range(4):
+        x = torch.randn(5, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(doubled(x, 3), 2 * x)
+    assert len(doubled.first) == 1 and doubled.kernel.launches == [((5, 1, 1), "stream of -1")] * 3
+
+
+def different(x):
+    """Calls that a replay of doubled(x, 3) must not serve."""
+    yield "shape", (x[:4], 3), {}
+    yield "stride", (torch.stack([x, x], 1)[:, 0], 3), {}
+    yield "dtype", (x.half(), 3), {}
+    yield "alignment", (torch.cat([x, x])[1:6], 3), {}
+    yield "value", (x, 4), {}
+    yield "True is not 1, 3.0 not 3", (x, 3.0), {}
+    yield "zero", (x, 0.0), {}
+    yield "minus zero", (x, -0.0), {}
+    yield "one", (x, 1), {}
+    yield "true", (x, True), {}
+    yield "keyword", (x, 3), {"more": "x"}
+    yield "name", (x,), {"n": 3}
+    yield "negated view", (torch._neg_view(x), 3), {}
+
+
+def test_a_call_that_differs_is_not_replayed(doubled):
+    x = torch.arange(5.0)
+    doubled(x, 3)
+    for i, (name, args, kwargs) in enumerate(different(x), 2):
+        doubled(*args, **kwargs)
+        assert len(doubled.first) == i, name
+    doubled.outside.append("QK_GEMM_PATH")
+    doubled(x, 3)
+    assert len(doubled.first) == i + 1
+    doubled.outside.clear()
+    doubled(x, 3)
+    assert len(doubled.first) == i + 1
+
+
+def test_parameters_are_replayed_and_results_need_no_grad(doubled):
+    x = torch.randn(5)
+    doubled(x)
+    out = doubled(torch.nn.Parameter(x))
+    assert len(doubled.first) == 1 and not out.requires_grad and torch.equal(out, 2 * x)
+
+
+def test_what_is_not_remembered(doubled):
+    x = torch.randn(5)
+    for _ in range(2):  # a copy: its memory is another each time
+        doubled(x, copies=True)
+    assert len(doubled.first) == 2
+    for _ in range(2):  # a tensor given twice: the next time they may be two
+        doubled(x, more=x)
+    assert len(doubled.first) == 4
+    for _ in range(2):  # no address
+        doubled(x, more=torch.empty(0))
+    assert len(doubled.first) == 6
+    before = len(doubled.known)
+
+    class Subclass(torch.Tensor):
+        pass
+
+    for _ in range(2):
+        doubled(x.as_subclass(Subclass))
+    assert len(doubled.first) == 8 and len(doubled.known) == before
+    for wrong in (None, [1.0], {}):
+        with pytest.raises(ValueError, match="^x is a "):
+            doubled(wrong)
+        doubled(x, wrong)  # without a hash, as the second argument
+
+
+def test_calls_are_bounded_and_hold_no_tensor(doubled, monkeypatch):
+    monkeypatch.setattr(replay, "_MOST_CALLS", 10)
+    for n in range(35):
+        doubled(torch.ones(3), n)
+        assert len(doubled.known) <= 10
+    doubled(torch.randn(7))
+    values = [value for call in doubled.known.values() for step in call.steps for value in step[2]]
+    assert values and not any(isinstance(value, torch.Tensor) for value in values)
+    replay.forget()
+    assert not doubled.known
+
+
+def test_a_reused_address_is_a_new_tensor(doubled):
+    for _ in range(20):  # freed each time, so that addresses come back
+        x = torch.randn(5)
+        assert torch.equal(doubled(x), 2 * x)
+    assert len(doubled.first) == 1
+
+
+def test_whoever_listens_hears(doubled):
+    x = torch.randn(5)
+    doubled(x)
+
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    class FunctionMode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    for mode in (Mode(), FunctionMode(), torch.autograd.profiler.profile(), torch.device("cpu")):
+        before = len(doubled.first)
+        with mode:
+            doubled(x)
+        assert len(doubled.first) == before + 1, mode
+    before = len(doubled.first)
+    torch.vmap(lambda y: y + doubled(x))(x[None])
+    assert len(doubled.first) == before + 1
+    torch.jit.trace(lambda y: y + doubled(x), x, check_trace=False)
+    assert len(doubled.first) == before + 2
+    hooks = launch._KNOBS.launch_enter_hook
+    if hasattr(hooks, "add"):  # before Triton 3.5 it is one function
+
+        def hear(metadata):
+            pass
+
+        hooks.add(hear)
+        try:
+            doubled(x)
+        finally:
+            hooks.remove(hear)
+        assert len(doubled.first) == before + 3
+    before = len(doubled.first)
+    doubled(x)
+    assert len(doubled.first) == before
+
+
+def test_another_current_device(doubled, monkeypatch):
+    entered = []
+
+    @contextlib.contextmanager
+    def device(index):
+        entered.append(index)
+        yield
+
+    x = torch.randn(5)
+    doubled(x)
+    monkeypatch.setattr(launch, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    assert torch.equal(doubled(x), 2 * x) and entered == [-1] and len(doubled.first) == 1
+
+
+def test_a_call_inside_another_is_part_of_it(doubled):
+    """Otherwise the outer one would find nothing to replay."""
+    inner = replay.replayed(passed_by=lambda: False)(doubled.__wrapped__)
+    outer = replay.replayed()(lambda x: inner(x))
+    x = torch.randn(5)
+    for count in (1, 2, 2, 2):  # alone; then inside the outer one, which notes it; then replayed by the outer one
+        inner(x) if count == 1 else outer(x)
+        assert len(doubled.first) == count
+    del replay._remembered[-2:]
+
+
+def test_a_thread_does_not_see_what_another_notes(doubled):
+    seen = []
+
+    @replay.replayed()
+    def function(x):
+        seen.append(launch.recording() is not None)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            seen.append(pool.submit(launch.recording).result() is not None)
+        return doubled.__wrapped__(x)
+
+    function(torch.randn(5))
+    assert seen == [True, False]
+    replay._remembered.pop()
+
+
+@pytest.mark.parametrize("sizes", [range(1, 60), [50] * 200], ids=["first calls", "one call"])
+def test_threads_keep_apart(doubled, sizes):
+    found = []
+
+    def run(number):
+        for n in sizes:
+            x = torch.full((n,), float(number))
+            if not torch.equal(doubled(x), 2 * x):
+                found.append(number)
+
+    in_threads(run)
+    assert not found
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_child_process_starts_without_calls(doubled):
+    x = torch.randn(5)
+    doubled(x)
+    child = os.fork()
+    if not child:
+        os._exit(len(doubled.known))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and len(doubled.known) == 1
+
+
+# The cache of launches
+
+
+class Launched:
+    """A kernel as Triton has it: the first call compiles. `calls` counts those that Triton made itself."""
+
+    arg_names = ["x_ptr", "n", "BLOCK"]
+
+    def __init__(self):
+        self.calls, self.direct = [], []
+        parameter = type("Parameter", (), {"is_constexpr": False})
+        self.params = [parameter, parameter, type("Parameter", (), {"is_constexpr": True})]
+        self.function, self.packed_metadata = 7, (4, 1, 0)
+
+    def __getitem__(self, grid):
+        def first(*args, **options):
+            self.calls.append((args, options))
+            return self
+
+        return first
+
+    def run(self, *args):
+        self.direct.append(args)
+
+
+@pytest.fixture
+def compiled_launches(monkeypatch):
+    monkeypatch.setattr(launch, "INTERPRETING", False)
+    monkeypatch.setattr(launch, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "raw_stream", lambda index: 5)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(launch, "_launches", {})
+    return torch.device("cuda", 0)
+
+
+def test_a_launch_like_one_before_goes_past_triton(compiled_launches):
+    kernel, x = Launched(), torch.zeros(64)
+    launch.launch(compiled_launches, kernel, (3,), x, 30, BLOCK=16, num_warps=4)
+    for n in (31, 45, 7):  # no multiples of 16, as 30
+        launch.launch(compiled_launches, kernel, (n, 2), x[16:], n, BLOCK=16, num_warps=4)
+    assert len(kernel.calls) == 1
+    assert kernel.direct[-1] == (7, 2, 1, 5, 7, (4, 1, 0), None, None, None, x[16:].data_ptr(), 7, 16)
+
+
+@pytest.mark.parametrize(
+    "n, options, offset",
+    [
+        (32, {}, 0),  # a multiple of 16
+        (1, {}, 0),
+        (2**31, {}, 0),
+        (2**31 + 1, {}, 0),
+        (2**63, {}, 0),
+        (True, {}, 0),
+        (None, {}, 0),
+        (30, {}, 1),  # an address that is no multiple of 16
+        (30, {"BLOCK": 32}, 0),
+        (30, {"num_warps": 8}, 0),
+    ],
+)
+def test_what_triton_specializes_on_is_another_launch(compiled_launches, n, options, offset):
+    kernel, x = Launched(), torch.zeros(64)
+    launch.launch(compiled_launches, kernel, (3,), x, 30, **({"BLOCK": 16, "num_warps": 4}))
+    launch.launch(compiled_launches, kernel, (3,), x[offset:], n, **({"BLOCK": 16, "num_warps": 4} | options))
+    assert len(kernel.calls) == 2
+    launch.launch(compiled_launches, kernel, (3,), x.half(), 30, BLOCK=16, num_warps=4)
+    launch.launch(compiled_launches, Launched(), (3,), x, 30, BLOCK=16, num_warps=4)
+    assert len(kernel.calls) == 3
+
+
+def test_constexprs_go_by_name(compiled_launches):
+    with pytest.raises(TypeError, match="constexprs go by name"):
+        launch.launch(compiled_launches, Launched(), (3,), torch.zeros(4), 30, 16)
+
+
+def test_another_triton_launches_by_itself(compiled_launches):
+    kernel, x = Launched(), torch.zeros(64)
+    del kernel.packed_metadata
+    for _ in range(3):
+        launch.launch(compiled_launches, kernel, (3,), x, 30, BLOCK=16)
+    assert len(kernel.calls) == 3 and not kernel.direct
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="of the interpreter's lock")
+def test_a_child_process_finds_the_interpreter_free():
+    held, leave = threading.Event(), threading.Event()
+
+    def hold():
+        with triton.runtime.interpreter._qk_lock:
+            held.set()
+            leave.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if not child:
+        qk.quantize_per_token(torch.ones(2, 3))
+        os._exit(0)
+    for _ in range(200):
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            break
+        threading.Event().wait(0.1)
+    else:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    leave.set()
+    thread.join()
+    assert pid and os.waitstatus_to_exitcode(status) == 0
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="of the interpreter")
+def test_what_numpy_breaks_is_said(monkeypatch):
+    def broken():
+        raise TypeError("only 0-dimensional arrays can be converted to Python scalars")
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: broken()
+
+    monkeypatch.setattr(triton.runtime.interpreter.np, "__version__", "2.4.1")
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    with pytest.raises(
+        RuntimeError, match="numpy 2.4.1 breaks the interpreter of Triton 3.6.0: pip install 'numpy<2.4'"
+    ):
+        launch.launch(torch.device("cpu"), Kernel(), (1,))
+    monkeypatch.setattr(triton, "__version__", "3.9.0")
+    with pytest.raises(TypeError, match="0-dimensional"):
+        launch.launch(torch.device("cpu"), Kernel(), (1,))
+
+
+# On a GPU (what every public function owes is in test_contract.py)
+
+
+def kept():
+    return sum(map(len, replay._remembered))
+
+
+@gpu
+def test_qk_gemm_path_counts(monkeypatch):
+    replay.forget()
+    a, b = int8.act_quant(randn(4, 256)), int8.weight_quant(randn(96, 256))
+    out = gemm.int8_gemm(*a, *b)
+    for path in ("pointers", "portable", "sm75_float"):
+        before = kept()
+        monkeypatch.setenv("QK_GEMM_PATH", path)
+        assert torch.allclose(gemm.int8_gemm(*a, *b), out, rtol=1e-3) and kept() > before
+    monkeypatch.setenv("QK_GEMM_PATH", "fastest")
+    with pytest.raises(ValueError, match="QK_GEMM_PATH"):
+        gemm.int8_gemm(*a, *b)
+
+
+@gpu
+@pytest.mark.parametrize("M", [4, 300])
+def test_tensor_maps_follow_their_addresses(M, monkeypatch):
+    """Fresh operands at ever new addresses, more of them than maps are kept of, and addresses that come back."""
+    monkeypatch.setattr(launch, "_MOST_MAPS", 8)
+    replay.forget()
+    b = [int8.weight_quant(randn(1024, 512, seed=seed)) for seed in range(3)]
+    keep = []
+    for turn in range(40):
+        a = int8.act_quant(randn(M, 512, seed=turn), scale_layout="column" if turn % 2 else "row")
+        out = gemm.int8_gemm(*a, *b[turn % 3], out_dtype=torch.float32)
+        expected = gemm.int8_gemm_ref(*a, *b[turn % 3], out_dtype=torch.float32)
+        assert (out - expected).norm() <= 1e-6 * expected.norm()
+        if turn % 4:
+            keep.append((a, out))
+        if turn % 10 == 9:
+            keep.clear()
+
+
+@gpu
+def test_other_threads_and_streams():
+    x = randn(64, 384, dtype=torch.float16)
+    expected = qk.act_quant(x)
+    found = []
+
+    def run():
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(50):
+                late = torch.zeros_like(x)
+                torch.cuda._sleep(100_000)
+                late.copy_(x)
+                results = qk.act_quant(late)
+                stream.synchronize()
+                if not all(map(same, results, expected)):
+                    found.append(results)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not found
+
+
+@gpu
+def test_a_child_process_is_told_by_torch():
+    x = randn(4, 70)
+    qk.act_quant(x)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            qk.act_quant(x)
+            message = "it went through"
+        except Exception as error:
+            message = str(error)
+        os.write(writing, message.encode()[:500])
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert b"CUDA" in os.read(reading, 1000)  # it can't be initialized again, or found an initialization error
+
+
+@gpu
+@pytest.mark.parametrize("M", [4, 300])
+def test_replayed_in_a_graph(M):
+    """The first call of a shape, and later ones, inside a capture."""
+    replay.forget()
+    b = int8.weight_quant(randn(1024, 512))
+    xs = [randn(M, 512, seed=seed) for seed in range(3)]
+    expected = [gemm.int8_gemm(*int8.act_quant(x), *b) for x in xs]
+    for forgotten in (True, False):
+        if forgotten:
+            replay.forget()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = [gemm.int8_gemm(*int8.act_quant(x), *b) for x in xs]
+        for out in captured:
+            out.zero_()
+        graph.replay()
+        assert all(map(same, captured, expected))

@@ -1,0 +1,237 @@
+"""Kernels copied into files of their own: they run without qk and next to it, and give its bits."""
+
+import ast
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cases import DEVICE, randn, rough
+
+import qk
+from qk.tools import copy, simplify
+
+ROOT = Path(__file__).parents[2]
+# the most lines of a short copy: what one would write by hand, and not much more
+LINES = {
+    "act_quant": 320,
+    "quantize_int4": 400,
+    "dequant_bias": 300,
+    "hadamard": 330,
+    "int8_gelu": 375,
+    "quantize_per_token": 360,
+    "int8_gemm": 605,
+    "int4_gemm": 590,
+}
+
+
+@functools.cache
+def text_of(name, arch=None):
+    return copy.short(name, arch=arch)
+
+
+def python(folder, code, path):
+    """A fresh Python in a folder. Returns what it prints."""
+    settings = {"TRITON_INTERPRET": str(int(DEVICE == "cpu")), "PYTHONPATH": os.pathsep.join(map(str, path))}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=folder, env=os.environ | settings, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def codes(*shape):
+    return torch.randint(-127, 128, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+
+
+def scales(*shape):
+    return randn(*shape).abs() + 0.1
+
+
+def calls():
+    """(function, positional arguments, options): ragged, empty, not contiguous, with NaN, of every kind of scale."""
+    for x in (
+        rough(3, 200),
+        rough(5, 128, dtype=torch.bfloat16),
+        rough(4, 300, dtype=torch.float16).t(),
+        randn(0, 128),
+        randn(3, 0),
+    ):
+        yield "act_quant", (x, 64), {"scale_layout": "column"}
+        yield "quantize_per_token", (x,), {}
+        yield "hadamard", (x,), {}
+        yield "quantize_int4", (x, 64), {}
+        yield "quantize_int4", (x, None, "int32"), {}
+    yield "act_quant", (randn(2, 3, 256),), {}
+    yield "weight_quant", (rough(130, 200),), {}
+    yield "int8_gelu", (codes(5, 200), scales(5, 2)), {"activation": "silu"}
+    yield "int8_gelu", (codes(5, 128), scales(5, 1)), {}
+    yield "dequant_bias", (randn(7, 33, dtype=torch.bfloat16), scales(7, 1), scales(1, 33), randn(33)), {}
+    yield "dequant_bias", (randn(7, 33), 0.5, scales(33)), {"out_dtype": torch.float32}
+    yield "int8_gemm", (codes(9, 200), scales(9, 2), codes(40, 200), scales(1, 2)), {}
+    yield "int8_gemm", (codes(9, 200), scales(9, 1), codes(40, 200), scales(40, 1), None, torch.float32), {}
+    packed = codes(40, 100).view(torch.uint8)
+    yield "int4_gemm", (randn(9, 200, dtype=torch.float16), packed, scales(40, 2), randn(40), 128), {}
+    yield "int4_gemm", (randn(9, 200, dtype=torch.bfloat16), packed, scales(40, 1)), {}
+
+
+CHECK = """
+import importlib, sys
+if {alone}:
+    sys.modules["qk"] = None
+import torch
+for name, args, options, expected in torch.load({file!r}, weights_only=False):
+    module = importlib.import_module("my_" + name)
+    results = getattr(module, name)(*args, **options)
+    for got, want in zip(results if isinstance(results, tuple) else (results,), expected, strict=True):
+        assert got.dtype == want.dtype and got.stride() == want.stride(), name
+        assert torch.equal(got.float().nan_to_num(1e30), want.float().nan_to_num(1e30)), name
+    try:
+        getattr(module, name)(*[None for _ in args], **options)
+    except ValueError as error:
+        assert "it takes" in str(error)
+    else:
+        raise AssertionError(name)
+    print(name)
+assert {alone} or "qk.core" in sys.modules
+"""
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["without qk", "next to qk"])
+def test_a_short_copy_gives_the_bits_of_the_package(alone, tmp_path):
+    given = []
+    for name, args, options in calls():
+        result = getattr(qk, name)(*args, **options)
+        given.append((name, args, options, result if isinstance(result, tuple) else (result,)))
+    given = given if alone else given[:3]
+    torch.save(given, tmp_path / "calls.pt")
+    for name in {name for name, *_ in given}:
+        (tmp_path / f"my_{name}.py").write_text(text_of(name))
+    path = [tmp_path] if alone else [tmp_path, ROOT]
+    code = ("" if alone else "import qk\n") + CHECK.format(alone=alone, file=str(tmp_path / "calls.pt"))
+    assert python(tmp_path, code, path).split() == [name for name, *_ in given]
+
+
+def test_short_copies_are_short_and_clean(tmp_path):
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    texts = {name: text_of(name) for name in LINES}
+    texts |= {f"{name}_sm75": text_of(name, "sm75") for name in ("int8_gemm", "int4_gemm")}
+    for name, text in texts.items():
+        (tmp_path / f"my_{name}.py").write_text(text)
+        assert text.startswith("# From qk") and "Licence: Apache-2.0" in text.split('"""')[0]
+        roots = set()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                roots |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level
+                roots.add(node.module.split(".")[0])
+        assert roots <= {"torch", "triton"} | sys.stdlib_module_names, name
+    for command in (["check"], ["format", "--check"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "."], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout
+    found = {name: len(texts[name].splitlines()) for name in LINES}
+    assert all(found[name] <= most for name, most in LINES.items()), found
+
+
+def test_a_full_copy_has_the_operator(tmp_path):
+    (tmp_path / "mine.py").write_text(copy.full("act_quant"))
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F82", "mine.py"]  # undefined names
+    assert subprocess.run(command, cwd=tmp_path).returncode == 0
+    code = """
+import sys
+sys.modules["qk"] = None
+import mine, torch
+x = torch.randn(3, 70).to("cpu" if mine.INTERPRETED.value else "cuda")
+got, want, ref = mine.act_quant(x), torch.ops.mine.act_quant(x, 128, "row"), mine.act_quant_ref(x)
+assert all(map(torch.equal, got, want)) and all(map(torch.equal, got, ref))
+compiled = torch.compile(mine.act_quant, fullgraph=True, backend="aot_eager")
+assert all(map(torch.equal, got, compiled(x)))
+print("done")
+"""
+    assert python(tmp_path, code, [tmp_path]) == "done\n"
+
+
+def test_what_is_imported_keeps_its_name():
+    text = "try:\n    from a import X, Y as Z\nexcept ImportError:\n    X = Z = None\nX.Z(X, z=Z)\n"
+    renamed = (
+        "try:\n    from a import X as X_b, Y as Z_b\nexcept ImportError:\n    X_b = Z_b = None\nX_b.Z(X_b, z=Z_b)\n"
+    )
+    assert copy._renamed(text, {"X": "X_b", "Z": "Z_b"}) == renamed
+
+
+def test_constants_decide_what_stays():
+    text = """
+def _one(x, flag, size=None):
+    if flag:
+        return x
+    elif size is None:
+        return x + 1
+    return x + size
+
+
+def _loop(x, count):
+    for i in range(count):
+        x = x + i * 2
+    return x
+
+
+def run(x, y):
+    x = _loop(_one(x, False), 1)
+    return x if y is None else _one(x, False)
+"""
+    known = simplify.Known({}, set(), {}, set(), set())
+    simple = simplify.simplified(text, ["run"], known)
+    assert "flag" not in simple and "size" not in simple and "range" not in simple
+    spaces = {}, {}
+    exec(text, spaces[0])
+    exec(simple, spaces[1])
+    assert all(spaces[0]["run"](3, y) == spaces[1]["run"](3, y) for y in (None, 1))
+
+
+def test_the_command_never_overwrites_unless_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert copy.main(["dequant_bias", "--out", "mine.py"]) == 0
+    assert capsys.readouterr().out.startswith("mine.py: ") and (tmp_path / "mine.py").read_text() == text_of(
+        "dequant_bias"
+    )
+    (tmp_path / "mine.py").write_text("# my work\n")
+    with pytest.raises(SystemExit) as exit:
+        copy.main(["dequant_bias", "-o", "mine.py"])
+    assert exit.value.code == 2 and "exists" in capsys.readouterr().err
+    assert (tmp_path / "mine.py").read_text() == "# my work\n"
+    assert copy.main(["dequant_bias", "-o", "mine.py", "--force"]) == 0
+    assert (tmp_path / "mine.py").read_text() == text_of("dequant_bias")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--list"),
+        (["int5"], "'int5'"),
+        (["act_quant", "--arch", "sm90"], "--arch"),
+        (["int8_gemm", "--arch", "sm90", "--full"], "--arch"),
+        (["int8_gemm", "--arch", "sm12"], "sm12"),
+        (["dequant_bias", "-o", "mine.txt"], ".py"),
+        (["dequant_bias", "-o", "torch.py"], "in place of torch"),
+        (["dequant_bias", "-o", "random.py", "--force"], "in place of random"),
+        (["dequant_bias", "-o", "my-kernel.py"], "can't import"),
+        (["dequant_bias", "-o", "nowhere/mine.py"], "nowhere"),
+    ],
+)
+def test_bad_arguments(arguments, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit:
+        copy.main(arguments)
+    assert exit.value.code == 2 and message in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_list_names_every_public_function(capsys):
+    assert copy.main(["--list"]) == 0
+    printed = capsys.readouterr().out
+    for name, module in copy.functions().items():
+        assert name in printed and getattr(qk, name).__module__ == f"qk.{module}"
