@@ -11,9 +11,7 @@
     | s10 | s11 | s12 |            |     |     |     |                | s1
     +-----+-----+-----+-           +-----+-----+-----+-               +------------------
 
-Short blocks at the right and lower edges have their own scales. FP8 (e4m3, per token) uses 448 in place of 127. Each
-program reads its part of x tile by tile, and keeps the tiles in registers until absmax is known. Of a long row, or a
-large block, it keeps only the first HELD tiles and reads the others twice.
+Short blocks at the right and lower edges have their own scales. FP8 (e4m3, per token) uses 448 in place of 127.
 
 `square_quant` quantizes like weight_quant, and also writes the transposed codes. int8 GEMMs read both operands along K,
 and the GEMMs for a linear layer's gradients have K where the forward GEMM has rows. A square block stays square when it
@@ -178,7 +176,9 @@ def _launch_quantize(x, q, scale, config, block_size=None):
         programs, tiles, groups = chunks, block_size // rows if square else 1, block // block_size
     more = tiles > chosen.held
     largest, smallest = LIMITS[q.dtype]
-    held = max(chosen.held - 1, 1) if more else tiles  # the loop over the other tiles needs registers too
+    # Tiles wait in registers until absmax is known. A long row, or a large block, has too many: the others are read
+    # twice, and the loop over them needs registers, too.
+    held = max(chosen.held - 1, 1) if more else tiles
     launch(
         x.device, _quantize_int8_kernel, (cdiv(M, rows * tiles if square else rows) * programs,),
         x, q, scale, M, K, *scale.shape, programs, tiles, x.stride(0), *scale.stride(),

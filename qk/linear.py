@@ -284,7 +284,8 @@ def _sums_ref(a, b, sums_dtype):
 
 def dense_linear_ref(x, w, w_scale, bias=None, out_dtype=None, gemm_dtype=None):
     codes, scale = quantize_per_token_ref(as_matrix(x), w.dtype)
-    sums = _sums_ref(codes, w, gemm_dtype or _DENSE_SUMS[w.dtype][0])
+    gemm_dtype = gemm_dtype or _DENSE_SUMS[w.dtype][0]
+    sums = _sums_ref(codes, w, gemm_dtype)
     return dequant_bias_ref(sums, scale, w_scale, bias, out_dtype or x.dtype).view(*x.shape[:-1], len(w))
 
 

@@ -281,7 +281,8 @@ def int8_gemm_portable(problem, descriptors=True, float_dot=False, config=None):
     (M, K), N = p.a.shape, p.b.shape[0]
     device = gpu(p.a.device)
     # on capability 12.0 kernels with descriptors spill
-    descriptors = descriptors and device.capability[0] in (9, 10) and TensorDescriptor is not None and K > 0
+    has_descriptors = device.capability[0] in (9, 10) and TensorDescriptor is not None
+    descriptors = descriptors and has_descriptors and K > 0
     c = config or _choose(p, float_dot)
     tiles = cdiv(M, c.block_m) * cdiv(N, c.block_n)
     out_scale_strides = (0, 0) if p.out_scale is None else p.out_scale.stride()

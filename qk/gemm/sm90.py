@@ -65,7 +65,10 @@ class _Tile(NamedTuple):
     group_m: int  # tile rows in a group: see gluon.tile_of
 
 
-_CONFIGS = {"wide": _Tile(256, stages=2, group_m=8), "narrow": _Tile(128, stages=3, group_m=8)}
+_CONFIGS = {
+    "wide": _Tile(256, stages=2, group_m=8),
+    "narrow": _Tile(128, stages=3, group_m=8),
+}
 
 _BLOCK_M = tl.constexpr(128)
 _BLOCK_K = tl.constexpr(128)  # also the block of the scales

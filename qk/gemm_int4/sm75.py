@@ -228,7 +228,8 @@ def _int4_gemm_sm75_kernel(
     for i in tl.static_range(MT):
         x = _tokens(acc, i, MT, NT, WM, WN, WK)
         if GROUP is None:
-            x *= _half(tl.load(absmax_ptr + offs_n.to(tl.int64) * stride_an, mask=mask_n, other=0.0))[None, :]
+            row_ptrs = absmax_ptr + offs_n.to(tl.int64) * stride_an
+            x *= _half(tl.load(row_ptrs, mask=mask_n, other=0.0))[None, :]
         x = scale_of(x, 3.5)
         if bias_ptr is not None:
             x += to_float32(tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0))[None, :]

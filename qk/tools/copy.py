@@ -382,12 +382,11 @@ class _Plan(NamedTuple):
     """What a short copy of some functions leaves out."""
 
     pins: dict  # {parameter of a public function: its only value}
-    attributes: dict = {}  # {attribute: its only value}
     dropped: tuple = ()  # functions that only the left out modes call
 
 
 _PLANS = {
-    "gemm": _Plan({"path": None, "exact": True}, {"a_square": False}),
+    "gemm": _Plan({"path": None, "exact": True}),
     "gelu": _Plan({}, dropped=("_launch_square", "_squares", "quantize_squares_ref")),
 }
 
@@ -623,7 +622,6 @@ def short(*names, arch=None):
     for where in asked:
         plan = _PLANS.get(where, _Plan({}))
         pins |= {(root, name): [value] for root in roots for name, value in plan.pins.items()}
-        pins |= {name: [value] for name, value in plan.attributes.items()}
         dropped += plan.dropped
     constants = _constants(modules, needed, renamed)
     verbatim = {name for where in modules if where.startswith("core.") for i in needed[where]
