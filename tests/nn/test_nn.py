@@ -640,10 +640,7 @@ def test_torch_compile(backend):
         for rows in (3, 2, 7, 11):  # the second size makes it dynamic
             ids = torch.arange(rows * 4, device=DEVICE).view(rows, 4) % 50
             out, want = compiled(ids), model(ids)
-            if backend == "aot_eager":
-                assert same(out, want)
-            else:  # inductor rounds gelu and the norm in its own way, which may move a code of int8 by one
-                assert (out - want).norm() < 5e-3 * want.norm()
+            assert same(out, want) if backend == "aot_eager" else torch.allclose(out, want, rtol=0.02, atol=0.02)
         assert len(graphs) <= 2
         if backend == "aot_eager":
             with torch.autocast(DEVICE, BF16):
