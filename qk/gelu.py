@@ -73,6 +73,119 @@ _CONFIGS = {
 }
 
 
+def _squares(x, block_size):
+    return [cdiv(size, block_size) for size in x.shape]
+
+
+def _scale_shape(x, x_scale, block_size):
+    """Returns the shape that x's scales must have: that of square blocks if they have it, otherwise of 1 x block."""
+    if x.ndim == 2 and x.shape[0] > 1 and list(x_scale.shape) == _squares(x, block_size):
+        return _squares(x, block_size)
+    return [*x.shape[:-1], cdiv(x.shape[-1], block_size)]
+
+
+def _empty_int8_gelu(x, x_scale, block_size, activation, scale_layout):
+    if list(x_scale.shape[:-1]) != list(x.shape[:-1]):
+        return x.new_empty(x.shape), x.new_empty(x_scale.shape, dtype=torch.float32)
+    return x.new_empty(x.shape), empty_scale(x, x_scale.shape[-1], scale_layout)
+
+
+@triton.jit
+def _largest(codes, DOWN: tl.constexpr, ACROSS: tl.constexpr):
+    """Return the largest code of each of a tile's DOWN x ACROSS parts."""
+    parts = tl.reshape(codes, (DOWN, codes.shape[0] // DOWN, ACROSS, codes.shape[1] // ACROSS))
+    return tl.max(tl.max(parts.to(tl.int32), 3), 1)
+
+
+@triton.jit
+def _look_up(tables, codes, DOWN: tl.constexpr, ACROSS: tl.constexpr):
+    """Replace a tile's int8 codes by their entries in tables of 256, one table for each of its DOWN x ACROSS parts."""
+    square = tl.arange(0, DOWN)[:, None] * ACROSS + tl.arange(0, ACROSS)[None, :]
+    shape: tl.constexpr = (DOWN, codes.shape[0] // DOWN, ACROSS, codes.shape[1] // ACROSS)
+    places = tl.reshape(codes.to(tl.int32), shape) + (square * 256 + 128)[:, None, :, None]
+    found = tl.gather(tl.reshape(tables, (tables.numel,)), tl.reshape(places, (places.numel,)), 0)
+    return tl.reshape(found, codes.shape)
+
+
+@triton.jit
+def _values_of_codes(
+    scale_ptr, s_row, s_column, squares_down, squares_across, stride_m, stride_k,
+    DOWN: tl.constexpr, ACROSS: tl.constexpr,
+):  # fmt: skip
+    """Dequantize all codes, -128 to 127, by the scale of each of DOWN x ACROSS blocks: [DOWN * ACROSS * 256]."""
+    # A block has one scale, so x has at most 256 different values there. The kernels work on those, not on elements.
+    code = tl.arange(0, DOWN * ACROSS * 256)
+    down, across = s_row + code // 256 // ACROSS, s_column + code // 256 % ACROSS
+    mask = (down < squares_down) & (across < squares_across)
+    scale = tl.load(scale_ptr + down * stride_m + across * stride_k, mask=mask, other=0.0)
+    return (code % 256 - 128).to(tl.float32) * scale
+
+
+@triton.jit
+def _activate_blocks(
+    x_ptr, x_scale_ptr, scale_ptr, M, K, programs, squares_down, squares_across, stride_xm, stride_xsm, stride_xsk,
+    ACTIVATION: tl.constexpr, QUANT_BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Activate the values of all codes, quantize them by the absmax of those that occur, and store the scales.
+
+    Returns where the program's blocks begin, in blocks and in elements; the values; the tables of output codes; and the
+    program's last tile of x.
+    """
+    tl.static_assert(TILES == 1 or ROWS * TILES == QUANT_BLOCK, "a program has whole blocks")
+    DOWN: tl.constexpr = ROWS * TILES // QUANT_BLOCK
+    ACROSS: tl.constexpr = BLOCK // QUANT_BLOCK
+    pid = tl.program_id(0)
+    chunk = (pid % programs).to(tl.int64)
+    s_row, s_column = (pid // programs).to(tl.int64) * DOWN, chunk * ACROSS
+    row, column = s_row * QUANT_BLOCK, chunk * BLOCK
+    values = _values_of_codes(
+        x_scale_ptr, s_row, s_column, squares_down, squares_across, stride_xsm, stride_xsk, DOWN, ACROSS
+    )
+    table = activate(values, ACTIVATION)
+    largest = tl.full((DOWN, ACROSS), -128, tl.int32)
+    x = tl.zeros((ROWS, BLOCK), tl.int8)
+    for i in range(TILES):
+        x = load_tile(x_ptr, row + i * ROWS, column, M, K, stride_xm, ROWS, BLOCK)
+        largest = tl.maximum(largest, _largest(x, DOWN, ACROSS))
+    # Activations rise right of 0, and their minimum is above -0.28. So the absmax of a block that exceeds 0.28 is the
+    # activated value of its largest code. (A negative scale reverses the order of the codes. Then the largest code has
+    # a value left of 0, or is negative itself.)
+    bits = magnitude_bits(_look_up(table, largest, DOWN, ACROSS))
+    if tl.min(tl.min(bits, 1), 0) < 0x3E8F5C29 or tl.min(tl.min(largest, 1), 0) < 0:
+        bits = tl.zeros((DOWN, ACROSS), tl.int32)
+        for i in range(TILES):
+            if TILES > 1:
+                x = load_tile(x_ptr, row + i * ROWS, column, M, K, stride_xm, ROWS, BLOCK)
+            bits = tl.maximum(bits, square_maximum(_look_up(table, x, DOWN, ACROSS), QUANT_BLOCK))
+    absmax, inverse, _ = absmax_and_inverse(bits, 127.0, 3.8e-37)
+    scale = scale_of(absmax, 127.0)
+    store_tile(scale_ptr, s_row, s_column, squares_down, squares_across, squares_across, 1, scale)
+    absmax, inverse = tl.reshape(absmax, (DOWN * ACROSS, 1)), tl.reshape(inverse, (DOWN * ACROSS, 1))
+    table = quantize_squares(tl.reshape(table, (DOWN * ACROSS, 256)), absmax, inverse, None, row, column)
+    return s_row, s_column, row, column, values, table, x
+
+
+def _square_tiles(M, K, block_size, kind):
+    """Choose how square blocks are divided. Returns a tile's rows and columns, a program's tiles, and its warps."""
+    kind = "square small" if M % 16 or K % 16 or block_size == 256 else kind
+    config = _CONFIGS["square interpreted" if INTERPRETING else kind]
+    rows, block, num_warps = tile_shape(K, config, block_size, shortest=32)
+    return rows, block, max(block_size // rows, 1), num_warps
+
+
+def _launch_square(x, x_scale, out, scale, block_size, activation):
+    x = with_contiguous_rows(x)
+    M, K = x.shape
+    rows, block, tiles, num_warps = _square_tiles(M, K, block_size, "square")
+    programs = cdiv(K, block)
+    launch(
+        x.device, _int8_gelu_square_kernel, (cdiv(M, rows * tiles) * programs,),
+        x, x_scale, out, scale, M, K, programs, *scale.shape, x.stride(0), *x_scale.stride(),
+        ACTIVATION=activation, QUANT_BLOCK=block_size, ROWS=rows, BLOCK=block, TILES=tiles,
+        early=True, num_warps=num_warps,
+    )  # fmt: skip
+
+
 @triton.jit
 def _int8_gelu_kernel(
     x_ptr,
@@ -110,21 +223,38 @@ def _int8_gelu_kernel(
     store_tile(out_ptr, row, chunk * BLOCK, M, K, K, 1, tl.reshape(codes.to(tl.int8), (ROWS, BLOCK)))
 
 
-def _squares(x, block_size):
-    return [cdiv(size, block_size) for size in x.shape]
-
-
-def _scale_shape(x, x_scale, block_size):
-    """Returns the shape that x's scales must have: that of square blocks if they have it, otherwise of 1 x block."""
-    if x.ndim == 2 and x.shape[0] > 1 and list(x_scale.shape) == _squares(x, block_size):
-        return _squares(x, block_size)
-    return [*x.shape[:-1], cdiv(x.shape[-1], block_size)]
-
-
-def _empty_int8_gelu(x, x_scale, block_size, activation, scale_layout):
-    if list(x_scale.shape[:-1]) != list(x.shape[:-1]):
-        return x.new_empty(x.shape), x.new_empty(x_scale.shape, dtype=torch.float32)
-    return x.new_empty(x.shape), empty_scale(x, x_scale.shape[-1], scale_layout)
+@triton.jit
+def _int8_gelu_square_kernel(
+    x_ptr,
+    x_scale_ptr,
+    out_ptr,
+    out_scale_ptr,
+    M,
+    K,
+    programs,  # across a row of blocks
+    squares_down,
+    squares_across,
+    stride_xm,
+    stride_xsm,
+    stride_xsk,
+    ACTIVATION: tl.constexpr,
+    QUANT_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,  # of a program, one below the other
+    EARLY: tl.constexpr,  # may start before the previous kernel ends: see launch.launch
+):
+    wait_if_early(EARLY)
+    _, _, row, column, _, table, x = _activate_blocks(
+        x_ptr, x_scale_ptr, out_scale_ptr, M, K, programs, squares_down, squares_across, stride_xm, stride_xsm,
+        stride_xsk, ACTIVATION, QUANT_BLOCK, ROWS, BLOCK, TILES,
+    )  # fmt: skip
+    DOWN: tl.constexpr = ROWS * TILES // QUANT_BLOCK
+    ACROSS: tl.constexpr = BLOCK // QUANT_BLOCK
+    for i in range(TILES):
+        if TILES > 1:
+            x = load_tile(x_ptr, row + i * ROWS, column, M, K, stride_xm, ROWS, BLOCK)
+        store_tile(out_ptr, row + i * ROWS, column, M, K, K, 1, _look_up(table, x, DOWN, ACROSS))
 
 
 @operator(_empty_int8_gelu)
@@ -203,81 +333,6 @@ def _load_scale(ptr, row, column, M, K, stride_m, stride_k, DOWN: tl.constexpr, 
 
 
 @triton.jit
-def _largest(codes, DOWN: tl.constexpr, ACROSS: tl.constexpr):
-    """Return the largest code of each of a tile's DOWN x ACROSS parts."""
-    parts = tl.reshape(codes, (DOWN, codes.shape[0] // DOWN, ACROSS, codes.shape[1] // ACROSS))
-    return tl.max(tl.max(parts.to(tl.int32), 3), 1)
-
-
-@triton.jit
-def _look_up(tables, codes, DOWN: tl.constexpr, ACROSS: tl.constexpr):
-    """Replace a tile's int8 codes by their entries in tables of 256, one table for each of its DOWN x ACROSS parts."""
-    square = tl.arange(0, DOWN)[:, None] * ACROSS + tl.arange(0, ACROSS)[None, :]
-    shape: tl.constexpr = (DOWN, codes.shape[0] // DOWN, ACROSS, codes.shape[1] // ACROSS)
-    places = tl.reshape(codes.to(tl.int32), shape) + (square * 256 + 128)[:, None, :, None]
-    found = tl.gather(tl.reshape(tables, (tables.numel,)), tl.reshape(places, (places.numel,)), 0)
-    return tl.reshape(found, codes.shape)
-
-
-@triton.jit
-def _values_of_codes(
-    scale_ptr, s_row, s_column, squares_down, squares_across, stride_m, stride_k,
-    DOWN: tl.constexpr, ACROSS: tl.constexpr,
-):  # fmt: skip
-    """Dequantize all codes, -128 to 127, by the scale of each of DOWN x ACROSS blocks: [DOWN * ACROSS * 256]."""
-    # A block has one scale, so x has at most 256 different values there. The kernels work on those, not on elements.
-    code = tl.arange(0, DOWN * ACROSS * 256)
-    down, across = s_row + code // 256 // ACROSS, s_column + code // 256 % ACROSS
-    mask = (down < squares_down) & (across < squares_across)
-    scale = tl.load(scale_ptr + down * stride_m + across * stride_k, mask=mask, other=0.0)
-    return (code % 256 - 128).to(tl.float32) * scale
-
-
-@triton.jit
-def _activate_blocks(
-    x_ptr, x_scale_ptr, scale_ptr, M, K, programs, squares_down, squares_across, stride_xm, stride_xsm, stride_xsk,
-    ACTIVATION: tl.constexpr, QUANT_BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """Activate the values of all codes, quantize them by the absmax of those that occur, and store the scales.
-
-    Returns where the program's blocks begin, in blocks and in elements; the values; the tables of output codes; and the
-    program's last tile of x.
-    """
-    tl.static_assert(TILES == 1 or ROWS * TILES == QUANT_BLOCK, "a program has whole blocks")
-    DOWN: tl.constexpr = ROWS * TILES // QUANT_BLOCK
-    ACROSS: tl.constexpr = BLOCK // QUANT_BLOCK
-    pid = tl.program_id(0)
-    chunk = (pid % programs).to(tl.int64)
-    s_row, s_column = (pid // programs).to(tl.int64) * DOWN, chunk * ACROSS
-    row, column = s_row * QUANT_BLOCK, chunk * BLOCK
-    values = _values_of_codes(
-        x_scale_ptr, s_row, s_column, squares_down, squares_across, stride_xsm, stride_xsk, DOWN, ACROSS
-    )
-    table = activate(values, ACTIVATION)
-    largest = tl.full((DOWN, ACROSS), -128, tl.int32)
-    x = tl.zeros((ROWS, BLOCK), tl.int8)
-    for i in range(TILES):
-        x = load_tile(x_ptr, row + i * ROWS, column, M, K, stride_xm, ROWS, BLOCK)
-        largest = tl.maximum(largest, _largest(x, DOWN, ACROSS))
-    # Activations rise right of 0, and their minimum is above -0.28. So the absmax of a block that exceeds 0.28 is the
-    # activated value of its largest code. (A negative scale reverses the order of the codes. Then the largest code has
-    # a value left of 0, or is negative itself.)
-    bits = magnitude_bits(_look_up(table, largest, DOWN, ACROSS))
-    if tl.min(tl.min(bits, 1), 0) < 0x3E8F5C29 or tl.min(tl.min(largest, 1), 0) < 0:
-        bits = tl.zeros((DOWN, ACROSS), tl.int32)
-        for i in range(TILES):
-            if TILES > 1:
-                x = load_tile(x_ptr, row + i * ROWS, column, M, K, stride_xm, ROWS, BLOCK)
-            bits = tl.maximum(bits, square_maximum(_look_up(table, x, DOWN, ACROSS), QUANT_BLOCK))
-    absmax, inverse, _ = absmax_and_inverse(bits, 127.0, 3.8e-37)
-    scale = scale_of(absmax, 127.0)
-    store_tile(scale_ptr, s_row, s_column, squares_down, squares_across, squares_across, 1, scale)
-    absmax, inverse = tl.reshape(absmax, (DOWN * ACROSS, 1)), tl.reshape(inverse, (DOWN * ACROSS, 1))
-    table = quantize_squares(tl.reshape(table, (DOWN * ACROSS, 256)), absmax, inverse, None, row, column)
-    return s_row, s_column, row, column, values, table, x
-
-
-@triton.jit
 def _load_gradient(ptr, scale, row, column, M, K, stride_m, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Load a tile as float32: codes with the scales [down, across] of their blocks, or floats where scale is None."""
     grad = to_float32(load_tile(ptr, row, column, M, K, stride_m, ROWS, BLOCK))
@@ -287,40 +342,6 @@ def _load_gradient(ptr, scale, row, column, M, K, stride_m, ROWS: tl.constexpr, 
         grad = tl.reshape(grad, (DOWN, ROWS // DOWN, ACROSS, BLOCK // ACROSS)) * scale[:, None, :, None]
         grad = tl.reshape(grad, (ROWS, BLOCK))
     return grad
-
-
-@triton.jit
-def _int8_gelu_square_kernel(
-    x_ptr,
-    x_scale_ptr,
-    out_ptr,
-    out_scale_ptr,
-    M,
-    K,
-    programs,  # across a row of blocks
-    squares_down,
-    squares_across,
-    stride_xm,
-    stride_xsm,
-    stride_xsk,
-    ACTIVATION: tl.constexpr,
-    QUANT_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILES: tl.constexpr,  # of a program, one below the other
-    EARLY: tl.constexpr,  # may start before the previous kernel ends: see launch.launch
-):
-    wait_if_early(EARLY)
-    _, _, row, column, _, table, x = _activate_blocks(
-        x_ptr, x_scale_ptr, out_scale_ptr, M, K, programs, squares_down, squares_across, stride_xm, stride_xsm,
-        stride_xsk, ACTIVATION, QUANT_BLOCK, ROWS, BLOCK, TILES,
-    )  # fmt: skip
-    DOWN: tl.constexpr = ROWS * TILES // QUANT_BLOCK
-    ACROSS: tl.constexpr = BLOCK // QUANT_BLOCK
-    for i in range(TILES):
-        if TILES > 1:
-            x = load_tile(x_ptr, row + i * ROWS, column, M, K, stride_xm, ROWS, BLOCK)
-        store_tile(out_ptr, row + i * ROWS, column, M, K, K, 1, _look_up(table, x, DOWN, ACROSS))
 
 
 @triton.jit
@@ -393,27 +414,6 @@ def _int8_gelu_backward_kernel(
         codes = quantize_squares(dx, absmax, inverse, seed_ptr, row + i * ROWS, column)
         store_tile(dx_ptr, row + i * ROWS, column, M, K, K, 1, codes)
         store_tile(dx_t_ptr, column, row + i * ROWS, K, M, M, 1, tl.trans(codes))
-
-
-def _square_tiles(M, K, block_size, kind):
-    """Choose how square blocks are divided. Returns a tile's rows and columns, a program's tiles, and its warps."""
-    kind = "square small" if M % 16 or K % 16 or block_size == 256 else kind
-    config = _CONFIGS["square interpreted" if INTERPRETING else kind]
-    rows, block, num_warps = tile_shape(K, config, block_size, shortest=32)
-    return rows, block, max(block_size // rows, 1), num_warps
-
-
-def _launch_square(x, x_scale, out, scale, block_size, activation):
-    x = with_contiguous_rows(x)
-    M, K = x.shape
-    rows, block, tiles, num_warps = _square_tiles(M, K, block_size, "square")
-    programs = cdiv(K, block)
-    launch(
-        x.device, _int8_gelu_square_kernel, (cdiv(M, rows * tiles) * programs,),
-        x, x_scale, out, scale, M, K, programs, *scale.shape, x.stride(0), *x_scale.stride(),
-        ACTIVATION=activation, QUANT_BLOCK=block_size, ROWS=rows, BLOCK=block, TILES=tiles,
-        early=True, num_warps=num_warps,
-    )  # fmt: skip
 
 
 @operator(_empty_int8_gelu_backward)

@@ -214,32 +214,6 @@ def _quantize_int4_kernel(
             tl.store(packed_ptrs + i * WORDS, packed, mask=mask_r & (offs_w < words - i * WORDS))
 
 
-@triton.jit(do_not_specialize_on_alignment=["stride_pr"])
-def _pack_int4_kernel(
-    codes_ptr,
-    packed_ptr,
-    R,
-    C,
-    stride_cr,
-    stride_pr,
-    PACK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ONE_CHUNK: tl.constexpr,  # a program takes all columns of its rows
-):
-    WORDS: tl.constexpr = BLOCK // PACK
-    chunk, row = _place(ROWS, ONE_CHUNK)
-    offs_r = tl.arange(0, ROWS)[:, None].to(tl.int64)
-    mask_r = tl.arange(0, ROWS)[:, None] < tl.minimum(R - row, ROWS).to(tl.int32)
-    offs_c = tl.arange(0, BLOCK)[None, :]
-    codes_ptrs = codes_ptr + row * stride_cr + chunk * BLOCK + offs_r * stride_cr + offs_c
-    codes = tl.load(codes_ptrs, mask=mask_r & (offs_c < C - chunk * BLOCK), other=0)
-    offs_w = tl.arange(0, WORDS)[None, :]
-    packed_ptrs = packed_ptr + row * stride_pr + chunk * WORDS + offs_r * stride_pr + offs_w
-    packed = _pack(((codes.to(tl.int32) & 15) ^ 8) - 8, PACK)
-    tl.store(packed_ptrs, packed, mask=mask_r & (offs_w < stride_pr - chunk * WORDS))
-
-
 def _launch_quantize(x, packed, absmax, group_size):
     """packed and absmax are contiguous."""
     if packed.numel() == 0:
@@ -263,18 +237,6 @@ def _launch_quantize(x, packed, absmax, group_size):
         x, packed, absmax, R, C, tiles, x.stride(0), packed.shape[1], absmax.shape[1],
         PACK=_pack_of(packed), GROUP=group_size or block, ROWS=rows, BLOCK=block, ONE_CHUNK=chunks == 1,
         HELD=min(tiles, _HELD), MORE=tiles > _HELD, num_warps=num_warps,
-    )  # fmt: skip
-
-
-def _launch_pack(codes, packed):
-    codes, packed = with_contiguous_rows(codes), _as_words(packed)
-    R, C = codes.shape
-    rows, block, num_warps = _tile(C, None, "quantize small" if R * C < _SMALL else "quantize")
-    chunks = cdiv(C, block)
-    launch(
-        codes.device, _pack_int4_kernel, _grid(cdiv(R, rows), chunks),
-        codes, packed, R, C, codes.stride(0), packed.shape[1],
-        PACK=_pack_of(packed), ROWS=rows, BLOCK=block, ONE_CHUNK=chunks == 1, num_warps=num_warps,
     )  # fmt: skip
 
 
@@ -316,6 +278,44 @@ def quantize_int4(x, group_size=None, packing="uint8"):
     _check_group_size(group_size)
     check_one_of("packing", packing, tuple(_PACK))
     return _quantize_int4(x, group_size, packing)
+
+
+@triton.jit(do_not_specialize_on_alignment=["stride_pr"])
+def _pack_int4_kernel(
+    codes_ptr,
+    packed_ptr,
+    R,
+    C,
+    stride_cr,
+    stride_pr,
+    PACK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ONE_CHUNK: tl.constexpr,  # a program takes all columns of its rows
+):
+    WORDS: tl.constexpr = BLOCK // PACK
+    chunk, row = _place(ROWS, ONE_CHUNK)
+    offs_r = tl.arange(0, ROWS)[:, None].to(tl.int64)
+    mask_r = tl.arange(0, ROWS)[:, None] < tl.minimum(R - row, ROWS).to(tl.int32)
+    offs_c = tl.arange(0, BLOCK)[None, :]
+    codes_ptrs = codes_ptr + row * stride_cr + chunk * BLOCK + offs_r * stride_cr + offs_c
+    codes = tl.load(codes_ptrs, mask=mask_r & (offs_c < C - chunk * BLOCK), other=0)
+    offs_w = tl.arange(0, WORDS)[None, :]
+    packed_ptrs = packed_ptr + row * stride_pr + chunk * WORDS + offs_r * stride_pr + offs_w
+    packed = _pack(((codes.to(tl.int32) & 15) ^ 8) - 8, PACK)
+    tl.store(packed_ptrs, packed, mask=mask_r & (offs_w < stride_pr - chunk * WORDS))
+
+
+def _launch_pack(codes, packed):
+    codes, packed = with_contiguous_rows(codes), _as_words(packed)
+    R, C = codes.shape
+    rows, block, num_warps = _tile(C, None, "quantize small" if R * C < _SMALL else "quantize")
+    chunks = cdiv(C, block)
+    launch(
+        codes.device, _pack_int4_kernel, _grid(cdiv(R, rows), chunks),
+        codes, packed, R, C, codes.stride(0), packed.shape[1],
+        PACK=_pack_of(packed), ROWS=rows, BLOCK=block, ONE_CHUNK=chunks == 1, num_warps=num_warps,
+    )  # fmt: skip
 
 
 @operator(_empty_packed)

@@ -170,6 +170,22 @@ def test_less_host_code_than_kernel(path):
     assert lines["host"] < lines["kernel"]
 
 
+@pytest.mark.parametrize("path", [path for path in WITH_KERNELS if top(path) != "core"], ids=name_of)
+def test_a_kernel_s_function_is_near(path):
+    """From a kernel's end to the function that launches it, which others call: at most 60 lines."""
+    found = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    kernels = [node.end_lineno for node in found if node.name.endswith("_kernel")]
+    public = [
+        node.lineno
+        for node in found
+        if (node.name in qk.__all__ or not node.name.startswith(("_", "supports_")) and not node.decorator_list)
+        and not node.name.endswith("_ref")
+    ]
+    assert kernels
+    for end in kernels:
+        assert min(line for line in public if line > end) - end <= 60
+
+
 def test_a_call_reaches_its_launch_in_three_files():
     """act_quant: its own file, core/operators and core/launch (core/replay only makes a second call shorter)."""
     parts = {".".join(parts) for parts, _ in own_imports(PACKAGE / "int8.py")}

@@ -205,8 +205,8 @@ def int8_addmm(a, a_scale, b, b_scale, bias=None, block_size=128, out_dtype=torc
         exact: False allows a faster rescale on Hopper; `qk/gemm/sm90.py` gives its error.
 
     Returns:
-        [..., N], computed in float32 and rounded to out_dtype. With float32 output the relative Frobenius error is
-        below 1e-6, as long as a_scale * b_scale is a normal float32, 1.2e-38 to 3.4e38: scales of 1e-20 lose digits.
+        [..., N], computed in float32 and rounded to out_dtype. With exact=True and float32 output the relative
+        Frobenius error is below 1e-6 if each product a_scale * b_scale is a normal float32, 1.2e-38 to 3.4e38.
 
     Raises:
         ValueError: for a bad dtype, shape, device or option, or more than 2**31 - 4096 rows or columns.

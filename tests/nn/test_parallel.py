@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import io
 import multiprocessing
+import os
 import re
 import subprocess
 import sys
@@ -380,6 +381,7 @@ def test_a_model(ranks, to):
 
 def _readme(mesh, block):
     known = {"model": feed_forwards("int8"), "torch": torch, "qk": qk}
+    os.environ["WORLD_SIZE"] = str(mesh.size())  # as torchrun does
     exec(block.replace('"cuda"', repr(DEVICE)), known)
     x = randn(6, 64)
     assert same(known["model"](x), cut(feed_forwards("int8"), mesh, PLAN)(x))
