@@ -188,10 +188,32 @@ class _Launch(NamedTuple):
         stream = raw_stream(self.index)
         self.run(x, y, z, stream, self.function, self.metadata, None, None, None, *values, *self.rest)
 
-    def map_of(self, i, descriptor):
-        """Returns a function that looks up the tensor map of this descriptor at another address, or None."""
-        known, sizes = self.tensor_maps.known, (*descriptor.shape, *descriptor.strides)
-        return lambda address: known.get((i, address, *sizes), (None,))[0]
+    def map_of(self, i, args):
+        """Returns a function from an address to the tensor map that argument i, a descriptor, would have there."""
+        args = [_at(arg, arg.base.data_ptr()) if hasattr(arg, "block_shape") else None for arg in args]
+        known, sizes, place = self.tensor_maps.known, (*args[i].shape, *args[i].strides), self.places.index(i)
+
+        def tensor_map(address):
+            found = known.get((i, address, *sizes))
+            if found is None:
+                found = self.tensor_maps([*args[:i], _at(args[i], address), *args[i + 1 :]])[place]
+            return found[0]
+
+        return tensor_map
+
+
+class _Address(int):
+    """Stands for a tensor whose address is all that counts."""
+
+    def data_ptr(self):
+        return int(self)
+
+
+def _at(descriptor, address):
+    """Returns a TMA descriptor like this one, at another address. It keeps no tensor alive."""
+    descriptor = copy.copy(descriptor)
+    descriptor.base = _Address(address)
+    return descriptor
 
 
 def _compiled_launch(kernel, compiled, index, args, options):

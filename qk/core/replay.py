@@ -84,8 +84,8 @@ def _replayed(function, depends, passed_by):
             known = calls.get(tuple(key))
         except Exception:  # a tensor without memory, an argument without a hash: the function says what is wrong
             return function(*args, **kwargs)
-        if known is not None and (results := known(tensors)) is not None:
-            return results
+        if known is not None:
+            return known(tensors)
         with launch.record() as record:
             results = function(*args, **kwargs)
             known = _call_of(tensors, results, record)
@@ -105,7 +105,6 @@ class _Call(NamedTuple):
     steps: list  # (launch, grid, arguments, places), as `_step` returns
 
     def __call__(self, tensors):
-        """Returns the results, or None if a tensor map of these addresses isn't known: the call must be made anew."""
         if self.device == launch.current_device():
             return self._here(tensors)
         with torch.cuda.device(self.device):
@@ -117,9 +116,7 @@ class _Call(NamedTuple):
         for compiled, grid, values, places in self.steps:
             values = values.copy()
             for place, number, tensor_map in places:
-                values[place] = value = addresses[number] if tensor_map is None else tensor_map(addresses[number])
-                if value is None:
-                    return None
+                values[place] = addresses[number] if tensor_map is None else tensor_map(addresses[number])
             compiled.go(grid, values)
         return tuple(new[: self.results]) if self.results else new[0]
 
@@ -129,7 +126,10 @@ def _call_of(tensors, results, record):
     single = isinstance(results, torch.Tensor)
     results = [results] if single else list(results)
     returned = {tensor.data_ptr() for tensor in results}
-    new = [*results, *(tensor for tensor in record.temporaries if tensor.data_ptr() not in returned)]
+    temporaries = [tensor for tensor in record.temporaries if tensor.data_ptr() not in returned]
+    if len(temporaries) + len(results) > len(record.temporaries):  # a result that torch computed
+        return None
+    new = [*results, *temporaries]
     numbers = {tensor.data_ptr(): number for number, tensor in enumerate((*tensors, *new))}
     # a tensor that was given twice: which of the two does a kernel take? And a view doesn't own its memory.
     if not record.launches or 0 in numbers or len(numbers) < len(tensors) + len(new):
@@ -150,7 +150,7 @@ def _step(numbers, compiled, grid, args):
     expanded = dict(zip(compiled.places, compiled.tensor_maps(args), strict=True)) if compiled.places else {}
     for i, arg in enumerate(args):
         if i in expanded:
-            places.append((len(values), numbers[arg.base.data_ptr()], compiled.map_of(i, arg)))
+            places.append((len(values), numbers[arg.base.data_ptr()], compiled.map_of(i, args)))
             values += expanded[i]
         elif isinstance(arg, torch.Tensor):
             places.append((len(values), numbers[arg.data_ptr()], None))

@@ -23,7 +23,8 @@ from ..core.checks import BLOCKS, FLOATS, check_data, check_integer, check_one_o
 from ..core.launch import cdiv
 from ..core.matrices import as_matrix
 from ..core.operators import operator
-from ..gemm import int8_addmm
+from ..core.replay import replayed
+from ..gemm import asked_path, int8_addmm
 from ..gemm_int4 import int4_gemm
 from ..hadamard import hadamard, hadamard_quant
 from ..int4 import dequantize_int4, quantize_int4
@@ -248,13 +249,30 @@ def _int4_input_gradient(
     return hadamard(dx, dtype) if rotate else dx.to(dtype)
 
 
+def _empty_linear(x, weight, scale, bias, block_size, rotate, dtype):
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
+
+
+# A layer's call is one operator, and replayed as a whole: for a few tokens the Python around the kernels takes longer
+# than they do. The inner `replayed` serves those who come through the dispatcher, as torch.compile's code does.
+@replayed(asked_path)
+@operator(_empty_linear, fills=False)
+@replayed(asked_path, passed_by=lambda: False)
+def _int8_linear(
+    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, block_size: int,
+    rotate: bool, dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    quantized = (hadamard_quant if rotate else act_quant)(x, block_size, scale_layout="column")
+    return int8_addmm(*quantized, codes, scale, bias, block_size, dtype)
+
+
 class _Frozen(torch.autograd.Function):
     """The forward pass of a QuantizedLinear, with gradients for x and the bias."""
 
     @staticmethod
     def forward(ctx, x, bias, layer, dtype):  # with a separate setup_context, torch inspects the signature at each call
         ctx.layer, ctx.dtypes = layer, (x.dtype, None if bias is None else bias.dtype)
-        return layer.multiply(layer.prepare(x, dtype), bias, dtype)
+        return layer.compute(x, bias, dtype)
 
     @staticmethod
     @once_differentiable
@@ -268,7 +286,8 @@ class _Frozen(torch.autograd.Function):
 class QuantizedLinear(QuantizedModule):
     """What Int8Linear and Int4Linear have in common: sizes, the bias, and the course of a call.
 
-    A subclass has `prepare` and `multiply`, the two halves of a call, and `input_gradient`.
+    A subclass has `prepare` and `multiply`, the two halves of a call, and `input_gradient`. Layers that are cut up for
+    several GPUs exchange activations between the two.
     """
 
     def __init__(self, in_features, out_features, bias, format, device, dtype, **quantized):
@@ -298,7 +317,11 @@ class QuantizedLinear(QuantizedModule):
         bias = parameters["bias"] if "bias" in parameters else self.bias  # the latter: what wraps a layer took it out
         if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
             return _Frozen.apply(input, bias, self, dtype)
-        return self.multiply(self.prepare(input, dtype), bias, dtype)
+        return self.compute(input, bias, dtype)
+
+    def compute(self, x, bias, dtype):
+        """The forward pass, without checks and gradients."""
+        return self.multiply(self.prepare(x, dtype), bias, dtype)
 
     def prepare(self, x, dtype):
         """Bring x into the form that the GEMM takes, as a tuple. dtype: the output's."""
@@ -384,13 +407,17 @@ class Int8Linear(QuantizedLinear):
         codes, scale = weight_quant(w, block_size)
         return new._fill(linear, codes=codes, scale=scale)
 
+    def compute(self, x, bias, dtype):
+        codes, scale = self._buffers["codes"], self._buffers["scale"]  # by attribute, they take nn.Module's slow path
+        return _int8_linear(x, codes, scale, bias, self.block_size, self.rotate, dtype)
+
     def prepare(self, x, dtype):
         quantize = hadamard_quant if self.rotate else act_quant
         return quantize(x, self.block_size, scale_layout="column")
 
     def multiply(self, prepared, bias, dtype):
         codes, scale = prepared
-        buffers = self._buffers  # looked up by name, a buffer takes nn.Module's slow path
+        buffers = self._buffers
         return int8_addmm(codes, scale, buffers["codes"], buffers["scale"], bias, self.block_size, dtype)
 
     def input_gradient(self, g, dtype):

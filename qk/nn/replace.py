@@ -502,7 +502,7 @@ def warm_up(model, tokens=_SERVED, progress=True):
     with torch.no_grad():
         for layer, number in progress_bar(calls, "compiling", progress):
             x = torch.zeros(number, layer.in_features, dtype=layer.dtype, device=layer.format.device)
-            layer.multiply(layer.prepare(x, layer.dtype), layer.bias, layer.dtype)
+            layer.compute(x, layer.bias, layer.dtype)
 
 
 def int8_train_(model, skip=(), *, block_size=128, rounding="stochastic"):

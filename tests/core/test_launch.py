@@ -46,7 +46,7 @@ def doubled(monkeypatch):
     kernel, outside = Kernel(), []
     compiled = launch._Launch(kernel, kernel.run, -1, 7, (4, 1, 0), [False], [], None)
 
-    def double(x, n=None, *, more=None, copies=False):
+    def double(x, n=None, *, more=None, copies=False, computes=False):
         if not isinstance(x, torch.Tensor):
             raise ValueError(f"x is a {type(x).__name__}")
         out = torch.empty_like(x)
@@ -55,7 +55,8 @@ def doubled(monkeypatch):
         call.first.append((n, more))
         if (noted := launch.recording()) is not None:
             noted.launches.append((compiled, (x.numel(),), (source, out, x.numel())))
-        return out
+            noted.temporaries.append(out)
+        return out + 1 if computes else out
 
     call = replay.replayed(lambda: tuple(outside))(double)
     call.first, call.kernel, call.outside, call.known = [], kernel, outside, replay._remembered[-1]
@@ -113,12 +114,15 @@ def test_what_is_not_remembered(doubled):
     for _ in range(2):  # a copy: its memory is another each time
         doubled(x, copies=True)
     assert len(doubled.first) == 2
+    for _ in range(2):  # a result that torch computed
+        assert torch.equal(doubled(x, computes=True), 2 * x + 1)
+    assert len(doubled.first) == 4
     for _ in range(2):  # a tensor given twice: the next time they may be two
         doubled(x, more=x)
-    assert len(doubled.first) == 4
+    assert len(doubled.first) == 6
     for _ in range(2):  # no address
         doubled(x, more=torch.empty(0))
-    assert len(doubled.first) == 6
+    assert len(doubled.first) == 8
     before = len(doubled.known)
 
     class Subclass(torch.Tensor):
@@ -126,7 +130,7 @@ def test_what_is_not_remembered(doubled):
 
     for _ in range(2):
         doubled(x.as_subclass(Subclass))
-    assert len(doubled.first) == 8 and len(doubled.known) == before
+    assert len(doubled.first) == 10 and len(doubled.known) == before
     for wrong in (None, [1.0], {}):
         with pytest.raises(ValueError, match="^x is a "):
             doubled(wrong)

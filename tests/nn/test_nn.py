@@ -830,8 +830,8 @@ def test_transformers_of_torch(force):
             "encoder.layers.0.self_attn", "decoder.self_attn",
         }  # fmt: skip
         called = []
-        model["encoder"].layers[0].linear1.multiply = lambda *args: (
-            called.append(1) or Int8Linear.multiply(model["encoder"].layers[0].linear1, *args)
+        model["encoder"].layers[0].linear1.compute = lambda *args: (
+            called.append(1) or Int8Linear.compute(model["encoder"].layers[0].linear1, *args)
         )
         out = model["decoder"](x, model["encoder"](x))
     assert called, "the fast path of torch, which computes with float weights, is left"
@@ -1390,8 +1390,7 @@ def test_warm_up(monkeypatch):
     quantize_(model, embeddings=True)
     calls = []
     for kind in (Int8Linear, Int4Linear):
-        monkeypatch.setattr(kind, "prepare", lambda layer, x, dtype: calls.append((layer, x.shape, x.dtype)))
-        monkeypatch.setattr(kind, "multiply", lambda layer, prepared, bias, dtype: None)
+        monkeypatch.setattr(kind, "compute", lambda layer, x, bias, dtype: calls.append((layer, x.shape, x.dtype)))
     monkeypatch.setattr(replace, "INTERPRETED", types.SimpleNamespace(value=True))
     warm_up(model)
     assert calls == []
@@ -1498,7 +1497,7 @@ def test_a_model_on_two_gpus():
 
 @gpu
 def test_calls_are_short():
-    """A layer's call takes the host little more than the functions that it calls."""
+    """A layer's call takes the host less than the functions that it calls."""
     layer = Int8Linear.from_linear(linear(1024, 1024, dtype=BF16))
     x = randn(1, 1024, dtype=BF16)
 
@@ -1509,4 +1508,4 @@ def test_calls_are_short():
     seconds = [
         Timer("call()", globals={"call": call}).blocked_autorange().median for call in (functions, lambda: layer(x))
     ]
-    assert seconds[1] < 1.5 * seconds[0] + 5e-6
+    assert seconds[1] < seconds[0]
