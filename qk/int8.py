@@ -92,7 +92,8 @@ def _group_maximum(magnitudes, GROUPS: tl.constexpr, dtype: tl.constexpr):
     return as_float32_bits(bits, dtype)
 
 
-@triton.jit
+# not compiled anew for each kind of M
+@triton.jit(do_not_specialize=["M", "scale_rows"], do_not_specialize_on_alignment=["stride_sk"])
 def _quantize_int8_kernel(
     x_ptr,
     q_ptr,

@@ -219,7 +219,7 @@ def descriptor(x, rows, columns, row_stride, block):
     return _Descriptor(x, [rows, columns], [row_stride, 1], list(block), _shared_layout(*block, x.dtype))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["stride_or"])
 def _copy_scales_kernel(
     x_ptr, out_ptr, R, C, stride_xr, stride_xc, stride_or, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip

@@ -195,7 +195,7 @@ def _tile_sums(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "stride_ask"])  # not compiled anew for each kind of M
 def _int8_gemm_kernel(
     a_ptr, b_ptr,  # TMA descriptors if DESCRIPTORS
     a_scale_ptr, b_scale_ptr,

@@ -169,7 +169,7 @@ def _load_columns(
         return tl.load(x + k // CODES, mask=mask[:, None] & (offs_k * CODES < K - k)[None, :], other=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # not compiled anew for each kind of M
 def _int4_gemm_kernel(
     x_ptr,  # a TMA descriptor if DESCRIPTORS, as w_ptr
     w_ptr,  # int32 words of eight codes; if DENSE, codes in x's dtype

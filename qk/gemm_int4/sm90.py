@@ -402,7 +402,7 @@ def _int4_gemm_sm90_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _permute_kernel(
     x_ptr, out_ptr, M, K, columns, stride_xm, stride_xk, DOT_K: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, EARLY: tl.constexpr,
