@@ -105,7 +105,7 @@ class _Call(NamedTuple):
     steps: list  # (launch, grid, arguments, places), as `_step` returns
 
     def __call__(self, tensors):
-        """Returns the results, or None if a tensor map is missing for these addresses; the call must then run in full."""
+        """Returns the results, or None if these addresses have no tensor map yet; the call must then run in full."""
         if self.device == launch.current_device():
             return self._here(tensors)
         with torch.cuda.device(self.device):
