@@ -1,4 +1,4 @@
-"""dequant_bias: dequantization and bias, which remain to be done after a library's GEMM of codes, in one fused kernel.
+"""dequant_bias: dequantization and bias, the steps left after a library's GEMM of codes, in one fused kernel.
 
     out[m, n] = ((float32(g[m, n]) * scale_a[m]) * scale_b[n]) + bias[n]      g = gemm_output [M, N]
 
@@ -48,7 +48,7 @@ _CONFIGS = {
 
 
 def _check_factor(name, x, g, shapes, number=False):
-    """number: whether a tensor of one element is allowed, whatever its shape."""
+    """number: whether a tensor of one element may have any shape."""
     check_tensor(name, x, _FACTORS, like=("gemm_output", g))
     if list(x.shape) not in shapes and not (number and x.numel() == 1):
         raise ValueError(f"{name} has shape {list(x.shape)}; it takes {listed(shapes)}")
@@ -68,7 +68,7 @@ def _check_scale(name, x, g, shapes):
 
 @triton.jit
 def _load_factor(ptr, number, offs, stride, mask):
-    """Load ptr[offs] as float32. If stride is None, that is ptr's only element; if ptr is None, it is number."""
+    """Load ptr[offs] as float32; ptr's only element if stride is None, and number if ptr is None."""
     if ptr is None:
         return tl.full((1, 1), number, tl.float32)
     elif stride is None:
@@ -102,7 +102,7 @@ def _dequant_bias_kernel(
     wait_if_early(EARLY)
     # int64 offsets everywhere would be a third of a small kernel's instructions
     index: tl.constexpr = tl.int64 if WIDE else tl.int32
-    # two grid axes count the programs of a column, since one could be too short
+    # two grid axes count the programs of a column, since one may not be long enough
     pid_m = tl.program_id(2).to(index) * tl.num_programs(1) + tl.program_id(1)
     offs_m = pid_m * (ROWS * HELD) + tl.arange(0, ROWS)[:, None]
     # in the tile's shape, so that scale_b and bias are loaded in its layout
@@ -166,15 +166,15 @@ def _dequant_bias(
 
 @replayed()
 def dequant_bias(gemm_output, scale_a, scale_b, bias=None, out_dtype=torch.bfloat16):
-    """Compute gemm_output * scale_a * scale_b + bias in float32, which follows a GEMM of codes.
+    """Compute gemm_output * scale_a * scale_b + bias in float32, the steps that follow a GEMM of codes.
 
-    Rounded to out_dtype, to nearest even. Bit-equal to `dequant_bias_ref`, on the GPU and interpreted, except that any
-    NaN stands for any other.
+    The result is rounded to out_dtype, to nearest even. Bit-equal to `dequant_bias_ref`, on the GPU and interpreted,
+    except that a NaN may have other bits.
 
     Args:
         gemm_output: [M, N] bfloat16, float16, float32 or int32 (rounded to float32, to nearest even), any strides.
-        scale_a: [M, 1] or [M], float16, bfloat16, float32 or float64, any strides; or a single number, either Python's
-            or in a tensor of one element. The kernel reads that tensor, and the host does not wait for it.
+        scale_a: [M, 1] or [M], float16, bfloat16, float32 or float64, any strides; or a single number, as a Python
+            number or a tensor of one element. The kernel reads that tensor, so the host doesn't wait for it.
         scale_b: [1, N], [N] or [N, 1], or a single number; otherwise like scale_a.
         bias: [N] or [1, N], in one of scale_a's dtypes, or None.
         out_dtype: float16, bfloat16 or float32.
@@ -183,7 +183,7 @@ def dequant_bias(gemm_output, scale_a, scale_b, bias=None, out_dtype=torch.bfloa
         The sums, [M, N] in out_dtype.
 
     Raises:
-        ValueError: an argument is not one of these, or their shapes don't match.
+        ValueError: for a bad dtype, shape, device or option.
     """
     check_tensor("gemm_output", gemm_output, (*FLOATS, torch.int32), "[M, N]")
     M, N = gemm_output.shape

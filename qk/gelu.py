@@ -1,4 +1,4 @@
-"""int8_gelu: an activation from int8 to int8. The values are read and written at one byte each.
+"""int8_gelu: an activation from int8 to int8. Each value is read and written as one byte.
 
     out, out_scale = quantize(gelu(dequantize(x, x_scale)))   in 1 x block blocks, as act_quant makes them and int8_gemm
                                                               reads them
@@ -12,14 +12,14 @@
     gelu_tanh(v) = v * (1 + tanh(sqrt(2 / pi) * (v + 0.044715 * v**3))) / 2
     silu(v)      = v / (1 + exp(-v))
 
-For training, scales belong to square blocks, and one kernel is the whole backward pass. From float32 values in its
+In training, scales belong to square blocks, and one kernel does the whole backward pass. From float32 values in its
 registers it writes the codes of the gradient and their transpose. It also writes the transposed codes of the
-activation, so the forward pass need not keep them:
+activation, which the forward pass then need not keep:
 
     dx = quantize(grad * gelu'(dequantize(x, x_scale))), and its transpose      out_t = out.t()
 
-If the GEMM before can apply the activation in its epilogue, `int8_addmm_quant(..., activation="gelu")`, this kernel
-isn't needed, and one rounding to int8 is saved.
+If the preceding GEMM can apply the activation in its epilogue, as in `int8_addmm_quant(..., activation="gelu")`, this
+kernel isn't needed, and one rounding to int8 is saved.
 """
 
 import torch
@@ -64,7 +64,7 @@ __all__ = ["int8_gelu", "int8_gelu_backward", "int8_gelu_backward_ref", "int8_ge
 _CONFIGS = {
     "compiled": TileConfig(elements=2048, columns=1024, thread=32),
     "interpreted": TileConfig(elements=65536, columns=65536, thread=2048),
-    # square blocks of codes; the backward pass spills a few registers, and is faster for it
+    # square blocks of codes; the backward pass spills a few registers and is still faster
     "square": TileConfig(elements=16384, columns=128, thread=128),
     "square other": TileConfig(elements=16384, columns=128, thread=64),
     # each element is masked, because 16 doesn't divide the size; or a block is larger than a tile
@@ -78,7 +78,7 @@ def _squares(x, block_size):
 
 
 def _scale_shape(x, x_scale, block_size):
-    """Returns the shape that x's scales must have: that of square blocks if they have it, otherwise of 1 x block."""
+    """Returns the shape that x's scales must have: one per square block if they have that, otherwise per 1 x block."""
     if x.ndim == 2 and x.shape[0] > 1 and list(x_scale.shape) == _squares(x, block_size):
         return _squares(x, block_size)
     return [*x.shape[:-1], cdiv(x.shape[-1], block_size)]
@@ -92,7 +92,7 @@ def _empty_int8_gelu(x, x_scale, block_size, activation, scale_layout):
 
 @triton.jit
 def _largest(codes, DOWN: tl.constexpr, ACROSS: tl.constexpr):
-    """Return the largest code of each of a tile's DOWN x ACROSS parts."""
+    """Return the largest code in each of a tile's DOWN x ACROSS parts."""
     parts = tl.reshape(codes, (DOWN, codes.shape[0] // DOWN, ACROSS, codes.shape[1] // ACROSS))
     return tl.max(tl.max(parts.to(tl.int32), 3), 1)
 
@@ -283,24 +283,24 @@ def int8_gelu(x, x_scale, block_size=128, *, activation="gelu", scale_layout="ro
     """Apply GELU, or another activation, to quantized activations, and quantize the result: int8 to int8.
 
     A block whose activated values are all zero gets scale 0. A block with a scale of NaN or Inf gets scale NaN and
-    codes 0. Against `int8_gelu_ref`, whose erf may differ in the last bits, at most 0.1 % of codes are off, by one (of
-    fewer than a thousand codes, at most one). With exact GELU more may be off in a block that lies wholly left of -3,
-    and by more than one in a block left of -6, where the values are less than 6e-9 in magnitude.
+    codes 0. Compared with `int8_gelu_ref`, whose erf may differ in the last bits, at most 0.1 % of codes are off, by
+    one (of fewer than a thousand codes, at most one). With exact GELU, more may be off in a block that lies entirely
+    left of -3, and by more than one in a block left of -6, where the values are less than 6e-9 in magnitude.
 
     Args:
         x: int8 [..., K], any strides. It is copied first if no view [M, K] has contiguous rows.
-        x_scale: float32 [..., ceil(K / block_size)], any strides. For a matrix x [M, K] also the scales of square
-            blocks, [ceil(M / block_size), ceil(K / block_size)].
+        x_scale: float32 [..., ceil(K / block_size)], any strides. For a matrix x [M, K], also one scale per square
+            block, [ceil(M / block_size), ceil(K / block_size)].
         block_size: 32, 64, 128 or 256.
         activation: "gelu" (exact, with erf), "gelu_tanh" or "silu".
         scale_layout: "row", or "column" for K-major scales, which square blocks don't have.
 
     Returns:
-        codes, int8 [..., K]; scale, float32, in x_scale's shape. That is what `act_quant`, or `weight_quant` for square
-        blocks, returns for the activated values.
+        codes, int8 [..., K]; scale, float32, in x_scale's shape: what `act_quant`, or `weight_quant` for square blocks,
+        returns for the activated values.
 
     Raises:
-        ValueError: an argument is not one of these, or their shapes don't match.
+        ValueError: for a bad dtype, shape, device or option.
     """
     check_tensor("x", x, (torch.int8,), "[..., K]")
     check_one_of("block_size", block_size, BLOCKS)
@@ -424,7 +424,7 @@ def _int8_gelu_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     x, grad = with_contiguous_rows(x), with_contiguous_rows(grad)
     M, K = x.shape
-    # what was timed: codes, in 128 x 128 blocks
+    # the case that was timed: codes, in 128 x 128 blocks
     kind = "square" if grad_scale is not None and block_size == 128 else "square other"
     rows, block, tiles, num_warps = _square_tiles(M, K, block_size, kind)
     programs = cdiv(K, block)
@@ -446,14 +446,14 @@ def int8_gelu_backward(
     """Compute the backward pass of `int8_gelu` on square blocks: the quantized gradient of x, and the output again.
 
     A block with a scale of NaN or Inf gets NaN. The derivative is accurate to 2e-7, and in GELU's tail, where it
-    vanishes, to a relative 2e-5. Against `int8_gelu_backward_ref` at most 0.1 % of the codes of dx are off, by one (of
-    fewer than a thousand codes, at most one). The output is what `int8_gelu` returns, to the bit.
+    vanishes, to a relative 2e-5. Compared with `int8_gelu_backward_ref`, at most 0.1 % of the codes of dx are off, by
+    one (of fewer than a thousand codes, at most one). The output is bit-equal to that of `int8_gelu`.
 
     Args:
         grad: the gradient of the output: int8 [M, K] with grad_scale, or float16, bfloat16 or float32 [M, K] without.
             Any strides.
         grad_scale: float32 [ceil(M / block_size), ceil(K / block_size)], or None for a float grad.
-        x, x_scale, block_size, activation: as `int8_gelu` got them, with the scales of square blocks.
+        x, x_scale, block_size, activation: those that `int8_gelu` got, with one scale per square block.
         rounding, seed: for dx, as in `square_quant`.
 
     Returns:
@@ -464,7 +464,7 @@ def int8_gelu_backward(
         `sums.sum(0)` is the gradient of a bias.
 
     Raises:
-        ValueError: an argument is not one of these, or their shapes don't match.
+        ValueError: for a bad dtype, shape, device or option.
     """
     check_tensor("x", x, (torch.int8,), "[M, K]")
     check_one_of("block_size", block_size, BLOCKS)

@@ -1,4 +1,4 @@
-"""hadamard: rotates blocks of a row, which spreads each outlier over its block; hadamard_quant quantizes the result.
+"""hadamard: rotate blocks of a row, which spreads each outlier over its block; hadamard_quant quantizes the result.
 
     out = x @ H,  H of a block:   H_1 = [1]    H_2n = [[H_n, H_n], [H_n, -H_n]] / sqrt 2    symmetric, and H @ H = 1
 
@@ -75,7 +75,7 @@ def _hadamard_kernel(
     row = (pid // programs).to(tl.int64) * ROWS
     chunk = (pid % programs).to(tl.int64)
     stride_om = K
-    if WHOLE:  # the compiler sees that no mask is needed, and with one a block of 4096 would fill all registers
+    if WHOLE:  # then the compiler drops the masks, with which a block of 4096 would fill all registers
         M, K = row + ROWS, (chunk + 1) * BLOCK
     x = to_float32(load_tile(x_ptr, row, chunk * BLOCK, M, K, stride_xm, ROWS, BLOCK))
     x *= 2.0 ** (-0.5 * STAGES)
@@ -146,7 +146,7 @@ def hadamard(x, out_dtype=None):
         The rotated rows, [..., K] in out_dtype.
 
     Raises:
-        ValueError: an argument is not one of these.
+        ValueError: for a bad dtype, shape, device or option.
     """
     check_tensor("x", x, FLOATS, "[..., K]")
     out_dtype = x.dtype if out_dtype is None else out_dtype
@@ -171,13 +171,13 @@ def hadamard_quant(x, block_size=128, *, scale_layout="row"):
 
     Args:
         x: as in `hadamard`.
-        block_size, scale_layout: as in `act_quant`. The matrix's blocks may have another size.
+        block_size, scale_layout: as in `act_quant`. The blocks that are rotated may have another size.
 
     Returns:
         codes and scale of the rotated rows, as from `act_quant`.
 
     Raises:
-        ValueError: an argument is not one of these.
+        ValueError: for a bad dtype, shape, device or option.
     """
     check_tensor("x", x, FLOATS, "[..., K]")
     check_one_of("block_size", block_size, BLOCKS)

@@ -9,7 +9,7 @@ Codes are stored as two's complement nibbles, either two in a byte or eight in a
     packing="uint8"   byte j = columns 2j (bits 0-3) and 2j + 1 (bits 4-7)      [R, ceil(C / 2)]
     packing="int32"   word j = columns 8j (bits 0-3) to 8j + 7 (bits 28-31)     [R, ceil(C / 8)]
 
-A tile of the kernel is ROWS x BLOCK elements of x; it is read once, and leaves as codes and absmax:
+A tile of the kernel is ROWS x BLOCK elements of x. It is read once, and written as codes and absmax:
 
     x       [ROWS, BLOCK]            one contiguous load
     groups  [ROWS * GROUPS, GROUP]   a reshape: absmax is a maximum over the last axis
@@ -136,7 +136,7 @@ def _place(ROWS: tl.constexpr, ONE_CHUNK: tl.constexpr):
 @triton.jit
 def _pack(codes, PACK: tl.constexpr):
     """Pack int32 codes [n, m], each from -8 to 7, into words [n, m / PACK]."""
-    # Codes plus 8 have no sign, so they add up without a carry, one instruction each. Then each top bit is flipped.
+    # Codes plus 8 have no sign, so they add up without carries, one instruction each. Each top bit is then flipped.
     nibbles = tl.reshape(codes + 8, (codes.shape[0], codes.shape[1] // PACK, PACK))
     words = tl.sum(nibbles << (4 * tl.arange(0, PACK))[None, None, :], 2)
     return words ^ (0x88 if PACK == 2 else -0x77777778)
@@ -149,8 +149,8 @@ def _quantize(x, inverse, finite, PACK: tl.constexpr):
     return tl.where(finite[:, None], words, 0)
 
 
-# The row stride of the words isn't specialized on alignment. Each thread then stores the words that it made, four bytes
-# at a time, and a warp stores whole sectors. With 16-byte stores the words would pass through shared memory first.
+# The row stride of the words isn't specialized on alignment, so that each thread stores the words that it made, four
+# bytes at a time, and a warp stores whole sectors. For 16-byte stores the words would go through shared memory first.
 @triton.jit(do_not_specialize_on_alignment=["stride_pr"])
 def _quantize_int4_kernel(
     x_ptr,
@@ -166,7 +166,7 @@ def _quantize_int4_kernel(
     GROUP: tl.constexpr,  # columns of a tile that share an absmax
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    ONE_CHUNK: tl.constexpr,  # a program takes all columns of its rows
+    ONE_CHUNK: tl.constexpr,  # a program handles all columns of its rows
     HELD: tl.constexpr,  # tiles that stay in registers until absmax is known; the others of a row are read twice
     MORE: tl.constexpr,  # there are others
 ):
@@ -272,7 +272,7 @@ def quantize_int4(x, group_size=None, packing="uint8"):
         packed, uint8 [R, ceil(C / 2)] or int32 [R, ceil(C / 8)]; absmax [R, ceil(C / group_size)] in x's dtype.
 
     Raises:
-        ValueError: an argument is not one of these.
+        ValueError: for a bad dtype, shape, device or option.
     """
     check_tensor("x", x, FLOATS, "[R, C]")
     _check_group_size(group_size)
@@ -291,7 +291,7 @@ def _pack_int4_kernel(
     PACK: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    ONE_CHUNK: tl.constexpr,  # a program takes all columns of its rows
+    ONE_CHUNK: tl.constexpr,  # a program handles all columns of its rows
 ):
     WORDS: tl.constexpr = BLOCK // PACK
     chunk, row = _place(ROWS, ONE_CHUNK)
@@ -335,7 +335,7 @@ def pack_int4(codes, packing="uint8"):
         packed, uint8 [R, ceil(C / 2)] or int32 [R, ceil(C / 8)]. The padding of a ragged row is 0.
 
     Raises:
-        ValueError: an argument is not one of these.
+        ValueError: for a bad dtype, shape, device or option.
     """
     check_tensor("codes", codes, (torch.int8,), "[R, C]")
     check_one_of("packing", packing, tuple(_PACK))
@@ -347,7 +347,7 @@ def _seventh(absmax, dtype: tl.constexpr):
     """Return absmax / 7 in float32, correctly rounded. dtype: what absmax was stored as."""
     if INTERPRETED or dtype != tl.float16:
         return scale_of(absmax, 7.0)
-    # For every float16, whose sevenths are normal float32 numbers, a corrected product gives the same, and is faster.
+    # For every float16, whose sevenths are normal float32 numbers, a corrected product is equal, and faster.
     return tl.where(tl.abs(absmax) < float("inf"), seventh(absmax), absmax)
 
 
@@ -428,7 +428,7 @@ def dequantize_int4(packed, absmax, columns, group_size=None, out_dtype=torch.fl
     Args:
         packed: uint8 [R, ceil(columns / 2)] or int32 [R, ceil(columns / 8)].
         absmax: float16, bfloat16 or float32 [R, ceil(columns / group_size)].
-        columns: of the matrix.
+        columns: how many the matrix has.
         group_size: as in `quantize_int4`.
         out_dtype: float16, bfloat16 or float32.
 
@@ -436,7 +436,7 @@ def dequantize_int4(packed, absmax, columns, group_size=None, out_dtype=torch.fl
         The matrix, [R, columns] in out_dtype.
 
     Raises:
-        ValueError: an argument is not one of these, or their shapes don't match.
+        ValueError: for a bad dtype, shape, device or option.
     """
     _check_packed(packed, columns)
     _check_group_size(group_size)
@@ -461,13 +461,13 @@ def unpack_int4(packed, columns):
 
     Args:
         packed: uint8 [R, ceil(columns / 2)] or int32 [R, ceil(columns / 8)].
-        columns: of the matrix.
+        columns: how many the matrix has.
 
     Returns:
         The codes, int8 [R, columns].
 
     Raises:
-        ValueError: an argument is not one of these, or the shape of packed doesn't match.
+        ValueError: for a bad dtype, shape, device or option.
     """
     _check_packed(packed, columns)
     return _unpack_int4(packed, columns)

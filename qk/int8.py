@@ -13,10 +13,10 @@
 
 Short blocks at the right and lower edges have their own scales. FP8 (e4m3, per token) uses 448 in place of 127.
 
-`square_quant` quantizes like weight_quant, and also writes the transposed codes. int8 GEMMs read both operands along K,
-and the GEMMs for a linear layer's gradients have K where the forward GEMM has rows. A square block stays square when it
-is transposed, so the same scales serve both (Jetfire, arXiv 2403.12422). It can round stochastically: up or down, with
-the probabilities that make the mean of many roundings equal to x.
+`square_quant` quantizes like `weight_quant` and also writes the codes transposed, which training needs: int8 GEMMs read
+both operands along K, and K in a gradient's GEMM is what was a row index in the forward GEMM. A square block is still
+square when it is transposed, so one set of scales serves both copies (Jetfire, arXiv 2403.12422). `square_quant` can
+also round stochastically: up or down, with probabilities that make the mean of many roundings equal to x.
 """
 
 import torch
@@ -87,7 +87,7 @@ def _quantize_groups(x, absmax, inverse, dtype: tl.constexpr):
 
 @triton.jit
 def _group_maximum(magnitudes, GROUPS: tl.constexpr, dtype: tl.constexpr):
-    """Return the largest of each group of a dtype's magnitudes [m, BLOCK], as bits of a float32, [m, GROUPS]."""
+    """Return the maximum of each group of magnitude bits [m, BLOCK] of a dtype, as float32 bits [m, GROUPS]."""
     bits = tl.max(tl.reshape(magnitudes, (magnitudes.shape[0], GROUPS, magnitudes.shape[1] // GROUPS)), 2)
     return as_float32_bits(bits, dtype)
 
@@ -109,7 +109,7 @@ def _quantize_int8_kernel(
     stride_sk,
     QMAX: tl.constexpr,
     SMALLEST: tl.constexpr,
-    SQUARE: tl.constexpr,  # a program's tiles lie one below the other and share scales; otherwise they lie side by side
+    SQUARE: tl.constexpr,  # a program's tiles are stacked vertically and share scales; otherwise they are side by side
     GROUPS: tl.constexpr,  # scales in a row of a program
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -177,7 +177,7 @@ def _launch_quantize(x, q, scale, config, block_size=None):
         programs, tiles, groups = chunks, block_size // rows if square else 1, block // block_size
     more = tiles > chosen.held
     largest, smallest = LIMITS[q.dtype]
-    # Tiles wait in registers until absmax is known. A long row, or a large block, has too many: the others are read
+    # Tiles wait in registers until absmax is known. A long row or a large block has too many of them: the rest are read
     # twice, and the loop over them needs registers, too.
     held = max(chosen.held - 1, 1) if more else tiles
     launch(
@@ -206,16 +206,16 @@ def act_quant(x, block_size=128, *, scale_layout="row"):
 
     Args:
         x: [..., K] float16, bfloat16 or float32, any strides. It is copied first if no view [M, K] has contiguous rows,
-            as after x.transpose(0, 1).
+            as after x.transpose(0, 1) in three dimensions.
         block_size: columns of a block: 32, 64, 128 or 256.
-        scale_layout: "row", or "column" for K-major scales, which are the same with other strides: the scales of one
-            column of blocks are contiguous, as some GEMMs read them.
+        scale_layout: "row", or "column" for K-major scales: the same values and shape, but the scales of a column of
+            blocks are contiguous, as some GEMMs read them.
 
     Returns:
         codes, int8 [..., K]; scale, float32 [..., ceil(K / block_size)].
 
     Raises:
-        ValueError: an argument is not one of these.
+        ValueError: for a bad dtype, shape, device or option.
     """
     check_tensor("x", x, FLOATS, "[..., K]")
     check_one_of("block_size", block_size, BLOCKS)
@@ -251,7 +251,7 @@ def weight_quant(w, block_size=128):
         codes, int8 [N, K]; scale, float32 [ceil(N / block_size), ceil(K / block_size)].
 
     Raises:
-        ValueError: an argument is not one of these.
+        ValueError: for a bad dtype, shape, device or option.
     """
     check_tensor("w", w, FLOATS, "[N, K]")
     check_one_of("block_size", block_size, BLOCKS)
@@ -275,15 +275,15 @@ def quantize_per_token(x, dtype=torch.int8):
 
     Args:
         x: [..., K] float16, bfloat16 or float32, any strides.
-        dtype: torch.int8. With compiled kernels on a GPU of capability 8.9 or more, also torch.float8_e4m3fn: then
-            codes are x * (448 / absmax), rounded to nearest even, the scale is absmax / 448, and an absmax below
+        dtype: torch.int8, or torch.float8_e4m3fn with compiled kernels on a GPU of capability 8.9 or more. Its
+            codes are x * (448 / absmax), rounded to nearest even, its scale is absmax / 448, and an absmax below
             1.4e-36 counts as zero.
 
     Returns:
         codes [..., K] in dtype; scale, float32 [..., 1].
 
     Raises:
-        ValueError: an argument is not one of these, or the GPU has no FP8.
+        ValueError: for a bad dtype, shape, device or option, and for FP8 on a GPU without it.
     """
     check_tensor("x", x, FLOATS, "[..., K]")
     check_one_of("dtype", dtype, tuple(LIMITS))
@@ -305,7 +305,7 @@ def _square_quant_kernel(
     QUANT_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    TILES: tl.constexpr,  # of a program, one below the other; several are read twice, then from the cache
+    TILES: tl.constexpr,  # of a program, stacked vertically; several are read twice, the second time from the cache
     EARLY: tl.constexpr,  # may start before the previous kernel ends: see launch.launch
 ):
     wait_if_early(EARLY)
@@ -377,7 +377,7 @@ def _empty_square_quant_sums(x, block_size, rounding, seed):
 def square_quant_sums(
     x: torch.Tensor, block_size: int, rounding: str, seed: torch.Tensor | None, q, q_t, scale, sums
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Like `square_quant`, of arguments that were checked. Also sums x over the rows of each block, in a fixed order.
+    """Do what `square_quant` does, without checks, and sum x over the rows of each block in a fixed order.
 
     Returns:
         The results of `square_quant`; sums, float32 [ceil(M / block_size), K].
@@ -396,9 +396,9 @@ def square_quant(x, block_size=128, *, rounding="nearest", seed=None):
     Args:
         x: [M, K] float16, bfloat16 or float32, any strides. It is copied first if its rows aren't contiguous.
         block_size: rows and columns of a block: 32, 64, 128 or 256.
-        rounding: "nearest", as in `weight_quant`, or "stochastic": over many seeds the mean of `code * scale` is x, to
-            2**-16 of the scale.
-        seed: for stochastic rounding only: an integer of 64 bits, or an int64 tensor of one element on x's device. The
+        rounding: "nearest", as in `weight_quant`, or "stochastic": over many seeds, the mean of `code * scale` is x, to
+            within 2**-16 of the scale.
+        seed: for stochastic rounding only: a 64-bit integer, or an int64 tensor of one element on x's device. The
             kernel reads the tensor, so each replay of a CUDA graph uses its current value.
 
     Returns:
@@ -406,7 +406,7 @@ def square_quant(x, block_size=128, *, rounding="nearest", seed=None):
         ceil(K / block_size)], whose transpose belongs to the transposed codes.
 
     Raises:
-        ValueError: an argument is not one of these.
+        ValueError: for a bad dtype, shape, device or option.
     """
     check_tensor("x", x, FLOATS, "[M, K]")
     check_one_of("block_size", block_size, BLOCKS)
@@ -478,7 +478,7 @@ def _dequantize_int8(
 
 
 def _dequantize(name, q, scale, shape, block_size, square, out_dtype):
-    """shape: what the scales must have."""
+    """shape: the one that the scales must have."""
     check_tensor(f"{name}_scale", scale, (torch.float32,), shape, like=(name, q))
     out_dtype = torch.get_default_dtype() if out_dtype is None else out_dtype
     check_one_of("out_dtype", out_dtype, FLOATS)
@@ -501,7 +501,7 @@ def act_dequant(x, x_scale, block_size=128, out_dtype=None):
         The values, [..., K] in out_dtype.
 
     Raises:
-        ValueError: an argument is not one of these, or their shapes don't match.
+        ValueError: for a bad dtype, shape, device or option.
     """
     check_tensor("x", x, (torch.int8,), "[..., K]")
     check_one_of("block_size", block_size, BLOCKS)
@@ -525,7 +525,7 @@ def weight_dequant(w, w_scale, block_size=128, out_dtype=None):
         The values, [N, K] in out_dtype.
 
     Raises:
-        ValueError: an argument is not one of these, or their shapes don't match.
+        ValueError: for a bad dtype, shape, device or option.
     """
     check_tensor("w", w, (torch.int8,), "[N, K]")
     check_one_of("block_size", block_size, BLOCKS)

@@ -5,15 +5,15 @@
 
     out[m, n] = (sum over k of x code * w code) * x scale[m] * w scale[n] + bias[n]
 
-The sparse GEMM skips half of its weight: 2 of every 4 columns are zero. Slid windows (`qk/sparsity.py`) give that form
-to a weight which keeps L - 2 of every L columns, with C = ceil(K / L) * (2L - 4) columns in place of K.
+The sparse GEMM skips half of its weight: 2 of every 4 columns are zero. Sliding windows (`qk/sparsity.py`) bring a
+weight that keeps L - 2 of every L columns into that form, with C = ceil(K / L) * (2L - 4) columns in place of K.
 
 Sums of int8 codes are integers. In int32 they are exact, and the same from every library. cuSPARSELt writes them faster
-in bfloat16, which takes half the bytes, here and in `dequant_bias`. That rounds each sum to 8 bits, a relative error of
-at most 2**-8: the output is rounded to bfloat16 twice, so to speak.
+in bfloat16, which needs half the bytes, here and in `dequant_bias`. That rounds each sum to 8 bits, a relative error of
+at most 2**-8: in effect, a bfloat16 output is rounded twice.
 
-Where a library is missing (both on the CPU, cuSPARSELt below capability 8.0) torch multiplies the same integers, and
-with int32 gives the same bits. `qk.backend()` tells which libraries are used.
+Where a library is missing (both on the CPU, cuSPARSELt below capability 8.0), torch multiplies the same integers, and
+with int32 returns the same bits. `qk.backend()` says which libraries are used.
 """
 
 import warnings
@@ -73,7 +73,7 @@ def _has_cusparselt(device):
 
 
 def libraries(device):
-    """Describe in a few words what multiplies on a device, "cpu" or "cuda"."""
+    """Describe in a few words which libraries multiply on a device, "cpu" or "cuda"."""
     device = torch.device(device)
     if device.type == "cpu" or not torch.cuda.is_available():
         return "dense and sparse GEMM by torch"
@@ -89,7 +89,7 @@ def _multiple(size, of):
 
 
 def _padded(x, rows, columns):
-    """Returns x, or a copy that is padded with columns of zeros, and with rows of anything."""
+    """Returns x, or a copy padded with columns of zeros and uninitialized rows."""
     if x.shape == (rows, columns) and x.is_contiguous():
         return x
     if x.shape[1] == columns:
@@ -107,7 +107,7 @@ def _multiply(a, b):
         if a.dtype != torch.int8:
             return a.float() @ b.float().T
         out = a.new_zeros((a.shape[0], b.shape[0]), dtype=torch.int32)
-        # float32 sums of 1024 products of int8 codes are exact, and torch has no int32 matmul on CUDA
+        # torch has no int32 matmul on CUDA; float32 sums of 1024 products of int8 codes are exact
         for k in range(0, a.shape[1], 1024):
             out += (a[:, k : k + 1024].float() @ b[:, k : k + 1024].float().T).to(torch.int32)
         return out
@@ -125,7 +125,7 @@ def _dense_mm(a: torch.Tensor, b: torch.Tensor, sums_dtype: torch.dtype) -> torc
         return _empty_dense_mm(a, b, sums_dtype).copy_(_multiply(a, b))
     with torch.cuda.device_of(a):
         # _int_mm needs multiples of 8 for K and N, _scaled_mm multiples of 16
-        if M < _LEAST_ROWS:  # repeated rows: one operation, where a copy into a larger tensor takes three
+        if M < _LEAST_ROWS:  # repeating rows is one operation; a copy into a larger tensor takes three
             a = torch.cat([a] * cdiv(_LEAST_ROWS, M))
         a = _padded(a, a.shape[0], _multiple(K, 16))
         b = _padded(b, _multiple(N, 16), _multiple(K, 16)).t()
@@ -152,11 +152,11 @@ def _sparse_mm(
     with torch.cuda.device(a.device):
         problem = codes, a.t()
         options = {"out_dtype": sums_dtype, "transpose_result": True}
-        # The search runs the GEMM and waits for it: not for each number of rows, and not where a graph is captured.
+        # The search runs the GEMM and waits for it. So not for every number of rows, and not in a capture.
         key = a.device, next_power_of_2(a.shape[0]), a.shape[1], N, a.dtype, sums_dtype
         if key not in _ALGORITHMS and not torch.cuda.is_current_stream_capturing():
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about its new name, which is in a private part of torch
+                warnings.simplefilter("ignore")  # it warns of its new name, which is a private part of torch
                 _ALGORITHMS[key] = torch._cslt_sparse_mm_search(*problem, **options)
         return torch._cslt_sparse_mm(*problem, **options, alg_id=_ALGORITHMS.get(key, 0))[:M, :N]
 
@@ -190,14 +190,14 @@ def dense_linear(x, w, w_scale, bias=None, out_dtype=None, gemm_dtype=None):
             float32 [N, 1].
         bias: [N] float16, bfloat16, float32, or None.
         out_dtype: float16, bfloat16, float32, or None for x's dtype.
-        gemm_dtype: what the GEMM writes: for int8 torch.int32, which is exact; for FP8 torch.bfloat16 or torch.float32.
-            None is the first of these.
+        gemm_dtype: the dtype that the GEMM writes: torch.int32, which is exact, for int8; torch.bfloat16 or
+            torch.float32 for FP8. None is the first of these.
 
     Returns:
         The output, [..., N] in out_dtype.
 
     Raises:
-        ValueError: an argument is not one of these, or their shapes don't match.
+        ValueError: for a bad dtype, shape, device or option.
     """
     check_tensor("w", w, tuple(_DENSE_SUMS), "[N, K]")
     N, K = w.shape
@@ -220,7 +220,7 @@ def dense_linear(x, w, w_scale, bias=None, out_dtype=None, gemm_dtype=None):
 def compress_slide(w, L=8, dtype=torch.int8):
     """Quantize a (L-2):L sparse weight with one scale per row, then slide and compress it, once, for `sparse_linear`.
 
-    torch.compile can't trace this function where cuSPARSELt compresses.
+    torch.compile can't trace this function if cuSPARSELt does the compression.
 
     Args:
         w: [N, K] float16, bfloat16 or float32, as `prune_slide(w, L)` returns it; K <= 133144.
@@ -231,7 +231,7 @@ def compress_slide(w, L=8, dtype=torch.int8):
         A `SlideWeight`.
 
     Raises:
-        ValueError: an argument is not one of these, or L columns hold more than L - 2 values.
+        ValueError: for a bad dtype, shape, device or option, and if L columns hold more than L - 2 values.
     """
     check_tensor("w", w, FLOATS, "[N, K]")
     _check_columns("w", w.shape[1])
@@ -247,22 +247,22 @@ def compress_slide(w, L=8, dtype=torch.int8):
 def sparse_linear(x, sw, bias=None, out_dtype=None, gemm_dtype=torch.bfloat16):
     """Compute x @ dequant(w).T + bias: x is quantized per token and slid, and cuSPARSELt multiplies.
 
-    The first call with a new number of rows (up to the next power of two) searches cuSPARSELt's algorithms, and the
-    host waits. A CUDA graph can't capture that, so shapes that are new there get the default algorithm.
+    The first call with a new number of rows (rounded up to a power of two) searches cuSPARSELt's algorithms while the
+    host waits. A CUDA graph can't capture the search, so shapes first seen during capture get the default algorithm.
 
     Args:
         x: [..., K] float16, bfloat16 or float32, any strides.
-        sw: `compress_slide(w, L)`.
+        sw: what `compress_slide(w, L)` returned.
         bias: [N] float16, bfloat16, float32, or None.
         out_dtype: float16, bfloat16, float32, or None for x's dtype.
-        gemm_dtype: what the GEMM writes: for int8 torch.bfloat16, or torch.int32, which is exact; for FP8
-            torch.bfloat16 or torch.float32.
+        gemm_dtype: the dtype that the GEMM writes: torch.bfloat16, or torch.int32, which is exact, for int8;
+            torch.bfloat16 or torch.float32 for FP8.
 
     Returns:
         The output, [..., N] in out_dtype.
 
     Raises:
-        ValueError: an argument is not one of these, or their shapes don't match.
+        ValueError: for a bad dtype, shape, device or option.
     """
     if not isinstance(sw, SlideWeight):
         raise ValueError(f"sw is a {type(sw).__name__}; it takes what compress_slide returns")
@@ -277,7 +277,7 @@ def sparse_linear(x, sw, bias=None, out_dtype=None, gemm_dtype=torch.bfloat16):
 
 
 def _sums_ref(a, b, sums_dtype):
-    # exact, like the integers that a GPU sums, since float64 holds them all
+    # exact, like a GPU's integer sums, since float64 holds them all
     sums = a.double() @ b.double().T
     return (sums.to(torch.int32) if a.dtype == torch.int8 else sums).to(sums_dtype)
 

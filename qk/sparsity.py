@@ -1,7 +1,7 @@
 """(L-2):L sparsity as 2:4 windows: prune a weight, slide it, and quantize and slide activations in one kernel.
 
-Sparse tensor cores need weights of which at most 2 of every 4 neighbours along K are nonzero. A weight with more of
-them, L-2 of every L (6 of 8, say), is rearranged into windows that overlap by two columns, and x to match:
+Sparse tensor cores need weights with at most 2 nonzero values in every 4 neighbours along K. A weight with more, L-2 of
+every L (6 of 8, say), is rearranged into windows that overlap by two columns, and x is rearranged to match:
 
     a group of L = 8 columns   0 1 2 3 4 5 6 7
     window 0                   0 1 2 3              Each window holds at most two of the weight's values, each value is
@@ -11,13 +11,13 @@ them, L-2 of every L (6 of 8, say), is rearranged into windows that overlap by t
     columns of window w of group g: g*L + 2*w + (0..3), w = 0 .. L/2-2; L columns become 2L-4: 1 (L = 4: plain 2:4),
     4/3 (6), 3/2 (8) or 8/5 (10) times as many. Both are padded with zeros to a multiple of 32 columns.
 
-Why two per window are enough: going from the left, let each window take the first two remaining values in its columns.
-What it leaves lies in its right half, and so in the next window. A value that no window took would mean that every
-window is full, and therefore that the group has more than L-2 values. (SlideSparse, arXiv 2603.05232.)
+Two values per window are enough: from the left, let each window take the first two values left in its columns. Those it
+doesn't take lie in its right half, and so in the next window. If a value were left over at the end, every window would
+be full, and the group would have more than L-2 values. (SlideSparse, arXiv 2603.05232.)
 
 `quant_slide` quantizes rows like `quantize_per_token`. A program keeps its rows in registers until absmax is known, as
 tiles of [rows, units, columns of a unit]. A unit is one group (two if L = 4); its codes are packed into 32-bit words,
-and each word is a window. Of a long row only the first HELD tiles are kept, and the others are read twice.
+and each word is a window. For a long row, only the first HELD tiles are kept, and the others are read twice.
 """
 
 from typing import NamedTuple
@@ -150,7 +150,7 @@ def _store_windows(
             "{ .reg .b16 t; cvt.rn.satfinite.e4m3x2.f32 t, 0f00000000, $1; cvt.u32.u16 $0, t; }", "=r,f", [values],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
-    # four codes at a time: 0 where absmax is 0 or NaN
+    # four codes at a time; 0 where absmax is 0 or NaN
     words = _windows(tl.where(absmax[:, None, None] > 0, _pack_words(codes), 0), L)
     offs_m, offs_w, mask = _units_at(row, unit, out_rows, out_words, WINDOWS, x.shape[0], x.shape[1], words.shape[2])
     out_ptr += row * out_words + unit * WINDOWS
@@ -235,7 +235,7 @@ def _launch_quant_slide(x, q, scale, L):
     tiles = cdiv(needed, units)
     more = tiles > config.held
     largest, smallest = LIMITS[q.dtype]
-    held = max(config.held - 1, 1) if more else tiles  # the loop over the other tiles needs registers too
+    held = max(config.held - 1, 1) if more else tiles  # the loop over the other tiles needs registers, too
     launch(
         x.device, _quant_slide_kernel, (cdiv(out.shape[0], rows),),
         x, out, scale, M, K, *out.shape, tiles, x.stride(0),
@@ -262,14 +262,14 @@ def quant_slide(x, L=8, dtype=torch.int8, *, row_multiple=1):
         x: [M, K] float16, bfloat16 or float32, any strides. It is copied first if its rows aren't contiguous.
         L: 4, 6, 8 or 10.
         dtype: torch.int8, or torch.float8_e4m3fn where `quantize_per_token` accepts it.
-        row_multiple: the codes are padded with rows of zeros to a multiple of this, at most 65536. cuSPARSELt needs 16.
+        row_multiple: pad the codes with rows of zeros to a multiple of this, at most 65536. cuSPARSELt needs 16.
 
     Returns:
-        codes [M, C] in dtype, with C = ceil(K / L) * (2L - 4), rounded up to a multiple of 32, and M to one of
-        row_multiple: those of `quantize_per_token`, in the layout of `slide`; scale, float32 [M, 1].
+        codes [M, C] in dtype, those of `quantize_per_token` in the layout of `slide`: C is ceil(K / L) * (2L - 4)
+        rounded up to a multiple of 32, and M is rounded up to one of row_multiple; scale, float32 [M, 1].
 
     Raises:
-        ValueError: an argument is not one of these, or the GPU has no FP8.
+        ValueError: for a bad dtype, shape, device or option, and for FP8 on a GPU without it.
     """
     check_tensor("x", x, FLOATS, "[M, K]")
     check_one_of("L", L, tuple(_UNITS))
@@ -322,7 +322,7 @@ def slide(x, L=8):
         The windows, [..., C] in x's dtype: C = ceil(K / L) * (2L - 4), rounded up to a multiple of 32 with zeros.
 
     Raises:
-        ValueError: an argument is not one of these.
+        ValueError: for a bad dtype, shape, device or option.
     """
     check_data("x", x, (*FLOATS, *LIMITS), "[..., K]")
     check_one_of("L", L, tuple(_UNITS))
@@ -338,20 +338,20 @@ def slide_weight(w, L=8):
     """Rearrange a (L-2):L sparse weight into 2:4 windows, without loss: slide(x) @ slide_weight(w).T == x @ w.T.
 
     Args:
-        w: [N, K] float16, bfloat16, float32, int8 or float8_e4m3fn, on any device. Of every L columns of a row at most
-            L - 2 are nonzero.
+        w: [N, K] float16, bfloat16, float32, int8 or float8_e4m3fn, on any device. At most L - 2 of every L columns of
+            a row are nonzero.
         L: 4, 6, 8 or 10.
 
     Returns:
         The windows, [N, C] in w's dtype, C as in `slide`. They hold each value once, and at most 2 in every 4 columns.
 
     Raises:
-        ValueError: an argument is not one of these, or L columns hold more than L - 2 values.
+        ValueError: for a bad dtype, shape, device or option, and if L columns hold more than L - 2 values.
     """
     check_data("w", w, (*FLOATS, *LIMITS), "[N, K]")
     check_one_of("L", L, tuple(_UNITS))
     if w.dtype == torch.float8_e4m3fn:
-        # its bits, with -0 as 0, since torch doesn't compare or add float8
+        # compare bits, with -0 as 0, since torch can't compare or add float8
         bits = w.detach().view(torch.int8)
         return _slide_weight(torch.where(bits == -128, 0, bits), L).view(w.dtype)
     return _slide_weight(w.detach(), L)
@@ -360,8 +360,8 @@ def slide_weight(w, L=8):
 def prune_slide(w, L=8):
     """Set the two smallest magnitudes of every L columns to zero, which leaves L - 2 of L.
 
-    Of equal magnitudes the first is pruned. NaN counts as the largest. The last group of a row counts as padded with
-    zeros.
+    Among equal magnitudes the first is pruned. NaN counts as the largest. The last group of a row is treated as padded
+    with zeros.
 
     Args:
         w: [N, K] float16, bfloat16, float32 or int8, on any device.
@@ -371,12 +371,12 @@ def prune_slide(w, L=8):
         The pruned weight, in w's shape and dtype.
 
     Raises:
-        ValueError: an argument is not one of these.
+        ValueError: for a bad dtype, shape, device or option.
     """
     check_data("w", w, (*FLOATS, torch.int8), "[N, K]")
     check_one_of("L", L, tuple(_UNITS))
     groups = _as_groups(w.detach(), L)
-    # as integers, so that what is out is larger than any of them, Inf and NaN too
+    # as integers, so that pruned values can be marked with one larger than any, Inf and NaN included
     magnitudes = groups.float().abs().view(torch.int32).clamp(max=0x7F800001)
     for _ in range(2):
         magnitudes.scatter_(-1, magnitudes.argmin(-1, keepdim=True), 0x7FFFFFFF)
@@ -396,14 +396,14 @@ def slide_ref(x, L=8):
     K = x.shape[-1]
     group, w, j = (torch.arange(count, device=x.device) for count in (-(-K // L), L // 2 - 1, 4))
     columns = (group[:, None, None] * L + 2 * w[:, None] + j).flatten()
-    # as bytes, since torch doesn't pad or index float8
+    # as bytes, since torch can't pad or index float8
     bits = x.detach().view(torch.int8) if x.dtype == torch.float8_e4m3fn else x.detach()
     windows = torch.nn.functional.pad(bits, (0, -K % L))[..., columns]
     return torch.nn.functional.pad(windows, (0, -len(columns) % 32)).view(x.dtype)
 
 
 def slide_weight_ref(w, L=8):
-    # each value of a group, from the left, goes to the first window that covers its column and has room for it
+    # from the left, each value of a group goes to the first window that covers its column and has room
     bits = w.detach().view(torch.int8) if w.dtype == torch.float8_e4m3fn else w.detach()
     values, left = (torch.nn.functional.pad(x, (0, -w.shape[1] % L)) for x in (bits, w.detach().float() != 0))
     values, left = values.view(len(w), -(-w.shape[1] // L), L), left.view(len(w), -(-w.shape[1] // L), L)

@@ -1,4 +1,4 @@
-"""Activations and their derivatives on loaded tiles, and the same in torch for the references."""
+"""Activations and their derivatives: on loaded tiles, and in torch for the references."""
 
 import torch
 import triton
@@ -12,7 +12,7 @@ def gelu(x):
     The relative error is below 3e-4 from -6 to -1. Left of -6, where |gelu| < 6e-9, the absolute error is below 3e-12.
     """
     # gelu is max(x, 0) - |x| * Q(|x|), where Q is the normal distribution's tail. log2 Q is smooth, so one polynomial
-    # (minimax for x * Q over 0 .. 6) and one exponential do, with no cancellation. Beyond 14, Q is 0.
+    # (minimax for x * Q over 0 .. 6) and one exponential suffice, with no cancellation. Beyond 14, Q is 0.
     t = tl.minimum(tl.abs(x), 14.0)
     log2_q = tl.fma(t, -5.9330125e-07, 9.920431e-06)
     log2_q = tl.fma(log2_q, t, -3.0710635e-05)

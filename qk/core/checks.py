@@ -8,8 +8,8 @@ from .numerics import ROUNDINGS
 
 if triton.__version__.startswith("3.4."):
     raise ImportError(
-        f"Triton {triton.__version__} miscompiles kernels (it merges the two results of tl.split). Take the torch and "
-        "Triton of another release: pip install 'torch>=2.7,!=2.8.*' 'triton>=3.3,!=3.4.*'"
+        f"Triton {triton.__version__} miscompiles kernels (it merges the two results of tl.split). Use another release "
+        "of torch and Triton: pip install 'torch>=2.7,!=2.8.*' 'triton>=3.3,!=3.4.*'"
     )
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -27,7 +27,7 @@ def listed(choices):
 
 
 def check_one_of(name, value, choices, note=""):
-    """Check that a value is one of these, and of the same type. note: ends the ValueError's text."""
+    """Check that a value is one of these, and of the same type. note: ends the error message."""
     # not `value in choices`: True is 1, and an array compares element by element
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         texts = [str(choice) if isinstance(choice, torch.dtype) else repr(choice) for choice in choices]
@@ -57,7 +57,7 @@ def check_data(name, x, dtypes, shape=None):
         shape: its sizes, or text such as "[..., K]" or "[N, K]" that says how many dimensions it has.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: x isn't such a tensor.
     """
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"{name} is a {type(x).__name__}; it takes a tensor")
@@ -81,7 +81,7 @@ def check_tensor(name, x, dtypes, shape=None, like=None):
         like: (name, tensor) of another argument, which must be on the same device.
 
     Raises:
-        ValueError: it can't be taken.
+        ValueError: kernels can't take it.
     """
     if (  # nearly all calls, in a third of the time
         x.__class__ in ORDINARY
@@ -106,7 +106,7 @@ def check_tensor(name, x, dtypes, shape=None, like=None):
         other, tensor = like
         if x.device != tensor.device:
             raise ValueError(f"{name} is on {x.device}; it takes {other}'s device, {tensor.device}")
-        if not torch.compiler.is_compiling():  # where all are fake, and look real
+        if not torch.compiler.is_compiling():  # then all tensors are fake, and look real
             if getattr(x, "fake_mode", None) is not getattr(tensor, "fake_mode", None):
                 raise ValueError(f"{name} is a {type(x).__name__}; it takes what {other} is, a {type(tensor).__name__}")
 

@@ -1,4 +1,4 @@
-"""Helpers of the Hopper kernels (sm_90): Gluon's names in each Triton, TMA descriptors, tile order, a ring buffer."""
+"""Helpers of the Hopper kernels (sm_90): Gluon's names in every Triton, TMA descriptors, tile order, a ring buffer."""
 
 import functools
 
@@ -23,13 +23,13 @@ try:
 
     jit = gluon.jit
     layout_function = triton.constexpr_function
-    # Triton 3.6 has other names than later ones
+    # Triton 3.6 uses other names than later releases
     tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
     tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
     barrier = getattr(gl, "barrier", None) or gl.thread_barrier
     _buffer = gl.shared_memory_descriptor
     reinterpret = getattr(_buffer, "reinterpret", None) or _buffer._reinterpret
-    # Gluon of 3.5 has another warp_specialize; the interpreter has none
+    # Triton 3.5's warp_specialize is different, and the interpreter has none
     AVAILABLE = not triton.__version__.startswith("3.5.") and not INTERPRETED.value
 
     class _Descriptor(TensorDescriptor):
@@ -70,8 +70,8 @@ def tile_of(t, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 def barriers(COUNT: tl.constexpr, ARRIVALS: tl.constexpr):
     """Allocate COUNT mbarriers whose phases end after ARRIVALS arrivals.
 
-    Wait on every one of them; otherwise the compiler reuses its memory for data, which PTX forbids before
-    mbarrier.inval. (On an H200 a barrier's first state appeared in that data, microseconds later.)
+    Wait on every barrier; otherwise the compiler reuses its memory for data, which PTX forbids before mbarrier.inval.
+    (On an H200, a barrier's initial state appeared in that data microseconds later.)
     """
     array = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
@@ -84,7 +84,7 @@ def _load_step(
     x, w, scales, ready, stage, tile_m, tile_n, k, X: tl.constexpr, W: tl.constexpr, DOTS: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Load step k of a tile, of x, the weight or both, into a stage of the ring."""
+    """Load step k of a tile into a stage of the ring: the weight if W, x and its scales if X."""
     if W:
         for d in gl.static_range(PARTS):
             step = k * PARTS + d
@@ -103,11 +103,11 @@ def keep_full(
     operands, DOTS: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr, WEIGHT_WAITS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Keep a ring of x and a weight full by TMA, which fills in zeros beyond the matrices. For one warp.
+    """Keep a ring of x and a weight full by TMA, which fills in zeros beyond the matrices. Runs in one warp.
 
-    x, w: descriptor and buffers, [., tokens or rows, elements along K], equally many in each stage. Each of the DOTS
-    buffers of x holds what a product needs along K. scales: the same for x's scales, K-major, in buffers
-    [STAGES * DOTS, 1, tokens], or (). WEIGHT_WAITS: the previous kernel may have written the weight, too.
+    x, w: a descriptor and its buffers, [STAGES * n, tokens or rows of w, columns of K]. n is DOTS for x, one buffer for
+    each dot of a stage. scales: the same for x's scales, K-major, with buffers [STAGES * DOTS, 1, tokens], or ().
+    WEIGHT_WAITS: the previous kernel may have written the weight, too, so wait for it before loading any.
     """
     x, w, scales, full, empty, M, N, K = operands
     BLOCK_M: tl.constexpr = x[1].shape[1]
@@ -119,7 +119,7 @@ def keep_full(
     tiles_n = gl.cdiv(N, w[1].shape[1])
     steps = gl.cdiv(K, DOTS * x[1].shape[2])
     tile_m, tile_n = tile_of(gl.program_id(0), tiles_m, tiles_n, GROUP_M)
-    # Only so many of the weight's stages are loaded before x: x would have to wait for all of them.
+    # No more of the weight's stages than these are loaded before x, which has to wait for all of them.
     ahead = gl.minimum(2, steps)
     if EARLY and WEIGHT_WAITS:
         gdc_wait()
@@ -136,8 +136,8 @@ def keep_full(
         for k in range(gl.where(t == gl.program_id(0), ahead, 0), steps):
             stage = taken % STAGES
             mbarrier.wait(empty.index(stage), (taken // STAGES & 1) ^ 1)
-            # TMA must not overtake the ordinary loads of what it overwrites. Without the fence it did: on an H200
-            # shared by processes, in a few of a thousand GEMMs.
+            # TMA must not overwrite data before ordinary loads have read it. Without the fence it did, in a few of a
+            # thousand GEMMs on an H200 shared by several processes.
             fence_async_shared()
             mbarrier.expect(full.index(stage), BYTES)
             _load_step(x, w, scales, full.index(stage), stage, tile_m, tile_n, k, True, True, DOTS, PARTS)
@@ -146,13 +146,19 @@ def keep_full(
 
 @jit
 def first_step(taken, WG: tl.constexpr, WGS: tl.constexpr):
-    """The first step of a consumer that shares K, after `taken` steps. In turns, so that each has its own stages."""
+    """Return a consumer's first step of a tile, where consumers share K and took `taken` steps of earlier tiles.
+
+    Steps go round-robin across tiles, so each consumer always reads the same stages of the ring.
+    """
     return (WG + WGS - taken % WGS) % WGS
 
 
 @jit
 def shared_sums(WGS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, dtype: tl.constexpr):
-    """Allocate where consumers that share K hand over their sums of a tile, ROWS x COLUMNS, and the barriers for it."""
+    """Allocate buffers in which consumers that share K pass on their sums of a ROWS x COLUMNS tile, and barriers.
+
+    Returns the buffers, the barriers that say a buffer is full, and those that say it is free.
+    """
     layout: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     bufs = gl.allocate_shared_memory(dtype, [WGS - 1, ROWS, COLUMNS], layout)
     return bufs, barriers(WGS - 1, 1), barriers(WGS - 1, 1)
@@ -160,7 +166,10 @@ def shared_sums(WGS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, dt
 
 @jit
 def give_sums(sums, shared, round, WG: tl.constexpr):
-    """Hand the sums of the round-th tile to the first of the consumers that share K; for the others."""
+    """Pass this consumer's sums on to consumer 0. Called by consumers 1, 2, ... where consumers share K.
+
+    round: how many tiles came before this one.
+    """
     bufs, given, free = shared
     mbarrier.wait(free.index(WG - 1), (round & 1) ^ 1)
     bufs.index(WG - 1).store(sums)
@@ -170,16 +179,17 @@ def give_sums(sums, shared, round, WG: tl.constexpr):
 
 @jit
 def take_sums(sums, shared, round, first, WGS: tl.constexpr):
-    """Add up the sums of the consumers that share K; for the first of them, which began with step `first` of the tile.
+    """Add the other consumers' sums to those of consumer 0, which calls this where consumers share K.
 
-    Of three, those that began with steps 0 and 1 are added first, whichever they are: the same bits in every tile.
+    first: the step of the tile that consumer 0 began with. With three consumers, the sums that begin with steps 0 and 1
+    are added first, whichever consumers have them, so that every tile gets the same bits.
     """
     bufs, given, free = shared
     ORDERED: tl.constexpr = WGS == 3 and sums.dtype == gl.float32
     own = sums
     if ORDERED:
         if first == 2:
-            # -0.0: adding it changes nothing
+            # -0.0: adding to it changes nothing
             sums = gl.full(sums.shape, -(2**31), gl.int32, sums.type.layout).to(gl.float32, bitcast=True)
     for i in gl.static_range(WGS - 1):
         other = i
@@ -214,8 +224,8 @@ def _shared_layout(rows, columns, dtype):
 
 
 def descriptor(x, rows, columns, row_stride, block):
-    """Describe x to TMA, which reads or writes it in pieces of shape `block`."""
-    # the stride is an argument: torch reports arbitrary ones for dimensions of size 1
+    """Make a TMA descriptor that reads or writes x in pieces of shape `block`."""
+    # the stride is a parameter, because torch reports arbitrary ones for dimensions of size 1
     return _Descriptor(x, [rows, columns], [row_stride, 1], list(block), _shared_layout(*block, x.dtype))
 
 
@@ -232,7 +242,7 @@ def _copy_scales_kernel(
 
 
 def with_tma_rows(x):
-    """Returns a float32 matrix whose rows start at multiples of 16 bytes, as TMA needs it, and its row stride."""
+    """Returns a float32 matrix whose rows start at multiples of 16 bytes, as TMA requires, and its row stride."""
     rows, columns = x.shape
     padded = cdiv(columns, 4) * 4
     if (columns == 1 or x.stride(1) == 1) and x.data_ptr() % 16 == 0:

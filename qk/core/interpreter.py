@@ -1,4 +1,4 @@
-"""Run kernels in Triton's interpreter: one thread at a time, quietly, and without its slowest habit."""
+"""Run kernels in Triton's interpreter: one thread at a time, quietly, and with less patching."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from .numerics import INTERPRETED
 
 @contextlib.contextmanager
 def interpreting():
-    """Around one launch in the interpreter: one thread at a time, without numpy's warnings."""
+    """Wrap one launch in the interpreter: one thread at a time, without numpy's warnings."""
     interpreter = triton.runtime.interpreter
     # numpy would warn of overflow, and of Inf - Inf; the interpreter keeps the grid in a global variable
     with interpreter._qk_lock, interpreter.np.errstate(all="ignore"), _patching_once(interpreter):
@@ -29,16 +29,16 @@ def interpreting():
 
 @contextlib.contextmanager
 def _patching_once(interpreter):
-    """Around one launch: triton.language is patched once for the helpers of a module.
+    """Wrap one launch, in which triton.language is patched only once for each module of helpers.
 
-    By itself the interpreter patches it at each call of a helper: up to a third of a launch's time.
+    On its own, the interpreter patches it at every call of a helper, which takes up to a third of a launch's time.
     """
     patch, scopes = interpreter._patch_lang, {}
 
     def patch_once(function):
         module = id(function.__globals__)
         if module in scopes:
-            return type(scopes[module])()  # in which nothing is to be restored
+            return type(scopes[module])()  # with nothing to restore
         scopes[module] = patch(function)
         return scopes[module]
 
@@ -54,7 +54,7 @@ def _numbers(version):
 
 
 def _new_lock():
-    # a place that copies of this module share
+    # stored where copies of this module share it
     triton.runtime.interpreter._qk_lock = threading.RLock()
 
 

@@ -4,11 +4,11 @@
       | the first of its kind       kernel[grid](*args, **constexprs): Triton specializes, compiles and launches
       | one like it                 the compiled kernel is launched with the new addresses and numbers
 
-Triton compiles a kernel anew for each combination of dtypes, alignments, classes of integers and constexprs.
-`_signature` is that combination. It holds no sizes, so it also serves a sequence length that was never seen before.
+Triton compiles a kernel once for each combination of dtypes, alignments, classes of integers and constexprs. That
+combination, collected by `_signature`, is the cache's key. It holds no sizes, so a new sequence length is found, too.
 
-The private parts of torch and Triton that this needs are in `_compiled_launch` and `_tensor_maps`. If a release changes
-them, `kernel[grid]` does every launch, as documented, and tests/core/test_launch.py fails.
+This needs private parts of torch and Triton, which only `_compiled_launch` and `_tensor_maps` use. If a release changes
+them, every launch goes through the documented `kernel[grid]`, and tests/core/test_launch.py fails.
 """
 
 import contextlib
@@ -27,15 +27,15 @@ from .interpreter import interpreting
 from .numerics import INTERPRETED, gdc_wait
 
 INTERPRETING = INTERPRETED.value
-ORDINARY = (torch.Tensor, torch.nn.Parameter)  # classes whose memory is what it seems
+ORDINARY = (torch.Tensor, torch.nn.Parameter)  # classes whose memory holds the values they show
 _LONGEST_AXIS = 65535  # programs on the second and third axis of a grid
 _KNOBS = triton.knobs.runtime if hasattr(triton, "knobs") else triton.compiler.CompiledKernel  # the latter: Triton 3.3
 current_device = getattr(torch._C, "_cuda_getDevice", None)
 raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # the current stream of a device, by its index
-_MOST_MAPS = 1024  # that a launch remembers
+_MOST_MAPS = 1024  # tensor maps that a launch remembers
 _launches = {}
-_thread = threading.local()  # .record: what `replay` wants to know of this thread's launches
-REMEMBER = True  # False: every launch is Triton's own, as tools need that compile without a GPU
+_thread = threading.local()  # .record: this thread's launches, noted for `replay`
+REMEMBER = True  # False: every launch goes through Triton, for tools that compile without a GPU
 
 
 def cdiv(x, y):
@@ -49,7 +49,7 @@ def next_power_of_2(x):
 
 
 def grid(columns, rows):
-    """A grid of `columns` x `rows` programs. Its axes 1 and 2 count the rows together, since each ends at 65535."""
+    """A grid of `columns` x `rows` programs. Axes 1 and 2 together count the rows: each ends at 65535."""
     axes = cdiv(rows, _LONGEST_AXIS)
     return columns, cdiv(rows, axes), axes
 
@@ -103,10 +103,10 @@ def _overlaps(device):
 def launch(device, kernel, grid, *args, early=None, **options):
     """Run kernel[grid](*args, **options) on the device's current stream, or in the interpreter.
 
-    Products and sums are fused into an fma only where the kernel says so by name.
+    A multiplication and an addition become an fma only where the kernel calls tl.fma.
 
     Args:
-        device: that of the tensors.
+        device: where the tensors are.
         args: the kernel's runtime arguments, in order: tensors, TMA descriptors, numbers or None.
         early: for kernels with a constexpr EARLY. True starts the kernel before the previous one ends, where the GPU
             can; the kernel must call `numerics.wait_if_early` before it touches memory.
@@ -127,7 +127,7 @@ def launch(device, kernel, grid, *args, early=None, **options):
             known(grid, values, args)
         else:
             if any(parameter.is_constexpr for parameter in kernel.params[: len(args)]):
-                raise TypeError("constexprs go by name: the cache of launches looks at their values")
+                raise TypeError("pass constexprs by name: the cache of launches looks at their values")
             extra = {"launch_pdl": True} if options.get("EARLY") else {}
             compiled = kernel[grid](*args, enable_fp_fusion=False, **extra, **options)
             if remember:
@@ -137,11 +137,11 @@ def launch(device, kernel, grid, *args, early=None, **options):
 
 
 def _signature(args, key):
-    """Append to key all that Triton specializes on. Returns the arguments, with addresses in place of tensors."""
+    """Append to key all that Triton specializes on. Returns the arguments, with tensors replaced by addresses."""
     values = []
     for arg in args:
         kind = arg.__class__
-        if kind is int:  # classes at least as fine as Triton's
+        if kind is int:  # at least as fine as Triton's classes
             if -(2**31) <= arg < 2**31:
                 key.append(1 if arg == 1 else 2 if arg & 15 else 16)
             else:
@@ -159,13 +159,13 @@ def _signature(args, key):
 
 
 def remembers():
-    """Whether launches are remembered: not while somebody listens to them, as Triton's profiler does."""
+    """Whether launches are remembered: not while a hook observes them, as Triton's profiler does."""
     enter, leave = _KNOBS.launch_enter_hook, _KNOBS.launch_exit_hook
     return REMEMBER and not getattr(enter, "calls", enter) and not getattr(leave, "calls", leave)  # 3.5: a chain
 
 
 class _Launch(NamedTuple):
-    """A compiled kernel, and what Triton's launcher takes besides the arguments."""
+    """A compiled kernel, and what Triton's launcher needs besides the arguments."""
 
     kernel: object  # kept alive, so that no other kernel gets its id
     run: Callable
@@ -217,7 +217,7 @@ def _at(descriptor, address):
 
 
 def _compiled_launch(kernel, compiled, index, args, options):
-    """Returns a _Launch, or None if this Triton launches in another way."""
+    """Returns a _Launch, or None if this Triton launches differently."""
     rest = [options[name] for name in kernel.arg_names[len(args) :]]
     places = [i for i, arg in enumerate(args) if hasattr(arg, "block_shape")][::-1]
     try:
@@ -231,10 +231,10 @@ def _compiled_launch(kernel, compiled, index, args, options):
 
 
 def _tensor_maps(compiled, args, places, rest):
-    """Returns Triton's launcher without the wrapper that encodes TMA descriptors, and an encoder that remembers.
+    """Returns Triton's launcher without the wrapper that encodes TMA descriptors, and a caching encoder.
 
-    The wrapper puts a tensor map, the shape and the strides in a descriptor's place, anew for each launch. They depend
-    on the descriptor's address, shape and strides alone (its block is part of the launch's signature).
+    The wrapper replaces each descriptor by a tensor map, a shape and strides, again for every launch. These depend only
+    on the descriptor's address, shape and strides (its block is part of the launch's signature).
     """
     from triton.backends.nvidia.driver import wrap_handle_tensordesc
 
@@ -252,10 +252,10 @@ def _tensor_maps(compiled, args, places, rest):
         if None in found:
             wrapper(1, 1, 1, 0, compiled.function, compiled.packed_metadata, None, None, None, *args, *rest)
             all = taken.pop()
-            # the kernel's come last: one by one, or, since Triton 3.7, as one sequence
+            # the kernel's arguments come last: one by one, or, since Triton 3.7, as one sequence
             mine = all[-1] if isinstance(all[-1], list | tuple) else all[-starts[-1] :]
             if len(mine) != starts[-1]:
-                raise AttributeError("this Triton expands TMA descriptors in another way")
+                raise AttributeError("this Triton expands TMA descriptors differently")
             found = [list(mine[starts[i] : starts[i + 1]]) for i in places]
             if len(known) > _MOST_MAPS:
                 known.clear()
@@ -289,7 +289,7 @@ def recording():
 
 @contextlib.contextmanager
 def record():
-    """Note what this thread launches and allocates."""
+    """Record what this thread launches and allocates."""
     _thread.record = Record([], [])
     try:
         yield _thread.record

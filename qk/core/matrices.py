@@ -1,4 +1,4 @@
-"""Bring tensors into the form that kernels take: matrices, contiguous or aligned rows, words of packed codes."""
+"""Bring tensors into the form that kernels take: matrices whose rows are contiguous or aligned, and empty scales."""
 
 import torch
 
@@ -19,8 +19,8 @@ def with_contiguous_rows(x):
 def with_aligned_rows(x, unit=1):
     """Returns a matrix whose rows start at multiples of 16 bytes.
 
-    That is x itself, if it has such rows and they are whole units of `unit` elements. Otherwise it is a copy whose rows
-    are filled up to 16 bytes with zeros.
+    Returns x itself if its rows already do, are contiguous, and have a multiple of `unit` columns. Otherwise returns a
+    copy whose rows are padded with zeros to a multiple of 16 bytes.
     """
     (rows, columns), size = x.shape, x.itemsize
     aligned = (x.stride(0) * size | x.data_ptr()) % 16 == 0
@@ -32,7 +32,7 @@ def with_aligned_rows(x, unit=1):
 
 
 def empty_scale(x, groups, layout):
-    """Allocate the scales of x [..., K], float32 [..., groups]. "column" puts the scales of one group side by side."""
+    """Allocate the scales of x [..., K], float32 [..., groups]. "column": those of a group are contiguous."""
     leading = x.shape[:-1]
     if layout == "row":
         return x.new_empty((*leading, groups), dtype=torch.float32)

@@ -23,7 +23,7 @@ INTERPRETED = tl.constexpr(not isinstance(tl.cdiv, triton.JITFunction))
 gdc_wait = getattr(tl.extra.cuda, "gdc_wait", None)
 gdc_launch_dependents = getattr(tl.extra.cuda, "gdc_launch_dependents", None)
 
-# How many columns tensor cores sum up before a float32 addition takes over: they truncate where they add.
+# How many columns tensor cores sum before a float32 addition takes over: their own additions truncate.
 LONGEST_SUM = 128
 
 ROUNDINGS = ("nearest", "stochastic")
@@ -35,9 +35,8 @@ LIMITS = {torch.int8: (127.0, 3.8e-37), torch.float8_e4m3fn: (448.0, 1.4e-36)}
 @triton.jit
 def wait_if_early(EARLY: tl.constexpr):
     """Wait for the previous kernel. The first line of kernels that `launch` may start before the previous one ends."""
-    if (
-        EARLY
-    ):  # before any access, and in this order: the kernel that this one waits for has itself waited for all others
+    # before any access, and in this order: the kernel that this one waits for has itself waited for all earlier ones
+    if EARLY:
         gdc_wait()
         gdc_launch_dependents()
 
@@ -89,7 +88,7 @@ def divide(QMAX: tl.constexpr, x):
 @triton.jit
 def magnitude_bits(x):
     """The bits of |x| in x's own float dtype, as int32."""
-    # 16-bit floats stay what they are: in float32 the tiles that wait for absmax would take twice the registers.
+    # 16-bit floats stay 16-bit: in float32, the tiles that wait for absmax would take twice the registers.
     if x.dtype == tl.float32:
         return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     else:
@@ -142,7 +141,7 @@ def square_maximum(x, QUANT_BLOCK: tl.constexpr):
 def quantize_squares(x, absmax, inverse, seed_ptr, row, column):
     """Quantize a float tile to int8, given absmax and inverse [blocks down, blocks across]. 0 where absmax is 0 or NaN.
 
-    seed_ptr: None rounds to nearest, else stochastically; row, column: where the tile lies.
+    seed_ptr: None rounds to nearest, else stochastically; row, column: where the tile begins.
     """
     DOWN: tl.constexpr = absmax.shape[0]
     ACROSS: tl.constexpr = absmax.shape[1]
@@ -158,10 +157,11 @@ def quantize_squares(x, absmax, inverse, seed_ptr, row, column):
 def rounding_noise(seed, row, column, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Noise for stochastic rounding, float32 [ROWS, BLOCK]: uniform over the odd multiples of 2**-16 in (-1/2, 1/2).
 
-    That of an element depends on seed, its row and its column alone: of Philox-4x32-10 with the key seed and the
-    counter (column // 8, row, row >> 32, 0), it is of the half word number column % 8, low halves first.
+    An element's noise depends only on the seed, its row and its column. Philox-4x32-10 with the seed as its key and the
+    counter (column // 8, row, row >> 32, 0) gives four words: eight half words, low halves first. The noise is made
+    from half word number column % 8.
     """
-    # Odd, so that the largest value, which rounds to at most 127 + 2**-17, never becomes 128.
+    # Odd multiples, so that the largest value, at most 127 + 2**-17 after rounding, never becomes 128.
     rows = row + tl.arange(0, ROWS)[:, None]
     columns = (column // 8).to(tl.int32) + tl.arange(0, BLOCK // 8)[None, :]
     zeros = tl.zeros((ROWS, BLOCK // 8), tl.int32)
@@ -175,9 +175,10 @@ def rounding_noise(seed, row, column, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def tile_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Return the row and the column of a tile's number, counted in tiles.
+    """Return the row and the column, in tiles, of the tile with this number.
 
-    Numbers go column by column through groups of GROUP_M tile rows: what programs read at a time stays in the L2 cache.
+    Tiles are numbered column by column within groups of GROUP_M tile rows, so that what programs read at the same time
+    stays in the L2 cache.
     """
     group, in_group = tile // (GROUP_M * tiles_n), tile % (GROUP_M * tiles_n)
     rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
@@ -186,7 +187,7 @@ def tile_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def tile_at(ptr, row, column, M, K, stride_m, stride_k, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return pointers and mask of the tile of a matrix [M, K] that begins at (row, column), which are int64."""
+    """Return the pointers and the mask of the tile of a matrix [M, K] that begins at (row, column), both int64."""
     offs_m = tl.arange(0, ROWS)[:, None]
     offs_k = tl.arange(0, BLOCK)[None, :]
     mask = (offs_m < tl.minimum(M - row, ROWS).to(tl.int32)) & (offs_k < K - column)
@@ -211,7 +212,7 @@ def quantize_ref(x, dims, dtype=torch.int8, noise=None):
     qmax, smallest = LIMITS[dtype]
     absmax = x.abs().amax(dims, keepdim=True)
     usable = (absmax >= smallest) & absmax.isfinite()
-    # a division by tensors; qmax / absmax would be a reciprocal and a product, and absmax / qmax a product on CUDA
+    # Tensors divided by tensors: qmax / absmax would be a reciprocal times qmax, and absmax / qmax a product on CUDA.
     values = torch.where(usable, x * (torch.full_like(absmax, qmax) / absmax), 0)
     values = values if noise is None else values + noise
     codes = (values.round() if dtype == torch.int8 else values).to(dtype)
@@ -236,7 +237,7 @@ def quantize_squares_ref(x, block_size, noise=None):
     rows, columns = -(-M // block_size), -(-K // block_size)
 
     def in_squares(x):
-        # not pad: that of torch 2.7 takes no empty matrix
+        # not torch's pad, which in 2.7 rejects an empty matrix
         padded = x.new_zeros(rows * block_size, columns * block_size)
         padded[:M, :K] = x
         return padded.view(rows, block_size, columns, block_size)

@@ -2,7 +2,7 @@
 
 act_quant(x)                      a public function checks its arguments
   | ordinary tensors              the outputs are allocated, and the function fills them
-  | somebody listens              torch's dispatcher calls qk::act_quant, which does the same
+  | something observes them       torch's dispatcher calls qk::act_quant, which does the same
 """
 
 import functools
@@ -14,27 +14,27 @@ import torch
 from .launch import ORDINARY, recording
 from .replay import listened, replayed
 
-# Operators go away with their library. A module that is loaded again keeps those of before.
+# Operators go away with their library, so a reloaded module keeps the libraries it had.
 _LIBRARIES = globals().get("_LIBRARIES", [])
 
 
 def operator(fake, *depends, check=None, fills=True):
     """Register a function as the operator <namespace>::<name>. Returns a function that calls it.
 
-    The function's annotated parameters are the operator's. Those after them are its outputs, which it fills; it isn't
-    called where no output holds an element. The namespace is qk in the package, and the module's name in a copy, so
-    that the two run side by side; a module that is loaded again gets a number.
+    The operator has the function's annotated parameters. The parameters after these are the outputs, which the function
+    fills; it isn't called if all of them are empty. The namespace is qk in the package and the module's name in a copy,
+    so that the two run side by side; a reloaded module gets a number.
 
     Args:
-        fake: takes the arguments and returns the empty outputs. torch.compile calls it, too.
+        fake: takes the arguments and returns the outputs, unfilled. torch.compile calls it, too.
         depends: as in `replayed`.
-        check: takes the arguments and raises what `fake` can't know: what the device of a real tensor can't do.
-        fills: False for a function that makes its output itself.
+        check: takes the arguments and raises an error if their device can't run the call, on which `fake` has no say.
+        fills: False for a function that allocates its output itself.
     """
 
     def register(function):
         implementation = _filling(function, fake, check) if fills else function
-        if fills:  # whoever comes through the dispatcher replays as well, torch.compile's code among them
+        if fills:  # calls through the dispatcher, such as those of torch.compile's code, are replayed as well
             implementation = replayed(*depends, passed_by=lambda: False)(implementation)
         overload = _registered(function, implementation, fake)
 
@@ -67,7 +67,7 @@ def differentiable(fake, save, backward):
 
 
 def _ordinary(args):
-    """Whether a call may go past the dispatcher: nobody listens, and memory holds what the tensors show."""
+    """Whether a call may bypass the dispatcher: nothing observes it, and memory holds the values the tensors show."""
     if listened():
         return False
     for arg in args:
@@ -79,7 +79,7 @@ def _ordinary(args):
 
 
 def _filling(function, fake, check):
-    """Returns a function that allocates what `fake` returns, has it filled, and returns it."""
+    """Returns a function that gets the outputs from `fake`, fills them with `function`, and returns them."""
 
     @functools.wraps(function)
     def filling(*args):
@@ -89,7 +89,7 @@ def _filling(function, fake, check):
         outputs = (results,) if isinstance(results, torch.Tensor) else results
         if any(map(torch.numel, outputs)):
             function(*args, *outputs)
-        if (noted := recording()) is not None:  # in a call that is recorded, they are temporaries, or its results
+        if (noted := recording()) is not None:  # in a recorded call, these are temporaries or results
             noted.temporaries.extend(outputs)
         return results
 

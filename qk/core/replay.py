@@ -1,7 +1,7 @@
-"""Replay calls: one like an earlier call allocates its outputs and launches the same kernels, and does nothing else.
+"""Replay calls: a call that matches an earlier one only allocates its outputs and launches the same kernels.
 
-    @replayed()                       the first call     checks, operator, launches, which are recorded
-    def act_quant(x): ...             one like it        outputs are allocated; the launches get their addresses
+    @replayed()                       the first call     checks, operator, launches; the launches are recorded
+    def act_quant(x): ...             a matching call    outputs are allocated; the launches get their addresses
 
 For a few tokens, the Python before a launch takes longer than the GPU needs. One token of 8192 columns, wall time on an
 H100 (2026-11) where a call of torch.matmul takes 16 us: act_quant 50 us and int8_gemm 125 us through the cache of
@@ -16,11 +16,11 @@ import torch
 
 from . import launch
 
-_MOST_CALLS = 512  # that a function remembers; beyond that it forgets all
+_MOST_CALLS = 512  # that a function remembers before it forgets them all
 _peek_transform = torch._C._functorch.peek_interpreter_stack
 _remembered = []  # a dictionary for each function
 
-try:  # what the code of torch.compile allocates with, in a third of the time of torch.empty_strided
+try:  # the allocator of torch.compile's code, which takes a third of torch.empty_strided's time
     from torch._C._dynamo.guards import _empty_strided_cuda as _empty_strided
 except ImportError:
 
@@ -29,16 +29,16 @@ except ImportError:
 
 
 def forget():
-    """Forget all calls: because a tuning table has changed, say."""
+    """Forget all calls, for instance because a tuning table has changed."""
     for calls in _remembered:
         calls.clear()
 
 
-os.register_at_fork(after_in_child=forget)  # a child has no GPU: torch says so, a replay would not
+os.register_at_fork(after_in_child=forget)  # a forked child can't use the GPU: torch says so, a replay would not
 
 
 def listened():
-    """Whether somebody listens to operators: a compiler, a mode, a transform, a tracer or a profiler."""
+    """Whether anything observes operators: a compiler, a mode, a transform, a tracer or a profiler."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
@@ -50,15 +50,15 @@ def listened():
 
 
 def replayed(*depends, passed_by=listened):
-    """Make a function remember its calls, and replay those that are like one of them.
+    """Make a function remember its calls, and replay a call that matches one of them.
 
-    Alike means: the same dtypes, shapes, strides, alignments and devices of tensors, and the same other arguments.
-    A call is remembered if all it did was to allocate outputs and temporaries and to launch kernels on these and on its
-    arguments; one that copied an operand is not.
+    Calls match if their tensors have the same dtypes, shapes, strides, alignments and devices, and their other
+    arguments are equal. A call is remembered only if all it did was allocate outputs and temporaries and launch kernels
+    on these and on its arguments. A call for which torch had to copy an operand first is not.
 
     Args:
-        depends: functions without arguments, on whose results a call depends besides.
-        passed_by: whether a call must not be replayed.
+        depends: functions without arguments whose results a call also depends on.
+        passed_by: a function that returns whether calls must not be replayed now.
     """
     return lambda function: _replayed(function, depends, passed_by)
 
@@ -78,11 +78,11 @@ def _replayed(function, depends, passed_by):
                 if kind in launch.ORDINARY:
                     tensors.append(value)
                     key += value.dtype, value.get_device(), value.shape, value.stride(), value.data_ptr() & 15
-                    key.append(value.is_neg())  # then memory holds the numbers without their sign
-                else:  # True is 1, 128.0 is 128 and -0.0 is 0.0, but not here
+                    key.append(value.is_neg())  # then memory holds the negated values
+                else:  # Python takes True for 1, 128.0 for 128 and -0.0 for 0.0; a call may not
                     key += kind, repr(value) if kind is float else value
             known = calls.get(tuple(key))
-        except Exception:  # a tensor without memory, an argument without a hash: the function says what is wrong
+        except Exception:  # a tensor without memory, an unhashable argument: the function says what is wrong
             return function(*args, **kwargs)
         if known is not None:
             return known(tensors)
@@ -131,14 +131,14 @@ def _call_of(tensors, results, record):
         return None
     new = [*results, *temporaries]
     numbers = {tensor.data_ptr(): number for number, tensor in enumerate((*tensors, *new))}
-    # a tensor that was given twice: which of the two does a kernel take? And a view doesn't own its memory.
+    # If a tensor is passed twice, which of the two does a kernel use? And a view doesn't own its memory.
     if not record.launches or 0 in numbers or len(numbers) < len(tensors) + len(new):
         return None
     if any(x.storage_offset() or x.untyped_storage().nbytes() != x.numel() * x.itemsize for x in new):
         return None
     try:
         steps = [_step(numbers, *each) for each in record.launches]
-    except (AttributeError, KeyError):  # a Triton that launches in another way; the address of a copy
+    except (AttributeError, KeyError):  # this Triton launches differently, or a kernel got the address of a copy
         return None
     allocated = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in new]
     return _Call(new[0].get_device(), allocated, 0 if single else len(results), steps)

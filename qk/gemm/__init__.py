@@ -2,8 +2,8 @@
 
     out[m, n] = f(bias[n] + sum over K blocks of (a[m, block] . b[n, block]) * a_scale[m, block] * b_scale[n', block])
 
-         n' = n // B where b has a scale for each B x B block, and n where it has one for each row. In training a may
-         have square blocks, too (m // B instead of m): its transpose then has the same codes, for another GEMM.
+         n' = n // B if b has a scale for each B x B block, and n if it has one for each row. In training, a may
+         have square blocks, too (m // B instead of m), so that its transpose has the same codes for another GEMM.
 
          b [N, K], a scale for each B x B      Products inside a block of K are summed exactly, in int32. Each block has
             +-----+-----+-----+                its own scales: its sum is converted to float32, multiplied by
@@ -73,12 +73,19 @@ __all__ = [
 
 
 class Implementation(NamedTuple):
-    """A way to multiply. The first entry of IMPLEMENTATIONS that suits and supports a problem solves it."""
+    """One way to multiply. The first entry of IMPLEMENTATIONS that suits and supports a problem solves it.
+
+    run(problem) writes all of problem.out, and all of out_scale unless that is None. It returns nothing, checks nothing
+    and leaves the operands as they are. It launches through `core.launch.launch`, and takes scratch memory from
+    `core.launch.temporary`, so that calls can be replayed. It may assume that `supports` has returned True, that the
+    public function has checked its arguments, that out isn't empty (K may be 0), and that tensors fit `Problem`.
+    The bits of a result must not depend on N, nor change from run to run: layers cut among GPUs rely on that.
+    """
 
     name: str  # what `path` and QK_GEMM_PATH call it
     supports: Callable  # takes a Problem; returns whether it can solve it
     suits: Callable  # takes M, N and the GPU's capability; returns whether it is faster than the entries below
-    run: Callable  # takes a Problem; writes its out and out_scale
+    run: Callable  # takes a Problem
 
 
 def _has_int8_dot(problem):
@@ -87,15 +94,21 @@ def _has_int8_dot(problem):
 
 IMPLEMENTATIONS = (
     Implementation(
-        "sm90", supports_sm90, lambda M, N, sm: sm == (9, 0) and M > 128 and M * N >= 64 * 128 * 128, int8_gemm_sm90
+        "sm90",
+        supports_sm90,
+        lambda M, N, capability: capability == (9, 0) and M > 128 and M * N >= 64 * 128 * 128,
+        int8_gemm_sm90,
     ),
     Implementation(
-        "sm90_decode", supports_sm90_decode, lambda M, N, sm: sm == (9, 0) and 16 < M <= 128, int8_gemm_sm90_decode
+        "sm90_decode",
+        supports_sm90_decode,
+        lambda M, N, capability: capability == (9, 0) and 16 < M <= 128,
+        int8_gemm_sm90_decode,
     ),
-    Implementation("sm75", supports_sm75, lambda M, N, sm: sm < (8, 0), int8_gemm_sm75),
-    Implementation("portable", _has_int8_dot, lambda M, N, sm: True, int8_gemm_portable),
-    Implementation("pointers", _has_int8_dot, lambda M, N, sm: False, partial(int8_gemm_portable, descriptors=False)),
-    Implementation("sm75_float", lambda p: True, lambda M, N, sm: True, partial(int8_gemm_portable, float_dot=True)),
+    Implementation("sm75", supports_sm75, lambda M, N, capability: capability < (8, 0), int8_gemm_sm75),
+    Implementation("portable", _has_int8_dot, lambda *_: True, int8_gemm_portable),
+    Implementation("pointers", _has_int8_dot, lambda *_: False, partial(int8_gemm_portable, descriptors=False)),
+    Implementation("sm75_float", lambda problem: True, lambda *_: True, partial(int8_gemm_portable, float_dot=True)),
 )
 _PATHS = tuple(each.name for each in IMPLEMENTATIONS)
 
@@ -156,7 +169,7 @@ def _choose(path, problem):
 
 
 def _solve(problem, path):
-    """Solve a problem whose tensors are those that the public function was called with."""
+    """Bring the tensors of a call into the form that `Problem` describes, and solve it."""
     p = problem
     problem = Problem(
         with_aligned_rows(as_matrix(p.a)),
@@ -212,8 +225,8 @@ def int8_addmm(a, a_scale, b, b_scale, bias=None, block_size=128, out_dtype=torc
         ValueError: for a bad dtype, shape, device or option, or more than 2**31 - 4096 rows or columns.
 
     Any strides work. But if the rows of a or b don't start at multiples of 16 bytes (K isn't divisible by 16, or the
-    matrix is transposed or sliced), every call makes a copy: with a large weight, make that copy once. On Hopper scales
-    may be copied, too, which costs little.
+    matrix is transposed or sliced), every call copies that matrix: for a large weight, make the copy once yourself. On
+    Hopper scales may be copied, too, which costs little.
     """
     _check_operands(a, a_scale, b, b_scale, bias, block_size, path, exact)
     check_one_of("out_dtype", out_dtype, FLOATS)
@@ -245,7 +258,7 @@ def int8_gemm_quant(
     a, a_scale, b, b_scale, out_block_size=128, block_size=128,
     *, scale_layout="row", out_square=False, path=None, exact=True,
 ):  # fmt: skip
-    """Multiply int8 matrices and quantize the result: `int8_addmm_quant` without a bias and an activation."""
+    """Multiply int8 matrices and quantize the result: `int8_addmm_quant` without a bias or an activation."""
     how = {"scale_layout": scale_layout, "out_square": out_square, "path": path, "exact": exact}
     return int8_addmm_quant(a, a_scale, b, b_scale, None, out_block_size, None, block_size, **how)
 
@@ -263,16 +276,16 @@ def int8_addmm_quant(
         activation: "gelu" (exact, with erf), "gelu_tanh", "silu" or None. It is computed in float32.
         scale_layout: "row", or "column" for the same scales laid out K-major.
         out_square: True quantizes in square blocks of out_block_size 32, 64 or 128 (the sums of a block of 256 fit no
-            multiprocessor's registers). a must be [M, K], and scale_layout "row".
+            multiprocessor's registers). It takes a [M, K] and scale_layout "row".
 
     Returns:
         What `act_quant`, or `weight_quant` if out_square, would make of the float32 result: int8 codes [..., N], and
         float32 scales [..., ceil(N / out_block_size)] or [ceil(M / out_block_size), ceil(N / out_block_size)]. A block
-        of zeros has scale 0, a block that holds NaN or Inf scale NaN; both have codes 0. Where exact GELU's inputs lie
-        entirely left of -6, a block's codes may be off, as those of `int8_gelu` are.
+        of zeros has scale 0, and a block that holds NaN or Inf has scale NaN; both have codes 0. If all of a block's
+        inputs to exact GELU are left of -6, its codes may be off, as those of `int8_gelu` are.
 
     Raises:
-        ValueError: as `int8_addmm`.
+        ValueError: as for `int8_addmm`.
     """
     _check_operands(a, a_scale, b, b_scale, bias, block_size, path, exact)
     check_one_of("out_block_size", out_block_size, BLOCKS)
@@ -301,7 +314,7 @@ def int8_addmm_ref(
     b_scale = b_scale.detach().repeat_interleave(block_size or 1, 0)[:N]
     block = block_size or max(K, 1)
     for i, k in enumerate(range(0, K, block)):
-        # integers, but CUDA multiplies no int32
+        # these are integers, but torch has no int32 matmul on CUDA
         exact_sums = a[..., k : k + block].double() @ b[:, k : k + block].double().T
         out += exact_sums.float() * (a_scale.detach()[..., i, None] * b_scale[:, i])
     return (out if bias is None else out + bias.detach().float()).to(out_dtype)

@@ -25,8 +25,8 @@ def finish_tile(
 ):  # fmt: skip
     """Add the bias to the float32 sums x of the tile at (row, column), activate, and write out and its scales.
 
-    out_desc: a TMA descriptor of out, to store through it; None stores through out_ptr. OUT_SQUARE: the tile holds
-    whole square blocks or, with fewer than OUT_BLOCK rows, all rows of out.
+    out_desc: a TMA descriptor of out to store through; None stores through out_ptr. OUT_SQUARE: the tile holds whole
+    square blocks or, with fewer than OUT_BLOCK rows, all rows of out.
     """
     BLOCK_M: tl.constexpr = x.shape[0]
     BLOCK_N: tl.constexpr = x.shape[1]

@@ -2,12 +2,12 @@
 
     out[m, n] = f(bias[n] + sum over K blocks of (a[m, block] . b[n, block]) * a_scale[m, block] * b_scale[n', block])
 
-For each tile a program adds up dots of BLOCK_M x BLOCK_N x BLOCK_K int8 in int32, and rescales them into float32 sums
-at the end of each quantization block. Flags choose the rest:
+For each tile, a program adds up dots of BLOCK_M x BLOCK_N x BLOCK_K int8 in int32, and at the end of each quantization
+block rescales them and adds them to float32 sums. Flags choose the rest:
 
     DESCRIPTORS   load the operands by TMA (compute capability 9.0 and 10.0) instead of ordinary loads
-    FLOAT_DOT     multiply int8 codes as float32 numbers, in sums short enough to be exact: Triton has no int8 tl.dot
-                  for a T4
+    FLOAT_DOT     multiply int8 codes as float32 numbers, in sums short enough to be exact, since Triton has no int8
+                  tl.dot for a T4
     PERSISTENT    a program multiplies several tiles
 """
 
@@ -67,7 +67,7 @@ _CONFIGS = {
 
 @triton.jit
 def _scale_ptrs(operand, first, offs, BLOCK: tl.constexpr):
-    """Point to the first scale of each row at offs, which begin with row `first`: a scalar if they share one scale.
+    """Point to the first scale of each row in offs, the first of which is `first`: a scalar if they share one scale.
 
     BLOCK: rows that share a scale. None: each has its own.
     """
@@ -99,7 +99,7 @@ def _block_scales(
 
 @triton.jit
 def _add_scaled(acc, part, scales):
-    """Return acc + part * a_scale * b_scale, each scale being one number, or one for each row or column of the tile."""
+    """Return acc + part * a_scale * b_scale, where a scale is one number, or one for each row or column of the tile."""
     a_scale, b_scale = scales
     if a_scale.shape == () and b_scale.shape == ():
         scale = tl.broadcast_to(a_scale * b_scale, acc.shape)
@@ -109,7 +109,7 @@ def _add_scaled(acc, part, scales):
         scale = tl.broadcast_to((a_scale * b_scale)[:, None], acc.shape)
     else:
         scale = a_scale[:, None] * b_scale[None, :]
-    # an fma by name: the launch fuses no other multiplication and addition
+    # an explicit fma: the launch fuses no other multiplication and addition
     return tl.fma(part.to(tl.float32), scale, acc)
 
 
@@ -148,7 +148,7 @@ def _tile_sums(
     # columns of K that are summed exactly, in int32 or float32, before a rescale
     EXACT_K: tl.constexpr = K_STEP if PER_ROW else (QUANT_BLOCK if QUANT_BLOCK < K_STEP else K_STEP)
     tl.static_assert(EXACT_K % BLOCK_K == 0 and K_STEP % EXACT_K == 0, "the tile doesn't fit the quantization block")
-    tl.static_assert(not FLOAT_DOT or EXACT_K <= 1024, "float32 holds no longer sum of int8 products")
+    tl.static_assert(not FLOAT_DOT or EXACT_K <= 1024, "float32 can't hold a longer sum of int8 products exactly")
     part_dtype: tl.constexpr = tl.float32 if FLOAT_DOT else tl.int32
     offs_k = tl.arange(0, BLOCK_K)
     offs_m = row.to(tl.int64) + tl.arange(0, BLOCK_M)
@@ -204,7 +204,7 @@ def _int8_gemm_kernel(
     out_desc,  # a TMA descriptor of out, or None
     out_scale_ptr, M, N, K,
     stride_am, stride_bn, stride_asm, stride_ask, stride_bsn, stride_bsk, stride_osm, stride_osg,
-    QUANT_BLOCK: tl.constexpr,  # None: one scale a row
+    QUANT_BLOCK: tl.constexpr,  # None: one scale per row
     A_SQUARE: tl.constexpr,  # a has a scale for each QUANT_BLOCK x QUANT_BLOCK block
     OUT_BLOCK: tl.constexpr,  # None: out is not quantized again
     OUT_SQUARE: tl.constexpr,  # quantize in square blocks; otherwise in groups of a row
@@ -217,14 +217,14 @@ def _int8_gemm_kernel(
     BLOCK_K: tl.constexpr,  # columns of K in a dot
     UNROLL: tl.constexpr,  # dots in an iteration
     GROUP_M: tl.constexpr,  # tile rows in a group: see numerics.tile_of
-    EARLY: tl.constexpr,  # starts before the previous kernel ends: see launch.launch
+    EARLY: tl.constexpr,  # may start before the previous kernel ends: see launch.launch
 ):  # fmt: skip
     wait_if_early(EARLY)
     a = (a_ptr, stride_am, a_scale_ptr, stride_asm, stride_ask)
     b = (b_ptr, stride_bn, b_scale_ptr, stride_bsn, stride_bsk)
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
-    # The compiler removes a loop of one iteration, and then keeps nothing in registers for a next tile.
+    # The compiler removes a loop of one iteration, and then keeps nothing in registers for another tile.
     first = tl.program_id(0)
     end = tiles_m * tiles_n if PERSISTENT else first + 1
     for tile in range(first, end, tl.num_programs(0) if PERSISTENT else 1):
@@ -241,7 +241,7 @@ def _int8_gemm_kernel(
 
 
 def _choose(problem, float_dot):
-    """Choose the Config of a problem."""
+    """Choose the Config for a problem."""
     (M, K), N = problem.a.shape, problem.b.shape[0]
     arch = gpu(problem.a.device).arch
     known = "float" if float_dot else arch if arch in _CONFIGS else 80
@@ -280,7 +280,7 @@ def int8_gemm_portable(problem, descriptors=True, float_dot=False, config=None):
     p = problem
     (M, K), N = p.a.shape, p.b.shape[0]
     device = gpu(p.a.device)
-    # on capability 12.0 kernels with descriptors spill
+    # on capability 12.0, kernels with descriptors spill
     has_descriptors = device.capability[0] in (9, 10) and TensorDescriptor is not None
     descriptors = descriptors and has_descriptors and K > 0
     c = config or _choose(p, float_dot)
@@ -303,6 +303,6 @@ def int8_gemm_portable(problem, descriptors=True, float_dot=False, config=None):
         ACTIVATION=p.activation, DESCRIPTORS=descriptors, FLOAT_DOT=float_dot,
         PERSISTENT=c.programs is not None, PREFETCH=p.block_size is not None and not wgmma,
         BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, UNROLL=c.unroll, GROUP_M=c.group_m,
-        early=M <= 16,  # elsewhere it gains nothing, and a persistent grid loses balance
+        early=M <= 16,  # elsewhere it gains nothing and unbalances a persistent grid
         num_warps=c.warps, num_stages=c.stages,
     )  # fmt: skip

@@ -10,9 +10,9 @@ K block, one piece of inline assembly loads a warp's operands and multiplies its
                             b[column, the same bytes]              B: column l // 4, the same bytes
                             sums of columns 2 * (l % 4), + 1       C: row l // 4
 
-A 16-byte load holds the operands of four instructions. The columns of K then come in another order, but the same for a
-and b, and the order does not matter to a sum. To Triton, every operand and sum is a tensor with one element per thread;
-at the end a join and a permutation, which move no data, turn the sums into the tile that the epilogue expects.
+A 16-byte load holds the operands of four instructions. The columns of K are then in another order, but in the same one
+for a and b, and a sum doesn't depend on the order. To Triton, every operand and sum is a tensor with one element per
+thread; at the end a join and a permutation, which move no data, turn the sums into the tile that the epilogue expects.
 """
 
 from typing import NamedTuple
@@ -37,7 +37,7 @@ class _Config(NamedTuple):
     wn: int  # warps across a program's tile
 
 
-# "decode" is M <= 16. "float32" is for more rows, with float32 output and a bias. Not timed: these compile for a T4
+# "decode" is M <= 16. "float32" is for more rows, with float32 output and a bias. Not timed: they compile for a T4
 # without spills.
 _CONFIGS = {
     "decode": _Config(mt=2, nt=4, wm=1, wn=4),
@@ -49,7 +49,7 @@ _CONFIGS = {
 def _assembly(MT, NT):
     """Write PTX that multiplies a warp's tile over 128 columns of K. Returns it and its constraints.
 
-    It takes MT + NT row addresses, and returns 2 * MT * NT sums. These start at 0x4B400000, the bits of the float
+    The PTX takes MT + NT row addresses and returns 2 * MT * NT sums. These start at 0x4B400000, the bits of the float
     12582912 = 1.5 * 2**23. A sum of 128 products of int8 is at most 2**21, so the bits of 12582912 + sum come out: a
     float without a conversion, which a T4 does at a quarter of the rate.
     """
@@ -93,7 +93,7 @@ def _int8_gemm_sm75_kernel(
     BLOCK_N: tl.constexpr = 8 * NT * WN
     THREADS: tl.constexpr = 32 * WM * WN
     tl.static_assert(128 % (8 * NT) == 0, "a warp's columns share their scales")
-    tl.static_assert(128 % BLOCK_M == 0, "and the rows of a tile theirs, if they are of squares")
+    tl.static_assert(128 % BLOCK_M == 0, "a tile's rows share their scales if a has square blocks")
     tiles_n = tl.cdiv(N, BLOCK_N)
     tile_row = tl.program_id(0) // tiles_n * BLOCK_M
     tile_column = tl.program_id(0) % tiles_n * BLOCK_N
@@ -119,7 +119,7 @@ def _int8_gemm_sm75_kernel(
     for _ in tl.static_range(2 * MT * NT):
         sums += (tl.zeros((THREADS,), tl.float32),)
 
-    for block in range((K // 128).to(tl.int64)):  # so that its products with strides are int64, too
+    for block in range((K // 128).to(tl.int64)):  # int64, so that its products with strides are, too
         block_addresses = ()
         for i in tl.static_range(MT + NT):
             block_addresses += (addresses[i] + block * 128,)
@@ -156,7 +156,7 @@ def _int8_gemm_sm75_kernel(
 
 
 def supports_sm75(problem):
-    """Returns whether `int8_gemm_sm75` can solve it: compiled, K in blocks of 128, out not in square blocks."""
+    """Returns whether `int8_gemm_sm75` can solve a problem: compiled, K in blocks of 128, out not in square blocks."""
     K = problem.a.shape[1]
     if INTERPRETED.value or problem.block_size != 128 or K == 0 or K % 128 or problem.out_square:
         return False

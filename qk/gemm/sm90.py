@@ -5,10 +5,10 @@
 or with a_scale[m', block], m' = m // 128, where a has a scale for each square block, or, with one scale per row,
 out[m, n] = (a[m, :] . b[n, :]) * a_scale[m] * b_scale[n].
 
-One CTA per SM computes tile after tile of 128 x 256 outputs (128 x 128 where there are few). A producer warp fills a
-ring of K blocks in shared memory by TMA; two consumer warpgroups own 64 rows of the tile each, in halves of 128
-columns. A product takes the tensor cores 256 clocks and its rescale the other units about as many, so the two consumers
-take turns:
+One CTA per SM computes tile after tile of 128 x 256 outputs (128 x 128 if there are few). A producer warp fills a ring
+of K blocks in shared memory by TMA; two consumer warpgroups own 64 rows of the tile each, in halves of 128 columns. A
+matmul of one block keeps the tensor cores busy for 256 clocks, and its rescale the other units for about as long, so
+the two consumers take turns:
 
     consumer 0   multiply | rescale  | multiply | rescale  |
     consumer 1            | multiply | rescale  | multiply | rescale      the turn is a pair of barriers
@@ -23,8 +23,8 @@ both exact as |n1 + n2| <= 2**22. With t1 = s1 - s2 and t2 = s2,
     n1 * s1 + n2 * s2  =  (MAGIC + n1) * t1  +  (MAGIC + n1 + n2) * t2  -  MAGIC * s1
 
 costs one fma per element and block. MAGIC * s1 is summed for each row and subtracted every _SPAN blocks; until then the
-sums carry it, and round relative to it. Simulated for _SPAN = 16, that adds a relative Frobenius error of 3e-5 on
-uniform codes, 1.3e-4 on normal data, and 1.2e-3 where outlier channels are 50 times as large (where int8 itself is off
+sums include it, and round relative to it. Simulated for _SPAN = 16, that adds a relative Frobenius error of 3e-5 on
+uniform codes, 1.3e-4 on normal data, and 1.2e-3 with outlier channels 50 times as large (for which int8 itself is off
 by 4e-2).
 
 With one scale per row there is nothing to rescale in the loop: the int32 sums stay in the tensor cores' registers.
@@ -72,8 +72,8 @@ _CONFIGS = {
 
 _BLOCK_M = tl.constexpr(128)
 _BLOCK_K = tl.constexpr(128)  # also the block of the scales
-_SCALES = tl.constexpr(32)  # scales per load, of which two are used: TMA writes to multiples of 128 bytes
-_SPAN = tl.constexpr(16)  # fast mode: K blocks between two corrections
+_SCALES = tl.constexpr(32)  # scales per load, two of them used: TMA writes to multiples of 128 bytes
+_SPAN = tl.constexpr(16)  # fast mode: K blocks between corrections
 _MAGIC_BITS = tl.constexpr(0x4B400000)
 
 
@@ -86,7 +86,7 @@ def _next_stage(stage, phase, STAGES: tl.constexpr):
 
 @jit
 def _stage_before(stage, STAGES: tl.constexpr):
-    # Computed anew: with `last = stage` both before and in a loop, Gluon doesn't see that the loop changes `last`.
+    # Recomputed: with `last = stage` both before and in a loop, Gluon doesn't see that the loop changes `last`.
     return gl.where(stage == 0, STAGES, stage) - 1
 
 
@@ -112,10 +112,10 @@ def _producer(
                 ready = full[u].index(stage)
                 mbarrier.wait(empty[u].index(stage), phase)
                 if not PER_ROW:
-                    fence_async_shared()  # TMA must not overtake the ordinary loads of the scales that it overwrites
+                    fence_async_shared()  # TMA must not overwrite scales before ordinary loads have read them
                 if PER_ROW or u == 1:
                     mbarrier.expect(ready, BYTES)
-                else:  # scales of square blocks for both K blocks, from a multiple of 4: elsewhere TMA faults
+                else:  # scales of square blocks for both K blocks, from a multiple of 4, since TMA faults elsewhere
                     mbarrier.expect(ready, BYTES + SQUARES * 4 * _SCALES)
                     tma_load(b_scale_desc, [tile_n * HALVES, k & -4], ready, b_scale_bufs.index(stage))
                     if A_SQUARE:
@@ -151,8 +151,8 @@ def _begin(product, last_sums, never, EXACT: tl.constexpr):
 @jit
 def _rescale(sums, product, scale, EXACT: tl.constexpr):
     """Returns sums + product * scale, with a scale for each row, or one for all."""
-    # Volatile assembly stays between the wait for the product and the next product into the same registers. LLVM would
-    # move a conversion below that, and copy all of the product first.
+    # Volatile assembly stays between the wait for a product and the next product into the same registers. LLVM would
+    # move a plain conversion below that, and copy the whole product first.
     scale, _ = gl.broadcast(scale.expand_dims(1), sums)
     if EXACT:
         sums = gl.inline_asm_elementwise(
@@ -192,7 +192,7 @@ def _scales(
 @jit
 def _multiply_in_turn(a_buf, b_buf, product, use_acc, turn, WG: tl.constexpr, phase: tl.constexpr):
     """Wait for this consumer's turn, start a product, and give the turn to the other consumer."""
-    FIRST: tl.constexpr = 1 if WG == 0 else 0  # consumer 0 finds its turn already come
+    FIRST: tl.constexpr = 1 if WG == 0 else 0  # it is consumer 0's turn from the start
     mbarrier.wait(turn[WG], phase ^ FIRST)
     product = _multiply(a_buf, b_buf, product, use_acc)
     mbarrier.arrive(turn[1 - WG], count=1)
@@ -207,7 +207,7 @@ def _add_pair(
     """Add a pair of K blocks to the sums of half a tile. Returns them, the product's registers and the offset."""
     a_bufs, b_bufs, scale_bufs, b_scale_bufs, full, empty = ring
     row_layout: tl.constexpr = gl.SliceLayout(1, product.type.layout)
-    LAST: tl.constexpr = half == HALVES - 1  # nobody reads the pair's buffers after this half
+    LAST: tl.constexpr = half == HALVES - 1  # nothing reads the pair's buffers after this half
     use_acc = never if EXACT else True  # whether a product adds to what the registers hold
     a1 = a_bufs.index(4 * stage + WG)
     a2 = a_bufs.index(4 * stage + 2 + WG)
@@ -283,7 +283,7 @@ def _sum_all(
             sums0 = _multiply(a, b.slice(0, 128, 0), sums0, True)
             if HALVES == 2:
                 sums1 = _multiply(a, b.slice(128, 128, 0), sums1, True)
-            # all products are done but those just started: the previous K block is free
+            # all products but those just started are done: the previous K block is free
             if HALVES == 2:
                 sums0, sums1 = warpgroup_mma_wait(2, (sums0, sums1))
             else:
@@ -338,7 +338,7 @@ def _consumer(
 
 @jit
 def _barriers(STAGES: tl.constexpr, COUNT: tl.constexpr):
-    """One array for each K block of a pair: the compiler then puts fewer CTA barriers between uses of the two."""
+    """Allocate an array for each K block of a pair, so that the compiler puts fewer CTA barriers between their uses."""
     first = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     second = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -385,7 +385,7 @@ def _int8_gemm_sm90_kernel(
     empty = _barriers(STAGES, 2)
     ring = (a_bufs, b_bufs, a_scales, b_scales, full, empty)
     turn = ()
-    if not PER_ROW:  # without blocks there is nothing to rescale in turns
+    if not PER_ROW:  # without blocks, nothing is rescaled in turns
         turn = _turns()
     exchange = ()
     if OUT_SQUARE:
@@ -415,7 +415,7 @@ def _int8_gemm_sm90_kernel(
 
 
 def _choose(problem, multiprocessors):
-    """Choose the narrow tile where the wide one would leave more of the GPU idle, or would not fit shared memory."""
+    """Choose the narrow tile if the wide one would leave more of the GPU idle or wouldn't fit in shared memory."""
     M, N = problem.out.shape
     if problem.out_square and problem.block_size is not None and not problem.a_square:
         return "narrow"
@@ -426,7 +426,7 @@ def _choose(problem, multiprocessors):
 
 
 def supports_sm90(problem):
-    """Returns whether `int8_gemm_sm90` can solve it.
+    """Returns whether `int8_gemm_sm90` can solve a problem.
 
     It can on Hopper, with K >= 1; contiguous a, b and out whose rows are multiples of 16 bytes, a and b at aligned
     addresses; block_size 128 or None; out_block_size 32, 64, 128, 256 or None, and 128 with out_square.
@@ -450,7 +450,7 @@ def supports_sm90(problem):
 def int8_gemm_sm90(problem, config=None):
     """Solve a problem that it supports. Checks nothing.
 
-    a_scale is best K-major (strides (1, M), M a multiple of 4): other scales are copied first. So are scales of square
+    a_scale is best K-major (strides (1, M), M a multiple of 4); otherwise it is copied first. So are scales of square
     blocks if they are a transposed view, or if their rows don't start at multiples of 16 bytes, as when ceil(K / 128)
     is not a multiple of 4. out must be 16-byte aligned, and out_scale or its transpose contiguous. config: a key or an
     entry of _CONFIGS to use instead of `_choose`'s; out_block_size 256 needs a wide one.

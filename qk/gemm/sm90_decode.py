@@ -4,7 +4,7 @@
 
 or, with one scale per row, out[m, n] = (a[m, :] . b[n, :]) * a_scale[m] * b_scale[n].
 
-With few tokens, reading b, the weight, takes all the time, so what counts is how many of its bytes are in flight. wgmma
+With few tokens, the time goes into reading b, the weight, so what counts is how many of its bytes are in flight. wgmma
 multiplies 64 rows by 8 to 256 columns: here the rows are the weight's, and the columns are the tokens.
 
      b [N, K]   +-----------------------+           a [M, K]: all tokens of a tile are loaded with it, block by block
@@ -12,9 +12,9 @@ multiplies 64 rows by 8 to 256 columns: here the rows are the weight's, and the 
                 +-----------------------+           the ring in shared memory: what is in flight and being multiplied
                           0  1  0                   consumer warpgroups that share K: each multiplies the next step
 
-A producer warp fills the ring by TMA. The consumers take turns along K of the same 64 rows, and the first adds up their
-sums in order. Where there are more rows than that keeps busy, each consumer has 64 rows of its own, and a is loaded
-once for all of them. A block's int32 sums are scaled in float32 and added there.
+A producer warp fills the ring by TMA. For up to 64 tokens the consumers work on the same 64 rows and take turns along
+K, and the first adds up their sums in order. For more, each consumer has 64 rows of its own, and a is loaded once for
+all of them. A block's int32 sums are scaled and added up in float32.
 """
 
 from typing import NamedTuple
@@ -54,7 +54,7 @@ def _sum_steps(
     WG: tl.constexpr, PER_ROW: tl.constexpr, SHARE_K: tl.constexpr, STRIDE: tl.constexpr, DOTS: tl.constexpr,
     STAGES: tl.constexpr, layout: tl.constexpr,
 ):  # fmt: skip
-    """Multiply every STRIDE-th step of a tile from `first` on. Returns the sums, scaled unless PER_ROW."""
+    """Multiply every STRIDE-th step of a tile, beginning with `first`. Returns the sums, scaled unless PER_ROW."""
     a_bufs, b_bufs, scale_bufs, full, empty = ring
     BLOCK_M: tl.constexpr = a_bufs.shape[1]
     acc = gl.full([_CONSUMER_N, BLOCK_M], 0, gl.int32 if PER_ROW else gl.float32, layout)
@@ -103,7 +103,7 @@ def _consume(
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(N, ROWS)
     steps = gl.cdiv(K, DOTS * _DOT_K)
-    taken = 0  # steps of the tiles before
+    taken = 0  # steps of earlier tiles
     round = 0
     for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         tile_m, tile_n = tile_of(t, tiles_m, tiles_n, GROUP_M)
@@ -192,7 +192,7 @@ class _Tile(NamedTuple):
     share_k: bool  # whether three consumers share K; otherwise two have 64 rows each
     block_m: int  # tokens of a tile
     dots: int  # products of each stage
-    stages: int  # where consumers share K a multiple of their number, so that each has its own
+    stages: int  # if consumers share K, a multiple of their number, so that each has its own
     registers: int  # for each consumer thread
     group_m: int = 1  # tile rows in a group: see gluon.tile_of
 
@@ -207,7 +207,7 @@ _CONFIGS = {
 
 
 def _choose(M, N, multiprocessors):
-    # The order of sums depends on M alone: a weight that is cut into parts of its rows gives the same bits.
+    # The order of sums depends on M alone, so that a weight cut by rows gives the same bits.
     if M <= 64:
         return "32" if M <= 32 else "64"
     # Where the small tiles don't fit the GPU at once, one tile holds all tokens: from 3 % slower to 20 % faster at five
@@ -216,7 +216,7 @@ def _choose(M, N, multiprocessors):
 
 
 def supports_sm90_decode(problem):
-    """Returns whether `int8_gemm_sm90_decode` can solve it.
+    """Returns whether `int8_gemm_sm90_decode` can solve a problem.
 
     It can on Hopper, with K >= 1; rows of a and b that are multiples of 16 bytes, at aligned addresses; block_size 128
     or None, with scales for each row of a; out not quantized, and no activation.
@@ -238,7 +238,7 @@ def supports_sm90_decode(problem):
 def int8_gemm_sm90_decode(problem, config=None):
     """Solve a problem that it supports. Checks nothing.
 
-    a_scale is best K-major (strides (1, M), M a multiple of 4): other scales are copied first. config: a key or an
+    a_scale is best K-major (strides (1, M), M a multiple of 4); otherwise it is copied first. config: a key or an
     entry of _CONFIGS to use instead of `_choose`'s.
     """
     p = problem

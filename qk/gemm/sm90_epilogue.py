@@ -1,9 +1,9 @@
 """The epilogue of the int8 GEMM of Hopper: from a tile's sums to outputs. `qk/gemm/sm90.py` has the main loop.
 
-The sums get the bias and the activation in their registers. They are rounded to out's dtype, or quantized to int8 with
-a scale for each 1 x OUT_BLOCK (four threads hold a row), and leave by TMA through shared memory, 128 bytes of a row at
-a time. Each consumer has 64 rows of a 128 x 128 square block: the two write down their warps' maxima, and wait for each
-other's.
+Bias and activation are applied to the sums in registers. The results are rounded to out's dtype, or quantized to int8
+with a scale for each 1 x OUT_BLOCK (four threads hold a row), and stored by TMA through shared memory, 128 bytes of a
+row at a time. Each consumer has 64 rows of a 128 x 128 square block, so the two exchange their warps' maxima through
+shared memory.
 """
 
 import triton.language as tl
@@ -21,7 +21,7 @@ MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23
 @jit
 def _gelu(x):
     """x * (1 + erf(x / sqrt 2)) / 2, to 5e-8; the left tail to 3e-4 of itself."""
-    # As in core/activations.py: max(x, 0) - |x| * Q(|x|), where log2 Q is a polynomial that keeps falling where Q is 0.
+    # As in core/activations.py: max(x, 0) - |x| * Q(|x|), with a polynomial for log2 Q that keeps falling where Q is 0.
     # (libdevice's erf needs more registers.)
     t = gl.abs(x)
     log2_q = gl.fma(t, -5.9330125e-07, 9.920431e-06)
@@ -48,14 +48,14 @@ def _activate(x, ACTIVATION: tl.constexpr):
 
 @jit
 def _halves(x):
-    """Split a tile into the left and the right half of its columns. Each thread has some of both."""
+    """Split a tile into the left and the right half of its columns. Each thread holds some of both."""
     return x.reshape([WG_M, 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
 
 
 @jit
 def _add_bias_and_activate(x, bias_ptr, column, N, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr):
     WIDTH: tl.constexpr = x.shape[1]
-    if WIDTH > 32 and (HAS_BIAS or ACTIVATION is not None):  # in parts: all at once would need too many registers
+    if WIDTH > 32 and (HAS_BIAS or ACTIVATION is not None):  # in parts, since all at once would need too many registers
         left, right = _halves(x)
         left = _add_bias_and_activate(left, bias_ptr, column, N, HAS_BIAS, ACTIVATION)
         right = _add_bias_and_activate(right, bias_ptr, column + WIDTH // 2, N, HAS_BIAS, ACTIVATION)
@@ -63,7 +63,7 @@ def _add_bias_and_activate(x, bias_ptr, column, N, HAS_BIAS: tl.constexpr, ACTIV
     else:
         if HAS_BIAS:
             columns = column + gl.arange(0, WIDTH, gl.SliceLayout(0, x.type.layout))
-            # volatile: it is loaded when it is needed, not long before
+            # volatile, so that it is loaded when it is needed, not long before
             bias = gl.load(bias_ptr + columns, mask=columns < N, other=0.0, volatile=True)
             x += bias.to(gl.float32).expand_dims(0)
         x = _activate(x, ACTIVATION)
@@ -91,7 +91,7 @@ def _larger(a, b):
 
 @jit
 def _magnitude_bits(x, column, N, GROUP: tl.constexpr, RAGGED: tl.constexpr):
-    """The bits [64, 128 / GROUP] of the largest magnitude of each group of columns before N; NaN if it has one."""
+    """The bits [64, 128 / GROUP] of the largest magnitude in each group of columns before N; NaN if there is one."""
     if RAGGED:
         columns = column + gl.arange(0, HALF, gl.SliceLayout(0, x.type.layout))
         x = gl.where((columns < N).expand_dims(0), x, 0.0)
@@ -106,7 +106,7 @@ def _largest(a, b):
 
 @jit
 def _write_maximum(bits, maxima, row, M, place, WG: tl.constexpr):
-    """Write the largest of the bits [64, 1] of each warp's rows before M to a consumer's place in shared memory."""
+    """Write the maximum of the bits [64, 1] over each warp's rows before M to a consumer's slot in shared memory."""
     rows = gl.arange(0, WG_M, gl.SliceLayout(1, bits.type.layout)).expand_dims(1)
     bits = gl.where(rows < M - row, bits, 0)
     maxima.index(2 * place + WG).store(gl.reduce(bits.reshape([_WARPS, WG_M // _WARPS]), 1, _largest))
@@ -114,7 +114,7 @@ def _write_maximum(bits, maxima, row, M, place, WG: tl.constexpr):
 
 @jit
 def _read_maximum(bits, maxima, place):
-    """Returns the largest of both consumers' maxima, once for each row."""
+    """Returns the larger of the two consumers' maxima, repeated for each row."""
     layout: tl.constexpr = gl.BlockedLayout([_WARPS], [32], [_WARPS], [0])
     both = gl.maximum(maxima.index(2 * place).load(layout), maxima.index(2 * place + 1).load(layout))
     return gl.full(bits.shape, gl.reduce(both, 0, _largest), gl.int32, bits.type.layout)
@@ -123,7 +123,7 @@ def _read_maximum(bits, maxima, place):
 @jit
 def _divide(QMAX: tl.constexpr, x):
     """QMAX / x, correctly rounded, for normal x > 0 whose quotient is normal too."""
-    # The steps of div.rn, less its slow path for other operands, which would cost registers: with the mantissa in
+    # The steps of div.rn without its slow path for other operands, which would cost registers: with the mantissa in
     # [2, 4) nothing overflows, and the power of two is put back at the end.
     bits = x.to(gl.int32, bitcast=True)
     mantissa = ((bits & 0x7FFFFF) | 0x40000000).to(gl.float32, bitcast=True)
@@ -152,7 +152,7 @@ def _scale(
     groups = gl.arange(0, bits.shape[1], gl.SliceLayout(0, layout)).expand_dims(0)
     count = gl.cdiv(N, OUT_BLOCK)
     first = column // OUT_BLOCK
-    if OUT_SQUARE:  # all rows of a square block have the same: the first one stores it
+    if OUT_SQUARE:  # all rows of a square block have the same scale; the first one stores it
         M = gl.where(row % OUT_BLOCK == 0, row + 1, 0)
         out_scale_ptr += (row // OUT_BLOCK).to(gl.int64) * count + first
         offsets = rows.to(gl.int64) * count + groups
@@ -178,7 +178,7 @@ def _codes(x, inverse):
 
 @jit
 def _store(x, out_desc, out_bufs, row, column, WG: tl.constexpr, FIRST: tl.constexpr):
-    """Send columns of a tile, from its column FIRST on, to out by TMA, which writes nothing outside the matrix."""
+    """Store columns of a tile, from column FIRST on, to out by TMA, which writes nothing outside the matrix."""
     WIDTH: tl.constexpr = x.shape[1]
     PIECE: tl.constexpr = out_bufs.shape[2]
     BUFS: tl.constexpr = out_bufs.shape[0] // 2  # for each consumer, in turn
@@ -196,7 +196,7 @@ def _store(x, out_desc, out_bufs, row, column, WG: tl.constexpr, FIRST: tl.const
 
 @jit
 def maxima_exchange(HALVES: tl.constexpr):
-    """Allocate where the consumers tell each other the maximum of their half of a square block."""
+    """Allocate slots in which the consumers exchange the maxima of their halves of a square block."""
     maxima = gl.allocate_shared_memory(gl.int32, [4 * HALVES, _WARPS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     written = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(written, count=2)
@@ -213,8 +213,8 @@ def finish(
     if OUT_SQUARE:
         HALVES: tl.constexpr = len(sums)
         maxima, written = exchange
-        # Tiles use two places in turn. Before a consumer writes to a place again, it has waited for the other consumer
-        # at the tile between, and that one arrived there after it had read this place.
+        # Tiles use two slots in turn. Before a consumer writes to a slot again, it has waited for the other consumer at
+        # the tile in between, and that one arrived there only after reading this slot.
         turn = t // gl.num_programs(0) & 1
         xs = ()
         all_bits = ()
@@ -225,7 +225,7 @@ def finish(
             _write_maximum(bits, maxima, row, M, turn * HALVES + half, WG)
             xs = xs + (x,)
             all_bits = all_bits + (bits,)
-        barrier()  # all warps have written, which one thread reports
+        barrier()  # all warps have written; one thread reports it
         mbarrier.arrive(written, count=1)
         mbarrier.wait(written, turn)
         for half in gl.static_range(HALVES):

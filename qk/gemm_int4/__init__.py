@@ -28,7 +28,7 @@ __all__ = ["int4_gemm", "int4_gemm_ref"]
 
 
 class Implementation(NamedTuple):
-    """A way to multiply. The first entry of IMPLEMENTATIONS that supports x is used."""
+    """One way to multiply. The first entry of IMPLEMENTATIONS that supports x is used."""
 
     name: str
     supports: Callable  # takes x [M, K]; returns whether it can multiply x here
@@ -46,7 +46,7 @@ def _as_words(packed):
     """View either packing as int32 words [N, >= ceil(K / 8)], in rows that start at multiples of 16 bytes."""
     if packed.shape[1] == 0:
         return packed.new_zeros((packed.shape[0], 4), dtype=torch.int32)  # no kernel reads them
-    if packed.storage_offset() * packed.itemsize % 4:  # torch wouldn't view it as words, wherever it lies
+    if packed.storage_offset() * packed.itemsize % 4:  # torch wouldn't view it as words, even at an aligned address
         packed = packed.clone()
     packed = with_aligned_rows(packed, 4 // packed.itemsize)
     return packed if packed.dtype == torch.int32 else packed.view(torch.int32)
@@ -88,16 +88,16 @@ def int4_gemm(x, packed, absmax, bias=None, group_size=None, out_dtype=None):
 
     Returns:
         [..., N]. With float32 output the relative Frobenius error is below 5e-6, as long as the sum of a group's codes
-        times x stays below 3.4e38. An absmax that is NaN or infinite makes its column of the output NaN, and changes
+        times x stays below 3.4e38. An absmax that is NaN or infinite makes its column of the output NaN and changes
         nothing else.
 
     Raises:
         ValueError: for a bad dtype, shape, device or option, or more than 2**31 - 4096 rows or columns.
 
-    Any strides work. But if rows of x or packed don't start at multiples of 16 bytes (for packed, where K isn't
-    divisible by 32), every call makes a copy: with a large weight, make that copy once. A call also needs temporary
-    memory: up to 16 float32 matrices [M, N] where K is split, 128 MiB of codes for more than 512 tokens, or, on Hopper,
-    one copy of x. Below compute capability 8.0 bfloat16 is multiplied in float32, exactly.
+    Any strides work. But if rows of x or packed don't start at multiples of 16 bytes (for packed, if K isn't divisible
+    by 32), every call copies that matrix: for a large weight, make the copy once yourself. A call also needs temporary
+    memory: up to 16 float32 matrices [M, N] if K is split, 128 MiB of codes for more than 512 tokens, or, on Hopper,
+    one copy of x. Below compute capability 8.0, bfloat16 is multiplied in float32, exactly.
     """
     check_tensor("x", x, (torch.float16, torch.bfloat16), "[..., K]")
     check_tensor("packed", packed, (torch.uint8, torch.int32), "[R, C]", like=("x", x))
@@ -129,5 +129,5 @@ def int4_gemm_ref(x, packed, absmax, bias=None, group_size=None, out_dtype=None)
     scale = torch.where(absmax.isfinite(), absmax / torch.full_like(absmax, 7), torch.nan).double()
     w = codes * scale.repeat_interleave(group_size or max(K, 1), 1)[:, :K]
     out = x.detach().double() @ w.T
-    out = (out if bias is None else out + bias.detach().double()).float()  # rounded as the kernel's sums are
+    out = (out if bias is None else out + bias.detach().double()).float()  # rounded like the kernel's sums
     return out.to(x.dtype if out_dtype is None else out_dtype)

@@ -1,8 +1,8 @@
-"""The int4 GEMM with `tl.dot`, for compute capability 8.0 or more, and for bfloat16 and the interpreter everywhere.
+"""The int4 GEMM with `tl.dot`: for compute capability 8.0 or more, for bfloat16 below that, and for the interpreter.
 
     out[m, n] = bias[n] + sum over groups of (x[m, group] . code[n, group]) * (absmax[n, group] / 7)
 
-    w [N, K], packed as `quantize_int4` does: eight codes in 32 bits, in either packing
+    w [N, K], packed as by `quantize_int4`: eight codes in 32 bits, in either packing
 
          +-----+-----+-----+                   The tensor cores sum a group's products in float32; the sum is multiplied
     n    |     |#####|     |  BLOCK_N rows     by the group's scale, in float32, and added to the tile's sums.
@@ -17,8 +17,8 @@ right by four into two halves. `lop3` keeps a nibble of each half and sets the b
 with the code's sign bit flipped: 128 + (code + 8). An `fma` subtracts 136. All of that is exact. The unpacked codes go
 through shared memory on their way to the tensor cores.
 
-With thousands of tokens, the loop would unpack a weight again and again. There a kernel writes the codes once, as
-16-bit numbers, to a scratch buffer, some rows at a time, and the same main loop reads them from there.
+With thousands of tokens, the loop would unpack a weight again and again. So a kernel first writes the codes to a scratch
+buffer as 16-bit numbers, some rows at a time, and the same main loop reads them from there.
 """
 
 from typing import NamedTuple
@@ -48,13 +48,13 @@ class Tile(NamedTuple):
     group_m: int  # tile rows in a group: see numerics.tile_of
     warps: int
     stages: int
-    programs: int  # for each multiprocessor, that splitting K aims at; 0: K is not split
+    programs: int  # per multiprocessor, which splitting K aims at; 0: K is not split
     scratch: int = 0  # MiB of unpacked codes at a time; 0: codes are unpacked in the loop
     descriptors: bool = False  # load x and the weight by TMA, where the GPU has it
 
 
 # "decode" is M <= 16, "small" M <= 64, "medium" M <= 512. Not timed: these compile without spills. "float" is for GPUs
-# below capability 8.0, where Triton's only tl.dot is that of float32.
+# below capability 8.0, where Triton's only tl.dot is float32.
 _CONFIGS = {
     90: {
         "decode": Tile(16, 64, 128, group_m=1, warps=4, stages=5, programs=4),
@@ -88,7 +88,7 @@ def _dot_columns(config, group_size):
 
 
 def _choose(x, N, group_size):
-    """Choose the Tile of a problem. Returns it, and the columns of a dot."""
+    """Choose the Tile for a problem. Returns it, and the columns of a dot."""
     M, K = x.shape
     arch = gpu(x.device).arch
     known = "float" if arch < 80 else arch if arch in _CONFIGS else 80
@@ -100,14 +100,14 @@ def _choose(x, N, group_size):
         block_m, block_n = (min(max(next_power_of_2(size), 16), 256) for size in (M, N))
         dot_k = min(group_size or 256, max(next_power_of_2(K), 32))
         return config._replace(block_m=block_m, block_n=block_n, step=max(config.step, dot_k)), dot_k
-    # a stage holds x and packed codes; once more there are unpacked codes on their way to the tensor cores
+    # a stage holds x and packed codes; besides these there are unpacked codes on their way to the tensor cores
     stage = config.step * (2 * config.block_m + (2 * config.block_n if config.scratch else config.block_n // 2))
     free = SHARED_KIB.get(arch, 99) * 1024 - (0 if config.scratch else 2 * dot_k * config.block_n)
     return config._replace(stages=max(min(config.stages, free // stage), 1)), dot_k
 
 
 def _to_halves(one, offset, magic, kind):
-    """Write PTX that unpacks a word of eight codes into four pairs of 16-bit numbers, the p-th columns 2 p, 2 p + 1."""
+    """Write PTX that unpacks a word of eight codes into four pairs of 16-bit numbers, columns 2 p and 2 p + 1."""
     lines = ["{", ".reg .b32 s, t, one, offset, magic;", "shr.u32 s, $4, 4;"]
     lines.append(f"mov.b32 one, {one}; mov.b32 offset, {offset}; mov.b32 magic, {magic};")
     for p in range(4):
@@ -135,7 +135,7 @@ def _unpack(words, dtype: tl.constexpr):
             "=&r,=&r,=&r,=&r,r", [words], dtype=_FOUR_WORDS, is_pure=True, pack=1,
         )  # fmt: skip
         pairs = tl.join(tl.join(p0, p2), tl.join(p1, p3))
-        # the compiler sees that a register's halves stay where they are
+        # this way, the compiler sees that a register's halves stay where they are
         low = pairs.to(tl.int16).to(dtype, bitcast=True)
         high = (pairs >> 16).to(tl.int16).to(dtype, bitcast=True)
         return tl.reshape(tl.join(low, high), (words.shape[0], words.shape[1] * 8))
@@ -145,7 +145,7 @@ def _unpack(words, dtype: tl.constexpr):
 def _group_scales(
     absmax_ptrs, stride_ag, in_rows, rows, k, end, GROUP: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constexpr
 ):  # fmt: skip
-    """Load the scales of DOTS dots of DOT_K columns each, from column k on."""
+    """Load the scales for DOTS dots of DOT_K columns each, from column k on."""
     scales = ()
     for i in tl.static_range(DOTS):
         first = k + i * DOT_K
@@ -171,7 +171,7 @@ def _load_columns(
 
 @triton.jit(do_not_specialize=["M"])  # not compiled anew for each kind of M
 def _int4_gemm_kernel(
-    x_ptr,  # a TMA descriptor if DESCRIPTORS, as w_ptr
+    x_ptr,  # a TMA descriptor if DESCRIPTORS, like w_ptr
     w_ptr,  # int32 words of eight codes; if DENSE, codes in x's dtype
     absmax_ptr,
     bias_ptr,  # None: no bias
@@ -192,7 +192,7 @@ def _int4_gemm_kernel(
     DOTS: tl.constexpr,  # in an iteration
     GROUP_M: tl.constexpr,
     STAGES: tl.constexpr,
-    EARLY: tl.constexpr,  # starts before the previous kernel ends: see launch.launch
+    EARLY: tl.constexpr,  # may start before the previous kernel ends: see launch.launch
 ):  # fmt: skip
     wait_if_early(EARLY)
     tl.static_assert(GROUP is None or GROUP % DOT_K == 0, "a dot's columns share their scale")
@@ -236,7 +236,7 @@ def _int4_gemm_kernel(
             elif FLOAT_DOT:
                 w = to_float32(w)
             sums = tl.dot(w, tl.trans(x), input_precision="ieee")
-            # an fma by name: the launch fuses no other multiplication and addition
+            # an explicit fma: the launch fuses no other multiplication and addition
             acc = tl.fma(sums, (scales[0] if GROUP is None else scales[i])[:, None], acc)
         if GROUP is not None:
             scales = next_scales
@@ -274,7 +274,7 @@ def _sum_kernel(
 def _unpack_int4_gemm_kernel(
     w_ptr, codes_ptr, first_n, rows, words, stride_wn, stride_cn, ROWS: tl.constexpr, WORDS: tl.constexpr
 ):  # fmt: skip
-    """Unpack rows of codes from first_n on into 16-bit numbers, for DENSE."""
+    """Unpack rows of codes, from first_n on, into the 16-bit numbers that DENSE reads."""
     offs_r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offs_w = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     mask_r = offs_r < rows
@@ -302,7 +302,7 @@ def int4_gemm_portable(x, words, absmax, bias, out, group_size, config=None):
 
     Args:
         x: float16 or bfloat16; rows that don't start at multiples of 16 bytes are copied.
-        words: int32 [N, >= K / 8], eight codes a word, in rows that start at multiples of 16 bytes.
+        words: int32 [N, >= K / 8], eight codes per word, in rows that start at multiples of 16 bytes.
         bias: contiguous, or None.
         config: a Tile to use instead of the table's.
     """

@@ -1,10 +1,10 @@
-"""The int4 GEMM of a T4 (sm_75), for float16 activations. Its tests run on newer GPUs, too.
+"""The int4 GEMM of a T4 (sm_75), for float16 activations. It also runs on newer GPUs, where tests use it.
 
     out[m, n] = bias[n] + sum over groups of (x[m, group] . code[n, group]) * absmax[n, group] / 7
 
 Triton has no matrix instruction below sm_80, but PTX does: mma.sync.m16n8k8 multiplies 16 x 8 by 8 x 8 float16 and sums
 in float32. The weight is the left operand, so that a tile has 16 of its rows and as few as 8 tokens. A word of eight
-codes is loaded into one thread's registers, and becomes there what four instructions need:
+codes is loaded into one thread's registers and unpacked there into what four instructions need:
 
     lane l = 4 * g + t of a warp   holds                                    in the instruction
     row g of the weight            codes 8 * t .. 8 * t + 7 of 32           A: row g, two of 8 columns
@@ -15,17 +15,17 @@ codes is loaded into one thread's registers, and becomes there what four instruc
     word     n7 n6 n5 n4 n3 n2 n1 n0     & 0x000f000f: n4 and n0, in the low bits of two halves
                                          & 0x00f000f0: n5 and n1, 16 times as large; >> 8: n6 and n2, n7 and n3
 
-Each of the four instructions uses codes p and p + 4 of every lane, and x in the same order: the order of columns does
-not matter to a sum. A nibble with its sign bit flipped, under the bits of 1024, is the number 1024 + (code + 8), or
-1024 + 16 * (code + 8), from which an fma makes the code. All of that is exact, and takes nine instructions for a word
-of eight codes. The tensor cores sum 64 columns, or 32 in groups of 32. These sums are multiplied by absmax / 2 in
+Each of the four instructions uses codes p and p + 4 of every lane, and x in the same order: a sum doesn't depend on the
+order of columns. A nibble with its sign bit flipped, below the bits of 1024, is the number 1024 + (code + 8) or
+1024 + 16 * (code + 8), and an fma turns that into the code. All of this is exact, and takes nine instructions for a
+word of eight codes. The tensor cores sum 64 columns, or 32 in groups of 32. These sums are multiplied by absmax / 2 in
 float32, and divided by 3.5 at the end.
 
 The compiled code has 2.8 instructions per code in the loop for few tokens and 3.4 for many, one of them the matrix
 instruction, and uses 80 to 106 and 176 to 241 registers. Predicted, not measured, for 8192 x 8192 with groups of 128 on
-a T4 at 1.59 GHz: up to 16 tokens take 0.14 ms, in which 250 GB/s read the codes (float16: 0.54 ms) and an SM could
-issue 16 instructions per code. 8192 tokens take at least 17 ms, as in float16: that is the tensor cores' peak, with
-43 % of the issue slots in use.
+a T4 at 1.59 GHz: up to 16 tokens take 0.14 ms, the time to read the codes at 250 GB/s (float16: 0.54 ms), in which an
+SM could issue 16 instructions per code. 8192 tokens take at least 17 ms, as in float16: that is the tensor cores' peak,
+with 43 % of the issue slots in use.
 """
 
 from typing import NamedTuple
@@ -46,18 +46,18 @@ class _Config(NamedTuple):
 
     mt: int  # pieces of 8 tokens in a warp's tile
     nt: int  # pieces of 16 rows of the weight in a warp's tile
-    wm: int  # warps side by side in tokens
-    wn: int  # warps side by side in rows
-    wk: int  # warps side by side in columns: their sums are added at the end
+    wm: int  # warps along tokens
+    wn: int  # warps along rows
+    wk: int  # warps along columns: their sums are added at the end
 
 
-# not timed: these compile for a T4 without spills
+# not timed: they compile for a T4 without spills
 _CONFIGS = {
     "decode": _Config(mt=2, nt=2, wm=1, wn=1, wk=8),
     "small": _Config(mt=4, nt=4, wm=1, wn=1, wk=8),
     "large": _Config(mt=4, nt=4, wm=2, wn=4, wk=1),
 }
-_STEP = 64  # columns that the tensor cores sum; with 128, sums and operands would not fit the registers
+_STEP = 64  # columns that the tensor cores sum; with 128, sums and operands wouldn't fit in registers
 
 
 def _choose(M, N, multiprocessors):
@@ -239,7 +239,7 @@ def _int4_gemm_sm75_kernel(
 
 
 def supports_int4_sm75(x):
-    """Returns whether `int4_gemm_sm75` is to multiply x [M, K]: float16, on compute capability 7.5, with K >= 1."""
+    """Returns whether to use `int4_gemm_sm75` for x [M, K]: float16, on compute capability 7.5, with K >= 1."""
     return x.dtype == torch.float16 and x.shape[1] > 0 and gpu(x.device).capability == (7, 5)
 
 
@@ -248,12 +248,12 @@ def int4_gemm_sm75(x, words, absmax, bias, out, group_size, config=None):
 
     Args:
         x: float16; rows that don't start at multiples of 16 bytes are copied.
-        words: int32 [N, >= K / 8], eight codes a word, in rows that start at multiples of 16 bytes.
+        words: int32 [N, >= K / 8], eight codes per word, in rows that start at multiples of 16 bytes.
         bias: contiguous, or None.
         config: a key or an entry of _CONFIGS to use instead of `_choose`'s.
     """
     x = with_aligned_rows(x)
-    if x.shape[1] % 8:  # a load reads 8 columns of x, and memory behind the last column may hold NaN
+    if x.shape[1] % 8:  # a load reads 8 columns of x, and the memory after the last column may hold NaN
         x = torch.nn.functional.pad(x, (0, -x.shape[1] % 8))
     (M, N), K = out.shape, x.shape[1]
     config = config or _choose(M, N, gpu(x.device).multiprocessors)

@@ -1,9 +1,9 @@
 """The int4 GEMM of Hopper (sm_90) in Gluon: codes go from packed words to the tensor cores without leaving registers.
 
-wgmma can take its left operand from registers, here 64 rows of the weight. A quad of threads holds a row, and a thread
-has four of each 16 columns, in two registers. Any four will do, as long as x has its columns in the same order. So a
-thread reads a quarter of a row's words in one piece, and a word's codes p and p + 4 share a register. Each of the two
-gets 16 bits, and its nibble becomes the last or next-to-last four bits of a number:
+wgmma can read its left operand from registers, here 64 rows of the weight. A quad of threads holds a row, and a thread
+has four of every 16 columns, in two registers. Any four will do, as long as the columns of x are in the same order. So
+a thread reads a quarter of a row's words in one piece, and a word's codes p and p + 4 share a register. Each of the two
+gets 16 bits, and its nibble becomes the lowest four bits of a number, or the four above them:
 
     word       | 7 | 6 | 5 | 4 | 3 | 2 | 1 | 0 |
     pair 0                 ^               ^       (word & 0x000f000f) ^ magic: 128 + 8 + code (in float16 1024)
@@ -12,16 +12,16 @@ gets 16 bits, and its nibble becomes the last or next-to-last four bits of a num
 
 In bfloat16, whose fractions have seven bits, the second number is a multiple of 2**-133, the smallest bfloat16:
 subnormal, or just above, where the spacing is still the same. That makes nine instructions for eight codes (a shift,
-four lop3, four fma). The factor of 4 comes back with absmax: sums are scaled by absmax / 2, and at the end by 8 / 7.
+four lop3, four fma). The scales make up for the factor of 4: sums are scaled by absmax / 2, and at the end by 8 / 7.
 
 A producer warp fills a ring in shared memory by TMA with packed words and x, a group or 128 columns at a time.
 Consumer warpgroups unpack, multiply, scale the sums by the group's absmax in float32, and add them up. For up to 128
 tokens they share K: each multiplies every second or third step of the same 64 rows, and the first adds up their sums
 in order. For more tokens, each has 64 rows of its own.
 
-The columns of x are permuted in one of two ways. For few tokens an extra warpgroup does it in the ring; it has time.
-Otherwise a kernel does it before (`_permute_kernel`), which also takes x of any strides. The weight's first stages are
-loaded while that kernel runs.
+The columns of x are permuted in one of two ways. For few tokens an extra warpgroup, which has the time, does it in the
+ring. Otherwise a kernel does it beforehand (`_permute_kernel`), which also accepts x of any strides. The weight's first
+stages are loaded while that kernel runs.
 """
 
 from typing import NamedTuple
@@ -66,13 +66,13 @@ class _Tile(NamedTuple):
     permute: bool  # whether a warpgroup permutes x
     block_m: int  # tokens of a tile
     columns: int  # columns of a stage, in up to four products
-    stages: int  # where consumers share K a multiple of their number, so that each has its own
+    stages: int  # if consumers share K, a multiple of their number, so that each has its own
     registers: int  # for each consumer thread
     group_m: int = 8  # tile rows in a group: see gluon.tile_of
 
 
-# The fastest of about ten each on an H200 at N = K = 8192, 2026-11-23. For few tokens, more stages were slower where a
-# CTA has one tile, and faster where it has many ("long").
+# The fastest of about ten configs each, on an H200 at N = K = 8192, 2026-11-23. For few tokens, more stages were slower
+# if a CTA has one tile, and faster if it has many ("long").
 _CONFIGS = {
     "decode8": _Tile(3, True, True, 8, columns=256, stages=6, registers=128),
     "decode8 long": _Tile(3, True, True, 8, columns=256, stages=9, registers=128),
@@ -88,9 +88,9 @@ _CONFIGS = {
 
 
 def _choose(M, N, group_size, multiprocessors, aligned):
-    """Choose a config. N decides only between configs with the same bits: a weight's rows can be multiplied apart."""
+    """Choose a config. N only decides between configs that give the same bits, so a weight can be cut by rows."""
     if M <= 16:
-        one = cdiv(N, 64) <= multiprocessors  # one tile for each multiprocessor, which permutes x once
+        one = cdiv(N, 64) <= multiprocessors  # one tile per multiprocessor, which permutes x once
         permute = aligned and group_size not in (32, 64) and (one or M <= 8)
         name = ("decode8" if M <= 8 else "decode16") + ("" if permute else " ordered")
         return name + ("" if one or M > 8 else " long")
@@ -102,7 +102,7 @@ def _choose(M, N, group_size, multiprocessors, aligned):
 def _unpacked_word(kind, low, high):
     """Write PTX that unpacks a word of eight codes into four pairs of 16-bit numbers, codes p and p + 4 over 4.
 
-    low, high: for the two places of a nibble, what flips its bits to a number, the number's factor and its offset.
+    low, high: for each place of a nibble, the bits to flip that make it a number, the number's factor, and its offset.
     """
     names = "flip", "factor", "offset"
     lines = ["{", ".reg .b32 s, t;", f".reg .b32 {', '.join(f'{name}<2>' for name in names)};"]
@@ -203,7 +203,7 @@ def _permute(operands, ROWS: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constex
         x = ()
         for d in gl.static_range(DOTS):
             x += (x_bufs.index(stage * DOTS + d).load(layout),)
-        barrier()  # every warp has read what is overwritten now
+        barrier()  # every warp has read what is about to be overwritten
         for d in gl.static_range(DOTS):
             x_bufs.index(stage * DOTS + d).store(_as_multiplied(x[d]))
         fence_async_shared()
@@ -248,7 +248,7 @@ def _sum_steps(
     WG: tl.constexpr, GROUP: tl.constexpr, PERMUTE: tl.constexpr, SHARE_K: tl.constexpr, STRIDE: tl.constexpr,
     DOTS: tl.constexpr, AT_ONCE: tl.constexpr, STAGES: tl.constexpr, layout: tl.constexpr,
 ):  # fmt: skip
-    """Multiply every STRIDE-th step of a tile from `first` on. Returns the sums, and the next stage and phase."""
+    """Multiply every STRIDE-th step of a tile, beginning with `first`. Returns sums, and the next stage and phase."""
     x_bufs, w_bufs, full, x_full, empty = ring
     BLOCK_M: tl.constexpr = x_bufs.shape[1]
     DOT_K: tl.constexpr = x_bufs.shape[2]
@@ -315,7 +315,7 @@ def _consume(
         absmax_ptrs = absmax_ptr + gl.minimum(offs_n, N - 1).to(gl.int64) * stride_an
         first = 0
         if SHARE_K:
-            # Triton 3.6 takes a loop-carried value for constant if only an inner loop's bounds use it: a count of
+            # Triton 3.6 takes a loop-carried value to be constant if only an inner loop's bounds use it: a count of
             # steps, kept from tile to tile and read here alone, stayed 0, and the kernel never ended.
             first += first_step(round * steps, WG, WGS)
         acc, stage, phase = _sum_steps(
@@ -420,7 +420,7 @@ def _permute_kernel(
 
 
 def _rows_fit_tma(x):
-    """Returns whether TMA can read x [M, K] where it is."""
+    """Returns whether TMA can read x [M, K] in place."""
     (M, K), size = x.shape, x.itemsize
     stride = x.stride(0) * size if M > 1 else 0
     return x.stride(1) == 1 and (stride | x.data_ptr()) % 16 == 0 and (M == 1 or x.stride(0) >= K)
@@ -437,7 +437,7 @@ def int4_gemm_sm90(x, words, absmax, bias, out, group_size, config=None):
 
     Args:
         x: float16 or bfloat16, any strides.
-        words: int32 [N, >= K / 8], eight codes a word, in rows that start at multiples of 16 bytes.
+        words: int32 [N, >= K / 8], eight codes per word, in rows that start at multiples of 16 bytes.
         bias: contiguous, or None.
         config: a key or an entry of _CONFIGS to use instead of `_choose`'s.
     """

@@ -9,8 +9,8 @@ rotates x in the same way. H is symmetric and orthogonal, so (x H) (w H)^T = x w
 columns.
 
 Codes and scales are buffers, and they keep their dtypes under .half() and .to(dtype). The bias is a parameter. The
-buffer `format` describes the others in three integers (kind, block size, rotated), and a state in another format is
-refused.
+buffer `format` describes the others in three integers (kind, block size, rotated), and a state in another format, or
+with codes and no format, is refused. A bias in another dtype is converted, as torch.nn.Linear does it.
 
 The weights are frozen, but gradients pass through them: the gradient of x is g @ w, where w is the dequantized weight,
 as if x had not been quantized. The bias gets a gradient if it requires one.
@@ -191,7 +191,9 @@ class QuantizedModule(torch.nn.Module):
         format = state_dict.get(f"{prefix}format")
         if format is None:
             weight = state_dict.get(f"{prefix}weight")
-            return None if weight is None else f"a weight in {weight.dtype}"
+            if weight is not None:
+                return f"a weight in {weight.dtype}"
+            return "codes and no format" if any(f"{prefix}{name}" in state_dict for name in self._buffers) else None
         if getattr(format, "is_meta", False):
             return None
         format = format.tolist() if isinstance(format, torch.Tensor) else format
@@ -374,6 +376,7 @@ class Int8Linear(QuantizedLinear):
         codes: int8 [out_features, in_features], as `weight_quant` makes them.
         scale: float32 [ceil(out_features / block_size), ceil(in_features / block_size)].
         bias: a parameter [out_features], or None.
+        format: int32 [3]: kind, block size (0 for a row), rotated.
 
     Raises:
         ValueError: for bad arguments, when it is made and when it is called.
@@ -446,6 +449,7 @@ class Int4Linear(QuantizedLinear):
         packed: uint8 [out_features, ceil(in_features / 2)], as `quantize_int4` makes it from a float16 weight.
         absmax: float16 [out_features, ceil(in_features / group_size)].
         bias: a parameter [out_features], or None.
+        format: int32 [3]: kind, block size (0 for a row), rotated.
 
     Raises:
         ValueError: for bad arguments, when it is made and when it is called.
@@ -523,6 +527,7 @@ class Int8Embedding(QuantizedModule):
     Attributes:
         codes: int8 [num_embeddings, embedding_dim], as `quantize_per_token` makes them.
         scale: float32 [num_embeddings, 1].
+        format: int32 [3]: kind, block size (0 for a row), rotated.
 
     Raises:
         ValueError: for bad arguments, when it is made and when it is called.

@@ -330,7 +330,7 @@ def test_what_triton_specializes_on_is_another_launch(compiled_launches, n, opti
 
 
 def test_constexprs_go_by_name(compiled_launches):
-    with pytest.raises(TypeError, match="constexprs go by name"):
+    with pytest.raises(TypeError, match="pass constexprs by name"):
         launch.launch(compiled_launches, Launched(), (3,), torch.zeros(4), 30, 16)
 
 

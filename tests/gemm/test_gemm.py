@@ -283,7 +283,7 @@ def test_quantized_again_far_left_of_zero():
 
 def flags(path):
     """(out_block_size, activation, block_size, bias dtype, scale_layout, exact), with each value of each of them."""
-    blocks = [block for block in (*BLOCKS, None) if DEVICE == "cpu" or path in paths_here(block_size=block)]
+    blocks = [block for block in (*BLOCKS, None) if DEVICE == "cpu" or path in paths_here(128, block, quantized=True)]
     sets = BLOCKS, (None, *checks.ACTIVATIONS), blocks, (None, *FLOATS), ("row", "column"), (True, False)
     every = list(itertools.product(*sets))
     random.Random(path).shuffle(every)
@@ -296,7 +296,7 @@ def flags(path):
 @pytest.mark.parametrize("path", gemm._PATHS)
 def test_flags(path, part, windows):
     """Fused or one after the other: the same, in every combination of flags; no byte else is written."""
-    if path not in (PATHS if DEVICE == "cpu" else paths_here()):
+    if path not in (PATHS if DEVICE == "cpu" else paths_here(quantized=True)):
         pytest.skip(f"path {path} does not run here")
     shapes = [(1, 40, 64), (5, 33, 100), (3, 300, 72)]
     if DEVICE == "cuda":  # what every path takes, for each of their tiles
@@ -567,17 +567,33 @@ def test_sm75_without_a_gpu(M, N, K, out_block_size, monkeypatch, windows):
 # ---- on a GPU ----------------------------------------------------------------------------------------------------
 
 
-def paths_here(K=128, block_size=128):
+def on_hopper(capability, K, block_size):
+    return gemm_sm90.AVAILABLE and capability == (9, 0) and block_size in (128, None)
+
+
+# which implementation takes a GPU, K and block_size; what a new entry of the table lacks here, no test would run
+TAKES = {
+    "sm90": on_hopper,
+    "sm90_decode": on_hopper,
+    "sm75": lambda capability, K, block_size: block_size == 128 and K % 128 == 0,
+    "portable": lambda capability, K, block_size: capability >= (8, 0),
+    "pointers": lambda capability, K, block_size: capability >= (8, 0),
+    "sm75_float": lambda capability, K, block_size: True,
+}
+NEVER_QUANTIZE = ("sm90_decode",)  # nor activate, nor take a in square blocks
+
+
+def paths_here(K=128, block_size=128, quantized=False):
+    """The implementations that run here. quantized: only those that can quantize their output."""
     if DEVICE == "cpu":
-        return ()
+        return []
     capability = torch.cuda.get_device_capability()
-    yield "sm75_float"
-    if block_size == 128 and K % 128 == 0:
-        yield "sm75"
-    if capability >= (8, 0):
-        yield from ("portable", "pointers")
-    if gemm_sm90.AVAILABLE and capability == (9, 0) and block_size in (128, None):
-        yield "sm90"
+    names = [name for name in gemm._PATHS if TAKES[name](capability, K, block_size)]
+    return [name for name in names if not quantized or name not in NEVER_QUANTIZE]
+
+
+def test_tests_know_every_implementation():
+    assert list(TAKES) == [each.name for each in gemm.IMPLEMENTATIONS]
 
 
 # one test a path: compiling takes longer than running, and tests may run side by side
@@ -599,6 +615,8 @@ def test_every_path(path, block_size, poison):
         for out_dtype in (torch.float16, torch.bfloat16):
             rounded = gemm.int8_addmm(a, a_scale, b, b_scale, bias, block_size, out_dtype, path=path)
             assert same(rounded, out.to(out_dtype))
+        if path in NEVER_QUANTIZE:
+            continue
         for out_block_size, activation in ((32, None), (64, "gelu"), (128, "gelu_tanh"), (256, "silu")):
             result = gemm.int8_addmm_quant(
                 a, a_scale, b, b_scale, bias, out_block_size, activation, block_size, path=path
@@ -612,7 +630,11 @@ def test_every_path_is_exact_and_repeats_itself():
     ones = torch.ones_like(a_scale), torch.ones_like(b_scale)
     integers = (a.double() @ b.double().T).float()
     for path in paths_here():
-        assert torch.equal(gemm.int8_gemm(a, ones[0], b, ones[1], out_dtype=torch.float32, path=path), integers), path
+        for _ in range(25):
+            out = gemm.int8_gemm(a, ones[0], b, ones[1], out_dtype=torch.float32, path=path)
+            assert torch.equal(out, integers), path
+        if path in NEVER_QUANTIZE:
+            continue
         first = gemm.int8_addmm_quant(a, a_scale, b, b_scale, randn(384), 128, "gelu", path=path)
         for _ in range(25):
             again = gemm.int8_addmm_quant(a, a_scale, b, b_scale, randn(384), 128, "gelu", path=path)
@@ -623,11 +645,11 @@ def test_every_path_is_exact_and_repeats_itself():
 @pytest.mark.parametrize("path", gemm._PATHS)
 def test_every_path_in_squares(path, poison):
     """Operands and out, in more tiles than there are multiprocessors, ragged, and of every kind of K."""
-    if path not in paths_here():
+    if path not in paths_here(quantized=True):
         pytest.skip(f"path {path} does not run here")
     shapes = (1, 128, 128), (300, 400, 1152), (1000, 1040, 640), (257, 640, 272), (2100, 5200, 384), (4096, 4096, 2304)
     for M, N, K in shapes[: 4 if path == "sm75_float" else None]:
-        if path not in paths_here(K):
+        if path not in paths_here(K, quantized=True):
             continue
         a, a_scale, b, b_scale, rows = square_operands(M, N, K)
         bias = randn(N)
@@ -664,7 +686,7 @@ def test_every_path_in_squares(path, poison):
 @gpu
 @pytest.mark.parametrize("path", gemm._PATHS)
 def test_squares_are_exact_and_repeat_themselves(path, poison):
-    if path not in paths_here() or path == "sm75":
+    if path not in paths_here(quantized=True) or path == "sm75":
         pytest.skip(f"path {path} does not run here, or has no squares out")
     # K of 1, 2 and 5 blocks: short tiles, of which one consumer could be far ahead of the other
     for M, N, K in ((1500, 1552, 640), (2048, 6144, 128), (4000, 4096, 256)):
@@ -712,7 +734,7 @@ def test_a_tile_of_few_tokens():
 @gpu
 def test_the_path_of_few_tokens(poison):
     """Every entry of its table: ragged, more tiles than multiprocessors, fewer steps along K than consumers."""
-    if "sm90" not in paths_here():
+    if "sm90_decode" not in paths_here():
         pytest.skip("path sm90_decode does not run here")
     path = "sm90_decode"
     tokens, sizes = (1, 17, 32, 33, 64, 65, 128, 200), ((64, 16), (200, 272), (1040, 1152), (20000, 640))

@@ -603,8 +603,31 @@ def test_what_is_missing_is_said():
     for key in layer.state_dict():
         state = layer.state_dict()
         del state[key]
-        with pytest.raises(RuntimeError, match=f"Missing key.*{key}"):
+        with pytest.raises(RuntimeError, match="codes and no format" if key == "format" else f"Missing key.*{key}"):
             layer.load_state_dict(state)
+
+
+def test_codes_without_a_format_are_refused():
+    """Also with strict=False, which allows keys to be missing: these codes may be of any kind."""
+    layer, other = Int8Linear(70, 40), Int8Linear.from_linear(PLAIN, block_size=64).state_dict()
+    del other["format"]
+    with pytest.raises(RuntimeError, match="takes int8 codes in blocks of 128; the state has codes and no format"):
+        layer.load_state_dict(other, strict=False)
+    assert not any(value.any() for name, value in layer.state_dict().items() if name != "format"), "nothing was taken"
+    layer.load_state_dict({"bias": other["bias"]}, strict=False)
+    assert same(layer.bias.data, other["bias"]) and not layer.codes.any()
+
+
+@pytest.mark.parametrize("kind", [Int8Linear, Int4Linear])
+def test_a_bias_in_another_dtype_is_converted(kind):
+    """As in torch.nn.Linear; with assign=True, the layer takes the state's."""
+    layer = layer_of(kind)
+    state = layer.state_dict() | {"bias": torch.full_like(layer.bias.data, 1 / 3, dtype=BF16)}
+    dtype = layer.bias.dtype
+    layer.load_state_dict(state)
+    assert layer.bias.dtype == dtype != BF16 and same(layer.bias.data, state["bias"].to(dtype))
+    layer.load_state_dict(state, assign=True)
+    assert same(layer.bias.data, state["bias"])
 
 
 def test_copies():
