@@ -16,6 +16,7 @@ from exercises import MASK, OTHER, READS, code_cells, complaint, exercises, gaps
 
 import qk
 from qk.__main__ import COMMANDS
+from qk.course import badges
 from qk.tools import copy as qk_copy
 from qk.tools.bench.jobs import JOBS
 
@@ -32,6 +33,9 @@ UNREPEATABLE = re.compile(r"\bat 0x[0-9a-f]{6,}|/(home|root|tmp|Users)/|\x1b\[")
 # of the package: what kernels call, and references
 HELPER = re.compile(r"^@triton\.jit.*\ndef (\w+)|^def (\w+_ref)\(", re.MULTILINE)
 HELPERS = {a or b for file in (ROOT / "qk").rglob("*.py") for a, b in HELPER.findall(file.read_text(encoding="utf-8"))}
+
+
+ADDRESS = badges.address((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def read(name):
@@ -104,7 +108,7 @@ def test_there_are_notebooks():
 def test_notebook(name):
     notebook = read(name)
     nbformat.validate(notebook)
-    assert problems(notebook, setup(read(NAMES[0]))) == []
+    assert problems(notebook, badges.setup_source(ADDRESS)) == []
 
 
 def stripped(notebook):
@@ -386,15 +390,15 @@ def test_a_gap_is_found():
 def run_setup(tmp_path, monkeypatch):
     """Runs the set-up cell in an empty folder, as if packages were missing. -> new places on sys.path, calls of pip"""
 
-    def run(*hidden):
+    def run(*hidden, pip_returns=0):
         find_spec, installed, path = importlib.util.find_spec, [], list(sys.path)
         with monkeypatch.context() as patch:
             patch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else find_spec(name))
-            patch.setattr(subprocess, "check_call", installed.append)
+            patch.setattr(subprocess, "call", lambda command: installed.append(command) or pip_returns)
             patch.setattr(sys, "path", path)
             before = len(path)
             patch.chdir(tmp_path / "notebooks")
-            exec(setup(read(NAMES[0])).replace("/kaggle/input", str(tmp_path / "kaggle")), {})
+            exec(badges.setup_source(ADDRESS).replace("/kaggle/input", str(tmp_path / "kaggle")), {})
             return path[: len(path) - before], installed
 
     (tmp_path / "notebooks").mkdir()
@@ -403,7 +407,7 @@ def run_setup(tmp_path, monkeypatch):
 
 
 def pip(*requirements):
-    return [[sys.executable, "-m", "pip", "install", "--no-deps", "--quiet", *requirements]]
+    return [[sys.executable, "-m", "pip", "install", "--no-deps", "--no-input", "--quiet", *requirements]]
 
 
 def test_setup_finds_the_installed_package(run_setup, capsys):
@@ -446,15 +450,13 @@ def test_setup_finds_its_clone(run_setup, tmp_path, ends):
 def test_setup_leaves_strangers_alone(run_setup, tmp_path, pyproject):
     package(tmp_path, pyproject)
     wheel(tmp_path)
-    with pytest.raises(ImportError, match="no qk"):
-        run_setup("qk")
+    assert run_setup("qk") == ([], pip(f"qk @ git+{ADDRESS}"))
 
 
 def test_setup_takes_no_wheel_of_its_clone(run_setup, tmp_path):
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "qk"\n')
     wheel(tmp_path)
-    with pytest.raises(ImportError, match="no qk"):
-        run_setup("qk")
+    assert run_setup("qk") == ([], pip(f"qk @ git+{ADDRESS}"))
 
 
 @pytest.mark.parametrize("place", ["notebooks", "kaggle/dataset"])
@@ -472,6 +474,8 @@ def test_setup_installs_a_wheel(run_setup, tmp_path, monkeypatch, place):
         ("10.0.0", ["9.0.0", "0.99.0"]),
         ("1.2.10", ["1.2.9", "1.2"]),
         ("1.0.0", ["0.9.0rc1", "0.9.0+cpu"]),
+        ("0.2.0", ["0.2.0rc1", "0.2.0rc10", "0.2.0a1"]),
+        ("0.2.0rc10", ["0.2.0rc9", "0.2.0b9", "0.1.9"]),
     ],
 )
 def test_setup_installs_the_newest_wheel(run_setup, tmp_path, newest, others):
@@ -488,6 +492,11 @@ def test_setup_installs_from_qk_source(run_setup, monkeypatch):
     assert run_setup("qk") == ([], pip("qk @ git+https://example.org/qk"))
 
 
+def test_setup_installs_from_the_repository(run_setup, monkeypatch):
+    monkeypatch.setenv("QK_SOURCE", "")
+    assert run_setup("qk", "triton") == ([], pip("triton>=3.3,!=3.4.*", f"qk @ git+{ADDRESS}"))
+
+
 def test_setup_says_what_to_do(run_setup):
-    with pytest.raises(ImportError, match="clone it.*wheel.*Kaggle.*QK_SOURCE"):
-        run_setup("qk")
+    with pytest.raises(ImportError, match=r"no \['qk @ git.*clone qk.*wheel.*Kaggle.*QK_SOURCE"):
+        run_setup("qk", pip_returns=1)
