@@ -11,7 +11,11 @@ Its metadata asks Colab for a T4 GPU, and Kaggle for one with the internet off.
 
 writes the README's figures instead: the images of the cells tagged "readme", as <notebook>.png, <notebook>_2.png ...
 
-Neither overwrites anything but an export that nobody has changed since: its metadata holds a hash. --force does.
+    python -m qk export --badges
+
+writes the repository's address, a line of pyproject.toml, into the course: see badges.py.
+
+The first two overwrite nothing but an export that nobody has changed since: its metadata holds a hash. --force does.
 """
 
 import argparse
@@ -22,6 +26,8 @@ import re
 import sys
 from base64 import b64decode, encodebytes
 from pathlib import Path
+
+from qk.course import badges
 
 PACKAGE = Path(__file__).parents[1]
 # JupyterLab, Colab and Kaggle each have a word for a cell whose code is folded away
@@ -231,7 +237,7 @@ def _parser():
     parser = argparse.ArgumentParser(
         prog="python -m qk export",
         description="Write one notebook that carries the package qk in its cells, so that it runs on Colab or Kaggle "
-        "without installing anything. With --pictures, write the README's figures instead.",
+        "without installing anything. With --pictures or --badges, write the README's figures or the badges instead.",
     )
     parser.add_argument(
         "paths", nargs="*", metavar="NOTEBOOK", help="the notebook to read, and the .ipynb file to write"
@@ -240,6 +246,12 @@ def _parser():
         "--pictures",
         metavar="FOLDER",
         help='write the figures of cells tagged "readme" there instead, as PNG files; takes any number of notebooks',
+    )
+    parser.add_argument(
+        "--badges",
+        action="store_true",
+        help="write the repository's address, a line of pyproject.toml, into this clone's notebooks (badges and set-up "
+        "cells) and README instead; takes no notebooks",
     )
     parser.add_argument(
         "--force", action="store_true", help="overwrite files even if something else or your own work is in them"
@@ -252,7 +264,11 @@ def main(argv=None):
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        if args.pictures:
+        if args.badges:
+            if args.paths or args.pictures:
+                raise ValueError("--badges takes no notebooks and no other option: it is for all of this clone's")
+            _write_badges(PACKAGE.parent)
+        elif args.pictures:
             _write_pictures(args.paths, Path(args.pictures), args.force)
         elif len(args.paths) == 2:
             _write_export(*map(Path, args.paths), args.force)
@@ -261,6 +277,11 @@ def main(argv=None):
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return 0
+
+
+def _text(notebook):
+    """A notebook as bytes of a file."""
+    return json.dumps(notebook, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
 def _write_export(source, out, force):
@@ -274,8 +295,7 @@ def _write_export(source, out, force):
             raise ValueError(f"{str(out)!r} is the notebook itself: give another name for the new one")
         if not force and (why := _why_kept(out)):
             raise ValueError(f"{str(out)!r} {why}: give another name for the new notebook, or --force")
-    # all of it, before the file is opened
-    text = json.dumps(export(notebook), indent=1, ensure_ascii=False).encode() + b"\n"
+    text = _text(export(notebook))  # all of it, before the file is opened
     out.write_bytes(text)
     print(f"{out}: {len(text) / 1e6:.1f} MB, with {len(package_files())} files of qk in it")
 
@@ -298,6 +318,25 @@ def _write_pictures(notebooks, folder, force):
     for file, png in files.items():
         file.write_bytes(png)
         print(f"{file}: {len(png):,} bytes")
+
+
+def _write_badges(root):
+    if not (root / "pyproject.toml").is_file():
+        raise ValueError(f"--badges is for a clone, but {str(root)!r} has no pyproject.toml")
+    address = badges.address((root / "pyproject.toml").read_text(encoding="utf-8"))
+    files = {}
+    for path in sorted((root / "notebooks").glob("*.ipynb")):
+        notebook = badges.update(read(path), address, path.name)
+        # opened from a badge, it has to install its package
+        metadata = notebook["metadata"] | _METADATA | {"kaggle": _METADATA["kaggle"] | {"isInternetEnabled": True}}
+        files[path] = _text(notebook | {"metadata": dict(sorted(metadata.items()))})
+    if (root / "README.md").is_file():
+        text = (root / "README.md").read_text(encoding="utf-8")
+        files[root / "README.md"] = badges.readdress(text, address).encode()
+    changed = {path: new for path, new in files.items() if path.read_bytes() != new}
+    for path, new in changed.items():
+        path.write_bytes(new)
+    print(f"{address}: {len(changed)} of {len(files)} files changed")
 
 
 if __name__ == "__main__":

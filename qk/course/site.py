@@ -24,7 +24,7 @@ from inspect import signature
 from pathlib import Path
 from urllib.parse import quote
 
-from qk.course import export
+from qk.course import badges, export
 from qk.tools import copy
 
 LIMIT = 200  # pictures for the sliders of one cell
@@ -259,6 +259,10 @@ def _index(notebooks, readme, pictures):
             name=html.escape(name),
             about=markdown2html(about),
             picture=_image(picture, None, None, alt[1] or alt[2] if alt else "") if picture else "",
+            opens="".join(
+                f'<a href="{html.escape(page)}">{label}</a>\n'
+                for label, page in badges.links("".join(notebook["cells"][0]["source"])).items()
+            ),
         )
     functions = copy.functions()
     modules = "".join(
@@ -362,6 +366,7 @@ def _fill(new, notebooks, by_stem, readme):
         for cell in notebook["cells"]:
             if cell["cell_type"] == "markdown":
                 heading = [heading, *_headings("".join(cell["source"]))][-1]
+                cell = cell | {"source": badges.linked("".join(cell["source"]))}
             if "outputs" in cell:
                 shown = _shown(cell["outputs"], records.get(cell.get("id"), []), pictures, f"Figure: {heading}")
                 cell = cell | {"outputs": shown}
@@ -446,7 +451,7 @@ _INDEX = """\
 <h2>The course</h2>
 <div class="cards">
 {cards}</div>
-<p>To run a notebook, put the package next to it: unpack <a href="qk.zip" download>qk.zip</a>.</p>
+<p>To run a notebook on your machine, put the package next to it: unpack <a href="qk.zip" download>qk.zip</a>.</p>
 <h2>Kernels for your own project</h2>
 <p>Each file stands alone: it imports torch and Triton, nothing else, and has a plain torch reference next to each
 function.</p>
@@ -459,7 +464,7 @@ _CARD = """\
 <a href="{link}.html">{picture}</a>
 <h3><a href="{link}.html">{name}</a></h3>
 {about}
-<p><a href="notebooks/{link}.ipynb" download>Download the notebook</a></p>
+<p class="opens">{opens}<a href="notebooks/{link}.ipynb" download>Download the notebook</a></p>
 </article>
 """
 _CSS = """\
@@ -505,6 +510,7 @@ article { border: 1px solid var(--line); border-radius: 8px; padding: 14px; back
 article img { width: 100%; }
 article h3 { margin: 0.5em 0; }
 article p { margin: 0.5em 0; font-size: 15px; }
+.opens { display: flex; flex-wrap: wrap; gap: 4px 16px; }
 """
 _JS = """\
 "use strict";

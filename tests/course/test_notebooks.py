@@ -12,10 +12,11 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
-from exercises import MASK, OTHER, READS, code_cells, complaint, exercises, gaps, needed, wrong_answers
+from exercises import CHECK, MASK, OTHER, READS, STUB, code_cells, complaint, exercises, gaps, needed, wrong_answers
 
 import qk
 from qk.__main__ import COMMANDS
+from qk.course import badges
 from qk.tools import copy as qk_copy
 from qk.tools.bench.jobs import JOBS
 
@@ -32,6 +33,9 @@ UNREPEATABLE = re.compile(r"\bat 0x[0-9a-f]{6,}|/(home|root|tmp|Users)/|\x1b\[")
 # of the package: what kernels call, and references
 HELPER = re.compile(r"^@triton\.jit.*\ndef (\w+)|^def (\w+_ref)\(", re.MULTILINE)
 HELPERS = {a or b for file in (ROOT / "qk").rglob("*.py") for a, b in HELPER.findall(file.read_text(encoding="utf-8"))}
+
+
+ADDRESS = badges.address((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def read(name):
@@ -104,7 +108,7 @@ def test_there_are_notebooks():
 def test_notebook(name):
     notebook = read(name)
     nbformat.validate(notebook)
-    assert problems(notebook, setup(read(NAMES[0]))) == []
+    assert problems(notebook, badges.setup_source(ADDRESS)) == []
 
 
 def stripped(notebook):
@@ -241,6 +245,101 @@ def test_an_unshown_helper_is_found():
             for kind in (kind for kind in shown if kind.startswith("text")):
                 shown[kind] = re.sub(r"def (gelu|finish_tile|_windows)\(", "def other(", shown[kind])
     assert [line.split(": ")[1] for line in unshown(notebooks)] == ["finish_tile", "gelu", "_windows"]
+
+
+MOST = {"words": 2500, "cells": 70, "verdicts": 3, "minutes": 35}
+SAID = re.compile(r"About (\d+) minutes of reading")  # in the first cell
+
+
+def in_exercises(cells):
+    """The numbers of cells that belong to exercises: from the paragraph before a stub to the folded solution.
+
+    In the debugging room, a numbered section is a case to read, and only its check and its solution are apart.
+    """
+    apart, start = set(), None
+    for i, cell in enumerate(cells):
+        is_code = cell.cell_type == "code"
+        if is_code and STUB.search(cell.source) and not re.match(r"## \d", cells[i - 1].source):
+            start = i - 1
+        elif is_code and CHECK.search(cell.source) and start is None:
+            start = i
+        elif not is_code and "<summary>Solution" in cell.source and start is not None:
+            apart.update(range(start, i + 1))
+            start = None
+    return apart
+
+
+def size(notebook):
+    """How long a notebook is. Returns {what: how much}, by the names in MOST.
+
+    Minutes are words / 200 + lines of code / 15 + figures / 2, of what is read in one go: without exercises and without
+    the code of cells that are folded away.
+    """
+    cells, apart = notebook.cells, in_exercises(notebook.cells)
+    counts, lines, figures, verdicts = [], 0, 0, 0
+    for i, cell in enumerate(cells):
+        if cell.cell_type == "markdown":
+            counts.append((len(cell.source.split()), i not in apart))
+        for output in cell.get("outputs", []):
+            said = re.sub(r"= ?(True|False)\b", "", text(output))  # an argument, in code that is printed
+            verdicts += sum(word.strip("()[].,:;") in ("True", "False") for word in said.split())
+            figures += i not in apart and "image/png" in output.get("data", {})
+        if cell.cell_type == "code" and i not in apart and not cell.metadata.get("jupyter", {}).get("source_hidden"):
+            lines += sum(bool(line.strip()) for line in cell.source.splitlines())
+    minutes = sum(count for count, is_read in counts if is_read) / 200 + lines / 15 + figures / 2
+    words = sum(count for count, _ in counts)
+    return {"words": words, "cells": len(cells), "verdicts": verdicts, "minutes": round(minutes, 1)}
+
+
+def too_long(notebook):
+    """What is longer than it may be, or than the notebook says, in words."""
+    found = size(notebook)
+    yield from (f"{found[what]} {what}, at most {most}" for what, most in MOST.items() if found[what] > most)
+    said = SAID.search(notebook.cells[0].source)
+    if not said:
+        yield "doesn't say 'About N minutes of reading'"
+    elif abs(int(said[1]) - found["minutes"]) > 2:
+        yield f"says {said[1]} minutes of reading, but takes {found['minutes']}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_is_no_longer_than_it_may_be(name):
+    assert list(too_long(read(name))) == []
+
+
+def test_size_counts_what_is_read():
+    figure = nbformat.v4.new_output("display_data", {"image/png": ""})
+    said = nbformat.v4.new_output("stream", text="equal: True; near: False.\ndef f(a=True, b: bool = False):\nTrue")
+    folded = {"jupyter": {"source_hidden": True}}
+    cells = [
+        nbformat.v4.new_markdown_cell("# A title\n\nAbout 4 minutes of reading." + " word" * 192),
+        nbformat.v4.new_code_cell("x = 1\n" * 99, metadata=folded),
+        nbformat.v4.new_code_cell("x = 1\n\n" * 15, outputs=[figure, said, figure]),
+        nbformat.v4.new_markdown_cell("**Exercise.**" + " word" * 99),
+        nbformat.v4.new_code_cell("def f():\n    # your answer\n    pass", outputs=[figure]),
+        nbformat.v4.new_markdown_cell("<details><summary>Solution</summary>" + " word" * 99),
+        nbformat.v4.new_markdown_cell("word " * 100),
+    ]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    assert size(notebook) == {"words": 500, "cells": 7, "verdicts": 3, "minutes": 3.5}
+    assert list(too_long(notebook)) == []
+    # in the debugging room: a case to read, with a figure; its check and its solution are apart
+    notebook.cells[3].source = "## 1. A symptom" + " word" * 96
+    notebook.cells[4].source = "# your answer: one line is wrong\n" * 15
+    notebook.cells.insert(5, nbformat.v4.new_code_cell("course.check(f)\n" * 15, outputs=[figure]))
+    assert size(notebook) == {"words": 500, "cells": 8, "verdicts": 3, "minutes": 5.5}
+
+
+def test_a_notebook_that_is_too_long_is_found():
+    cells = [nbformat.v4.new_markdown_cell("# A title\n\nAbout 30 minutes of reading." + " word" * 2600)]
+    cells += [nbformat.v4.new_code_cell("x = 1\n" * 10) for _ in range(70)]
+    cells[-1].outputs = [nbformat.v4.new_output("stream", text="True\n" * 4)]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    assert [line.split(",")[0] for line in too_long(notebook)] == [
+        "2608 words", "71 cells", "4 verdicts", "59.7 minutes", "says 30 minutes of reading"
+    ]  # fmt: skip
+    cells[0].source = "# A title"
+    assert list(too_long(notebook))[-1] == "doesn't say 'About N minutes of reading'"
 
 
 def misnamed(notebook):
@@ -386,15 +485,15 @@ def test_a_gap_is_found():
 def run_setup(tmp_path, monkeypatch):
     """Runs the set-up cell in an empty folder, as if packages were missing. -> new places on sys.path, calls of pip"""
 
-    def run(*hidden):
+    def run(*hidden, pip_returns=0):
         find_spec, installed, path = importlib.util.find_spec, [], list(sys.path)
         with monkeypatch.context() as patch:
             patch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else find_spec(name))
-            patch.setattr(subprocess, "check_call", installed.append)
+            patch.setattr(subprocess, "call", lambda command: installed.append(command) or pip_returns)
             patch.setattr(sys, "path", path)
             before = len(path)
             patch.chdir(tmp_path / "notebooks")
-            exec(setup(read(NAMES[0])).replace("/kaggle/input", str(tmp_path / "kaggle")), {})
+            exec(badges.setup_source(ADDRESS).replace("/kaggle/input", str(tmp_path / "kaggle")), {})
             return path[: len(path) - before], installed
 
     (tmp_path / "notebooks").mkdir()
@@ -403,7 +502,7 @@ def run_setup(tmp_path, monkeypatch):
 
 
 def pip(*requirements):
-    return [[sys.executable, "-m", "pip", "install", "--no-deps", "--quiet", *requirements]]
+    return [[sys.executable, "-m", "pip", "install", "--no-deps", "--no-input", "--quiet", *requirements]]
 
 
 def test_setup_finds_the_installed_package(run_setup, capsys):
@@ -446,15 +545,13 @@ def test_setup_finds_its_clone(run_setup, tmp_path, ends):
 def test_setup_leaves_strangers_alone(run_setup, tmp_path, pyproject):
     package(tmp_path, pyproject)
     wheel(tmp_path)
-    with pytest.raises(ImportError, match="no qk"):
-        run_setup("qk")
+    assert run_setup("qk") == ([], pip(f"qk @ git+{ADDRESS}"))
 
 
 def test_setup_takes_no_wheel_of_its_clone(run_setup, tmp_path):
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "qk"\n')
     wheel(tmp_path)
-    with pytest.raises(ImportError, match="no qk"):
-        run_setup("qk")
+    assert run_setup("qk") == ([], pip(f"qk @ git+{ADDRESS}"))
 
 
 @pytest.mark.parametrize("place", ["notebooks", "kaggle/dataset"])
@@ -472,6 +569,8 @@ def test_setup_installs_a_wheel(run_setup, tmp_path, monkeypatch, place):
         ("10.0.0", ["9.0.0", "0.99.0"]),
         ("1.2.10", ["1.2.9", "1.2"]),
         ("1.0.0", ["0.9.0rc1", "0.9.0+cpu"]),
+        ("0.2.0", ["0.2.0rc1", "0.2.0rc10", "0.2.0a1"]),
+        ("0.2.0rc10", ["0.2.0rc9", "0.2.0b9", "0.1.9"]),
     ],
 )
 def test_setup_installs_the_newest_wheel(run_setup, tmp_path, newest, others):
@@ -488,6 +587,11 @@ def test_setup_installs_from_qk_source(run_setup, monkeypatch):
     assert run_setup("qk") == ([], pip("qk @ git+https://example.org/qk"))
 
 
+def test_setup_installs_from_the_repository(run_setup, monkeypatch):
+    monkeypatch.setenv("QK_SOURCE", "")
+    assert run_setup("qk", "triton") == ([], pip("triton>=3.3,!=3.4.*", f"qk @ git+{ADDRESS}"))
+
+
 def test_setup_says_what_to_do(run_setup):
-    with pytest.raises(ImportError, match="clone it.*wheel.*Kaggle.*QK_SOURCE"):
-        run_setup("qk")
+    with pytest.raises(ImportError, match=r"no \['qk @ git.*clone qk.*wheel.*Kaggle.*QK_SOURCE"):
+        run_setup("qk", pip_returns=1)

@@ -1,0 +1,199 @@
+"""Measurements that the README and the notebooks quote in their prose are those of the records in qk/data.
+
+Each row is a text and what must stand in its groups, or what must hold where it has none. A row whose text is gone must
+go too.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RECORD = json.loads((ROOT / "qk" / "data" / "bench_h200.json").read_text(encoding="utf-8"))
+CHARACTERS = json.loads((ROOT / "qk" / "data" / "characters_h200.json").read_text(encoding="utf-8"))
+LARGE = 2**26  # elements
+
+
+def times(op, field="us", dtype=None, **options):
+    """{shape: {contender: its time}} in the H200's record, of the cases with just these options."""
+    found = {}
+    for result in RECORD["results"]:
+        case = RECORD["cases"][result["case"]]
+        if case["op"] == op and case["options"] == options and dtype in (None, case["dtype"]) and result.get(field):
+            found.setdefault(tuple(case["shape"]), {})[result["contender"]] = result[field]
+    return found
+
+
+def ratios(op, a, b, **options):
+    """How many times as long `a` takes as `b`: {shape: ratio}."""
+    return {shape: t[a] / t[b] for shape, t in times(op, **options).items() if a in t and b in t}
+
+
+def extremes(values):
+    values = list(values)
+    return min(values), max(values)
+
+
+def training():
+    step = times("block step")[8192, 4096]
+    return step["bf16"] / step["qk linears"], step["bf16"] / step["qk"]
+
+
+def two_gpus(op, shape):
+    one, two = times(op)[shape], times(op, gpus=2)[shape]
+    return {name: one[name] / two[name] for name in ("bf16", "qk int8", "qk int4")}
+
+
+def overtaken(op="int4_gemm"):
+    """For each weight, the fewest recorded tokens at which bfloat16 is faster."""
+    slower = [shape for shape, ratio in ratios(op, "qk", "bf16", group_size=128).items() if ratio > 1]
+    return [min(m for m, *weight in slower if weight == list(each)) for each in {shape[1:] for shape in slower}]
+
+
+def losses(kind):
+    runs = [run["validation"][-1] for run in CHARACTERS["runs"] if run["kind"] == kind and run["rate"] == 0.001]
+    return sum(runs) / len(runs)
+
+
+def token(group_size):
+    """µs of one token's int4 GEMM, for the weight that notebook 7 speaks of."""
+    return times("int4_gemm", group_size=group_size)[1, 8192, 8192]["qk"]
+
+
+def fusing():
+    """What shares of the FFN's time all fusing saves, and that of GELU alone, in percent: least and most."""
+    found = [times("ffn", activation=name)[8192, 4096, 16384] for name in ("gelu", "gelu_tanh")]
+    return [
+        100 * share
+        for slow in ("around", "qk separate")
+        for share in extremes(1 - each["qk"] / each[slow] for each in found)
+    ]
+
+
+def fp8():
+    return ratios("int8_gemm", "cublas fp8", "qk")
+
+
+NUMBERS = [
+    ("README", r"trains about ([\d.]+) times as fast as in bfloat16 \(([\d.]+) times", training),
+    (
+        "README",
+        r"are ([\d.]+) to ([\d.]+) times as fast as one for a prompt of 2048 tokens",
+        lambda: extremes(two_gpus("prefill", (1, 2048)).values()),
+    ),
+    ("README", r"bfloat16 overtakes it at (\d+) to (\d+) tokens", lambda: extremes(overtaken())),
+    ("00_start_here", r"at ([\d.]+) to ([\d.]+) times the speed of cuBLAS FP8", lambda: extremes(fp8().values())),
+    (
+        "02_block_quantization",
+        r"(\d+) µs (?:to make the call )?for `qk` and (\d+) µs for `torch.compile`",
+        lambda: [times("act_quant", "wall_us")[1, 8192][name] for name in ("qk", "compile")],
+    ),
+    (
+        "03_scaled_int8_gemm",
+        r"([\d.]+)x the speed of bf16",
+        lambda: [1 / ratios("ladder", "4 warps", "bf16")[8192, 8192, 8192]],
+    ),
+    (
+        "03_scaled_int8_gemm",
+        r"bf16 takes ([\d.]+)x to ([\d.]+)x as long as int8",
+        lambda: extremes(ratios("int8_gemm", "bf16", "qk")[m, 8192, 8192] for m in (1, 16)),
+    ),
+    ("04_fused_epilogues", r"saves (\d+) to (\d+) % of the time[;,] [a-zA-Z ]+,? (\d+) to (\d+) %", fusing),
+    (
+        "07_int4_gemm",
+        r"`qk` took ([\d.]+) µs in this run and ([\d.]+) µs in the one above",
+        lambda: [times("versions of int4_gemm", group_size=128)[1, 8192, 8192]["qk"], token(128)],
+    ),
+    (
+        "07_int4_gemm",
+        r"groups of 32 take ([\d.]+) µs",
+        lambda: [token(32)],
+    ),
+    (
+        "07_int4_gemm",
+        r"int4 generates ([\d.]+)x as many tokens as bf16",
+        lambda: [ratios("decode", "bf16", "qk int4")[1, 512]],
+    ),
+]
+CLAIMS = [
+    (
+        "cuBLAS FP8 in blocks is about as fast as our exact int8 GEMM on large matrices, and faster at 128 tokens",
+        lambda: (
+            all(0.9 < ratio < 1.1 for (m, *_), ratio in fp8().items() if m >= 4096)
+            and all(ratio < 0.9 for (m, *_), ratio in fp8().items() if m == 128)
+        ),
+    ),
+    (
+        "Small layers (1536 x 384) don't gain from int8 at any number of tokens",
+        lambda: all(
+            ratio > 1
+            for (_, *weight), ratio in ratios("int4_gemm", "qk int8", "bf16", group_size=128).items()
+            if weight == [1536, 384]
+        ),
+    ),
+    (
+        "`torch.compile` is as fast as `act_quant` and `dequant_bias` on large tensors",
+        lambda: all(
+            0.95 < ratio < 1.1
+            for op in ("act_quant", "dequant_bias")
+            for dtype in ("float16", "bfloat16", "float32", "int32")
+            for (rows, columns), ratio in ratios(op, "compile", "qk", dtype=dtype).items()
+            if rows * columns >= LARGE
+        ),
+    ),
+    (
+        "The sparse 6:8 chain beats the dense chain of vendor libraries, but not our own fused int8 GEMM",
+        lambda: (
+            max(ratios("sparse_linear", "qk", "dense chain", L=8).values()) < 1
+            and min(ratios("sparse_linear", "qk", "int8_addmm", L=8).values()) > 0.99
+        ),
+    ),
+    (
+        "int4 is slower than bfloat16 for long prompts, and for a single token its speedup is far from fourfold",
+        lambda: ratios("prefill", "bf16", "qk int4")[1, 2048] < 1 < ratios("decode", "bf16", "qk int4")[1, 512] < 2,
+    ),
+    (
+        "gain next to nothing for a single token",
+        lambda: all(abs(gain - 1) < 0.1 for name, gain in two_gpus("decode", (1, 512)).items() if name != "bf16"),
+    ),
+    (
+        "a small model that reaches the loss of bfloat16 to within one percent",
+        lambda: abs(losses("int8") / losses("bf16") - 1) < 0.01,
+    ),
+]
+
+
+def prose(name):
+    """The text of the README, or of a notebook's Markdown cells, on one line."""
+    if name == "README":
+        text = (ROOT / "README.md").read_text(encoding="utf-8")
+    else:
+        cells = json.loads((ROOT / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
+        text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    return " ".join(text.split())
+
+
+def wrong(quoted, measured):
+    """Pairs of a number as text and what it should be: the measured value, rounded in the same way."""
+    rounded = [f"{value:.{len(text.partition('.')[2])}f}" for text, value in zip(quoted, measured, strict=True)]
+    return [pair for pair in zip(quoted, rounded, strict=True) if pair[0] != pair[1]]
+
+
+@pytest.mark.parametrize(("name", "pattern", "measured"), NUMBERS, ids=lambda it: it if isinstance(it, str) else "")
+def test_a_quoted_number_is_that_of_the_record(name, pattern, measured):
+    found = list(re.finditer(pattern, prose(name)))
+    assert found, f"{name} no longer says so: change this row, or take it away"
+    assert [wrong(each.groups(), measured()) for each in found] == [[]] * len(found)
+
+
+@pytest.mark.parametrize(("claim", "holds"), CLAIMS, ids=lambda it: it if isinstance(it, str) else "")
+def test_a_claim_of_the_readme_holds_in_the_record(claim, holds):
+    assert claim in prose("README"), "the README no longer says so: change this row, or take it away"
+    assert holds()
+
+
+def test_a_wrong_number_is_found():
+    assert wrong(["1.35", "1.4"], [1.347, 1.418]) == []
+    assert wrong(["1.35", "14", "0.7"], [1.356, 14.75, 0.649]) == [("1.35", "1.36"), ("14", "15"), ("0.7", "0.6")]
