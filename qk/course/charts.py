@@ -4,6 +4,7 @@ A record is a report of `python -m qk bench`, as `qk.data.recorded()` returns it
 operation, the figure says that nothing is recorded.
 """
 
+import itertools
 import math
 
 import matplotlib.ticker
@@ -49,6 +50,32 @@ __all__ = [
 _PEAKS = {"NVIDIA H200": {"memory": 4.8, "bf16": 989, "int8": 1979}}
 
 
+# What the contenders of a record are called, and their colours, in every chart.
+_IMPLEMENTATIONS = {
+    "qk": ("qk", BLUE),
+    "qk int8": ("qk, int8 in blocks of 128", BLUE),
+    "qk int4": ("qk, int4 weights in groups of 128", SKY),
+    "naive": ("naive kernel", VERMILION),
+    "eager": ("eager torch", INK),
+    "compile": ("torch.compile", ORANGE),
+    "bf16": ("bf16, cuBLAS", GREY),
+    "matmul": ("dense matmul, cuBLAS", GREY),
+    "cublas fp8": ("FP8 in blocks, cuBLAS", PURPLE),
+    "_int_mm": ("torch._int_mm, no scales", GREEN),
+}
+
+
+def _name_of(contender):
+    return _IMPLEMENTATIONS.get(contender, (contender,))[0]
+
+
+def _colors_of(contenders):
+    """Colours by contender; those that aren't in the table get what the others leave."""
+    known = {name: _IMPLEMENTATIONS[name][1] for name in contenders if name in _IMPLEMENTATIONS}
+    free = [color for color in (GREEN, SKY, PURPLE, VERMILION, ORANGE) if color not in known.values()]
+    return known | dict(zip([name for name in contenders if name not in known], itertools.cycle(free), strict=False))
+
+
 def _results(record):
     return record["results"] if record else []
 
@@ -57,8 +84,12 @@ def _source(record):
     return f"{record['gpu']}, {record['date']}"
 
 
+def _rounded(number):
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
 def _microseconds(us):
-    return f"{us:,.0f} µs" if us >= 100 else f"{us:.3g} µs"
+    return f"{_rounded(us)} µs"
 
 
 def _not_measured(what):
@@ -109,9 +140,7 @@ def benchmark(record, op, dtype="float16", fastest=0, **options):
 
     shapes = list(dict.fromkeys(tuple(row["shape"]) for row in rows))
     names = [name for name in dict.fromkeys(row["contender"] for row in rows) if name != "copy"]
-    usual = {"qk": BLUE, "naive": VERMILION, "eager": GREY, "compile": ORANGE}
-    colors = usual | dict(zip([name for name in names if name not in usual], (GREEN, PURPLE, SKY), strict=False))
-    known = {"eager": "eager torch", "compile": "torch.compile"}
+    colors = _colors_of(names)
     height = 0.8 / len(names)
     fig, ax = subplots(9, 1.6 + 0.24 * len(shapes) * (len(names) + 1))
     for row in rows:
@@ -124,9 +153,9 @@ def benchmark(record, op, dtype="float16", fastest=0, **options):
     longest = max(1, fastest, *(row["of_copy"] for row in rows))
     ax.set(xlabel="speed (1 = a copy that moves as many bytes)", xlim=(0, 1.2 * longest))
     labels = [" x ".join(map(str, shape)) for shape in shapes]
-    legend = {known.get(name, name): colors[name] for name in names}
+    legend = {_name_of(name): colors[name] for name in names}
     if len(shapes) == 1:
-        ax.set(title=f"{op}, {dtype}, {labels[0]}, {_source(record)}", ylabel="who")
+        ax.set(title=f"{op}, {dtype}, {labels[0]}, {_source(record)}", ylabel="implementation")
         ax.set_yticks([(i - (len(names) - 1) / 2) * height for i in range(len(names))], list(legend))
         ax.invert_yaxis()
     else:
@@ -138,7 +167,7 @@ def benchmark(record, op, dtype="float16", fastest=0, **options):
 
 @style()
 def gemm_speed(record, op, shape, **options):
-    """Measured GEMMs of one shape (M, N, K), a bar for each contender: TOPS, or microseconds where memory decides.
+    """Measured GEMMs of one shape (M, N, K), a bar for each contender: TOPS, or microseconds if memory is the limit.
 
     options: only results with these, e.g. activation="gelu". The axis is that of all shapes, and ends behind the peak.
     """
@@ -154,23 +183,16 @@ def gemm_speed(record, op, shape, **options):
     key, label = ("us", "time (µs; shorter is better)") if copy else ("tops", "speed (TOPS; longer is better)")
     copied = [row["shape"] for row in results if row["contender"] == "copy"]
     longest = max(row.get(key, 0) for row in results if (row["shape"] in copied) == (copy is not None))
-    known = {"bf16": "bf16, cuBLAS", "_int_mm": "torch._int_mm, no scales", "cublas fp8": "FP8 in blocks, cuBLAS"}
-    known |= {"compile": "bf16, torch.compile"}
-    yardsticks = {"_int_mm": "yardstick", "int8_gemm": "yardstick"}
-    kinds = {"qk": BLUE, "another way": ORANGE, "rival": GREY, "yardstick": INK}
+    rows = {name: row for name, row in rows.items() if "us" in row}
+    colors = _colors_of(rows) | dict.fromkeys((name for name in rows if name.startswith("qk")), BLUE)
     bf16 = rows.get("bf16", {}).get("us")
     fig, ax = subplots(9, 1.7 + 0.32 * len(rows))
-    used = {}
     for y, (name, row) in enumerate(rows.items()):
-        ours = "qk" if name.startswith("qk") else "another way"
-        kind = yardsticks.get(name, "rival" if name in known else ours)
-        if "us" in row:
-            used[kind] = kinds[kind]
-        ax.barh(y, row.get(key, 0), 0.7, color=kinds[kind])
-        text = f"{row[key]:.4g}" if "us" in row else "not available"
-        if bf16 and "us" in row and name != "bf16":
+        ax.barh(y, row[key], 0.7, color=colors[name])
+        text = f"{row[key]:.4g}"
+        if bf16 and name != "bf16":
             text += f" ({bf16 / row['us']:.2f}x bf16)"
-        ax.annotate(text, (row.get(key, 0), y), (5, 0), textcoords="offset points", va="center", fontsize=9, bbox=PLAIN)
+        ax.annotate(text, (row[key], y), (5, 0), textcoords="offset points", va="center", fontsize=9, bbox=PLAIN)
     lines = {"a copy of as many bytes": copy["us"]} if copy else {}
     if (peaks := _PEAKS.get(record["gpu"])) and not copy and not op.startswith("sparse"):
         lines = {f"int8's peak in the data sheet: {peaks['int8']} TOPS": peaks["int8"]}
@@ -178,8 +200,9 @@ def gemm_speed(record, op, shape, **options):
         ax.axvline(x, **DASHED, label=name)
     ax.set(title=f"{what}, {_source(record)}", xlabel=label, ylabel="kernel")
     ax.set_xlim(0, max(1.25 * longest, 1.03 * max(lines.values(), default=0)))
-    _name_bars(ax, [known.get(name, name) for name in rows], {kind: used[kind] for kind in kinds if kind in used})
-    fig.legend(loc="outside lower center", ncols=5)
+    _name_bars(ax, [_name_of(name) for name in rows], {})
+    if lines:
+        fig.legend(loc="outside lower center", ncols=2)
     return fig
 
 
@@ -188,7 +211,7 @@ def gemm_gains(record, op, weight, names, **options):
     """Measured GEMMs with one weight (N, K), over bf16's speed, by their tokens: a line for each contender.
 
     names: {contender: what to call it}. options: only results with these, e.g. group_size=128. The axis is that of all
-    weights. For few tokens, where memory decides, a dashed line shows what a copy of as many bytes would gain.
+    weights. For few tokens, where memory is the limit, a dashed line shows what a copy of as many bytes would gain.
     """
     every = {}
     for row in _results(record):
@@ -218,9 +241,9 @@ def gemm_gains(record, op, weight, names, **options):
 
 @style()
 def two_times(record, calls, title, **options):
-    """calls: {label: (op, contender, *shape)}: how long each keeps the GPU busy, and how long the host that calls it.
+    """calls: {label: (op, contender, *shape)}: GPU time and wall time of each call.
 
-    Called again and again, the longer of the two decides. options: only results with these, e.g. group_size=128.
+    Calls in a row take the longer of the two. options: only results with these, e.g. group_size=128.
     """
     rows = {
         (row["op"], row["contender"], *row["shape"]): row for row in _results(record)
@@ -228,18 +251,18 @@ def two_times(record, calls, title, **options):
     }  # fmt: skip
     found = {label: rows[call] for label, call in calls.items() if call in rows}
     if not found:
-        return _not_measured("the host's time")
-    colors = {"the GPU works": BLUE, "the host calls, from Python": ORANGE}
+        return _not_measured("wall time")
+    colors = {"GPU time": BLUE, "wall time of a call from Python": ORANGE}
     fig, ax = subplots(9, 1.5 + 0.6 * len(found))
     for y, row in enumerate(found.values()):
         times = row["us"], row["wall_us"]
         for side, time, color in zip((-0.19, 0.19), times, colors.values(), strict=True):
             ax.barh(y + side, time, 0.34, color=color)
             ax.annotate(_microseconds(time), (time, y + side), (4, 0), textcoords="offset points", va="center", size=9)
-        verdict = f"{_microseconds(max(times))} a call: the {'host' if times[1] > times[0] else 'GPU'} decides"
+        verdict = "host-bound" if times[1] > times[0] else "GPU-bound"
         ax.annotate(verdict, (max(times), y), (55, 0), textcoords="offset points", va="center", size=9)
     ax.set(title=f"{title}, {_source(record)}", xlabel="time of a call (µs; shorter is better)", ylabel="call")
-    ax.set_xlim(0, 1.6 * max(max(row["us"], row["wall_us"]) for row in found.values()))
+    ax.set_xlim(0, 1.4 * max(max(row["us"], row["wall_us"]) for row in found.values()))
     _name_bars(ax, list(found), colors)
     fig.legend(loc="outside lower center", ncols=2)
     return fig
@@ -298,14 +321,14 @@ def roofline(record, shape):
                 f"{kind}: {peaks[kind]} TOPS", *place, textcoords="offset points", ha="right", va=up, size=9, bbox=PLAIN
             )
         x = 2 * math.prod(shape) / gemm_bytes(*shape, kind)
-        label = f"this GEMM in {kind}: {x:.1f} operations a byte"
+        label = f"this GEMM in {kind}: {_rounded(x)} operations per byte"
         ax.axvline(x, color=color, linestyle=":", linewidth=1.6, label=label)
     if peaks and copies:
         ax.plot(
             [], [], color=INK, linewidth=1, linestyle="--", alpha=0.7, label="measured: a copy, and the fastest GEMM"
         )
     ax.set(xscale="log", yscale="log", xlim=ends, ylim=(0.5, 2 * max([*tops, *peaks.values()], default=ends[1])))
-    ax.set_xlabel("operations for each byte moved")
+    ax.set_xlabel("operations per byte moved")
     title = " x ".join(map(str, shape))
     if copies:
         what = "dots" if tops else "slope"
@@ -317,9 +340,7 @@ def roofline(record, shape):
     return fig
 
 
-_RIVALS = {"compile": "torch.compile", "eager": "eager torch", "bf16": "bf16, cuBLAS", "cublas fp8": "FP8, cuBLAS"}
-_RIVALS |= {"_int_mm": "torch._int_mm, no scales", "matmul": "a dense product, cuBLAS"}
-_RIVAL_COLORS = dict(zip(_RIVALS, (ORANGE, VERMILION, BLUE, PURPLE, GREEN, GREY), strict=True))
+_RIVALS = "compile", "eager", "bf16", "cublas fp8", "_int_mm", "matmul"
 _VERSIONS = "versions of "  # kernels of notebooks, on the way to those of the package
 
 
@@ -342,10 +363,11 @@ def speedups(record):
     if not dots:
         return _not_measured("speedups")
     fig, ax = subplots(9, 1.6 + 0.34 * len(dots))
-    for rival, color in _RIVAL_COLORS.items():
+    for rival in _RIVALS:
+        name, color = _IMPLEMENTATIONS[rival]
         points = [(ratio, y) for y, pairs in enumerate(dots.values()) for ratio, other in pairs if other == rival]
         if points:
-            ax.plot(*zip(*points, strict=True), "o", color=color, alpha=0.65, markersize=7, label=_RIVALS[rival])
+            ax.plot(*zip(*points, strict=True), "o", color=color, alpha=0.65, markersize=7, label=name)
     ax.axvline(1, **DASHED)
     ax.set_yticks(range(len(dots)), list(dots))
     ax.set(xscale="log", ylim=(len(dots) - 0.5, -0.5), ylabel="operation")
@@ -353,16 +375,17 @@ def speedups(record):
     ax.xaxis.set_major_formatter("{x:g}x")
     ax.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
     ax.grid(True, axis="x")
-    ax.set_title(f"qk against its rivals at the same shapes, {_source(record)}")
-    ax.set_xlabel("how many times as fast (left of the dashed line: qk is slower)")
+    ax.set_title(f"Speedup of qk over other implementations, {_source(record)}")
+    ax.set_xlabel("speedup, one dot per shape (left of the dashed line: qk is slower)")
     fig.legend(loc="outside lower center", ncols=3)
     return fig
 
 
 @style()
 def host_times(record):
-    """What a call of each operation costs the host at one token, beside what others' calls cost: a dot for each."""
-    known = {"qk": "qk", "qk compile": "qk under torch.compile"} | _RIVALS
+    """Wall time of a call of each operation at one token, next to other implementations: a dot for each."""
+    known = {"qk": ("qk", BLUE), "qk compile": ("qk, torch.compile", BLUE)}
+    known |= {name: _IMPLEMENTATIONS[name] for name in _RIVALS}
     rows = [row for row in _results(record) if row["shape"][0] == 1 and row["contender"] in known and "us" in row]
     rows = [row for row in rows if not row["op"].startswith(_VERSIONS)]
     dots = {}
@@ -374,20 +397,21 @@ def host_times(record):
             times.setdefault(row["contender"], row["wall_us"])
     dots = {op: found for op, found in dots.items() if any(name.startswith("qk") for name in found[1])}
     if not dots:
-        return _not_measured("host times")
+        return _not_measured("wall time")
     fig, ax = subplots(9, 1.6 + 0.34 * len(dots))
-    for name, color in ({"qk": INK, "qk compile": SKY} | _RIVAL_COLORS).items():
+    for name, (label, color) in known.items():
         points = [(times[name], y) for y, (_, times) in enumerate(dots.values()) if name in times]
         if points:
-            ax.plot(*zip(*points, strict=True), "o", color=color, alpha=0.75, markersize=7, label=known[name])
+            fill = {"markerfacecolor": "none"} if name == "qk compile" else {}
+            ax.plot(*zip(*points, strict=True), "o", color=color, alpha=0.75, markersize=7, label=label, **fill)
     ax.set_yticks(range(len(dots)), [f"{op}, {' x '.join(map(str, shape))}" for op, (shape, _) in dots.items()])
     ax.set(xscale="log", ylim=(len(dots) - 0.5, -0.5), ylabel="operation, shape")
-    ax.set_title(f"What a call costs the host, {_source(record)}")
+    ax.set_title(f"Wall time of a call, {_source(record)}")
     ax.xaxis.set_major_locator(matplotlib.ticker.FixedLocator((5, 10, 20, 30, 50, 70, 100, 200, 300, 500, 1000)))
     ax.xaxis.set_major_formatter("{x:g}")
     ax.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
     ax.grid(True, axis="x")
-    ax.set_xlabel("time from one call to the next, from Python (µs)")
+    ax.set_xlabel("wall time of a call from Python (µs)")
     fig.legend(loc="outside lower center", ncols=4)
     return fig
 
@@ -412,8 +436,8 @@ def model_gains(record, gpus=1):
     gpus: if more than one, what these have over one, each contender by itself. Beside the bars stand tokens a second,
     and gigabytes of weights, a GPU's.
     """
-    known = {"bf16": ("bf16, torch.compile", GREY), "qk int8": ("int8 in blocks of 128", BLUE)}
-    known["qk int4"] = "int4 weights in groups of 128", ORANGE
+    known = {name: _IMPLEMENTATIONS[name] for name in ("bf16", "qk int8", "qk int4")}
+    known["bf16"] = "bf16, torch.compile", GREY
     groups, sizes, alone = {}, {}, _steps(record, 1)
     for step, rows in _steps(record, gpus).items():
         for name in known.keys() & rows.keys():
@@ -438,8 +462,8 @@ def model_gains(record, gpus=1):
     ax.axvline(1, **DASHED)
     what = f", on {gpus} GPUs" if gpus > 1 else ""
     ax.set(title=f"A decoder of Llama-3-8B's shape{what}, {_source(record)}", ylabel="step", xlim=(0, 1.35 * longest))
-    over = "its own speed on one GPU" if gpus > 1 else "bf16's speed"
-    ax.set_xlabel(f"times {over}, or times smaller (longer is better)")
+    over = "one GPU" if gpus > 1 else "bf16"
+    ax.set_xlabel(f"speedup over {over}; for memory, times smaller")
     _name_bars(ax, list(groups), dict(known.values()))
     fig.legend(loc="outside lower center", ncols=3)
     return fig
@@ -459,7 +483,7 @@ def time_bars(times, title, longest=None):
     for y, (parts, total) in enumerate(zip(times.values(), totals, strict=True)):
         end = _stack(ax, y, {step: time / unit for step, time in parts.items()}, colors)
         ax.text(end, y, f"  {_microseconds(total)}" + (f", {totals[0] / total:.2f}x" if y else ""), va="center")
-    ax.set(title=title, xlabel=label, ylabel="way to do it", xlim=(0, longest or 1.3 * max(totals)))
+    ax.set(title=title, xlabel=label, ylabel="method", xlim=(0, longest or 1.3 * max(totals)))
     _name_bars(ax, list(times), colors)
     fig.legend(loc="outside lower center", ncols=len(steps))
     return fig
@@ -490,12 +514,13 @@ def memory_bars(sizes, title="Memory", what="memory", ylabel="format", longest=0
     # the longest bar's text needs room beside it
     ax.set(title=title, xlabel=f"{what} ({name})", ylabel=ylabel, xlim=(0, 1.45 * longest / unit))
     _name_bars(ax, list(sizes), colors)
-    fig.legend(loc="outside lower center", ncols=len(kinds))
+    if len(kinds) > 1:
+        fig.legend(loc="outside lower center", ncols=len(kinds))
     return fig
 
 
 @style()
-def instructions(kernels, limits, title, xlabel="instructions a code"):
+def instructions(kernels, limits, title, xlabel="instructions per code"):
     """kernels: {label: {kind: instructions}}, a bar of each; limits: {label: how many there is time for}."""
     kinds = dict.fromkeys(kind for counts in kernels.values() for kind in counts)
     colors = dict(zip(kinds, (*CYCLE, GREY), strict=False))
@@ -513,7 +538,7 @@ def instructions(kernels, limits, title, xlabel="instructions a code"):
 
 
 @style()
-def traffic(ways, title="Bytes moved, step by step", unit="bytes for each element", longest=0):
+def traffic(ways, title="Bytes moved, step by step", unit="bytes per element", longest=0):
     """ways: {label: [(step, bytes read, bytes written), ...]}: the steps of each, one after the other.
 
     longest: the most bytes that a way can move, so that sliders don't move the axis.
@@ -534,13 +559,13 @@ def traffic(ways, title="Bytes moved, step by step", unit="bytes for each elemen
                 left += size
         ax.text(left, y, f"  {left:.3g} in all", va="center")
     _name_bars(ax, list(ways), {"read": SKY, "written": ORANGE})
-    ax.set(title=title, xlabel=unit, ylabel="way to do it", xlim=(0, 1.15 * longest), ylim=(len(ways) - 0.5, -0.7))
+    ax.set(title=title, xlabel=unit, ylabel="method", xlim=(0, 1.15 * longest), ylim=(len(ways) - 0.5, -0.7))
     fig.legend(loc="outside lower center", ncols=2)
     return fig
 
 
 @style()
-def tradeoff(points, title="What smaller groups cost, and what they buy", ylabel="error: |restored - x| / |x|"):
+def tradeoff(points, title="Smaller groups: less error, more bits", ylabel="error: |restored - x| / |x|"):
     """points: (label, bits per weight, error) of each way to quantize."""
     fig, ax = subplots(7, 3.6)
     labels, bits, errors = zip(*points, strict=True)
@@ -549,13 +574,13 @@ def tradeoff(points, title="What smaller groups cost, and what they buy", ylabel
         ax.annotate(label, (x, y), (7, 5), textcoords="offset points")
     ax.margins(x=0.12, y=0.12)
     ax.grid(True)
-    ax.set(title=title, xlabel="bits for each weight, absmax included")
+    ax.set(title=title, xlabel="bits per weight, absmax included")
     ax.set(ylabel=ylabel, ylim=(0, max(errors) * 1.15))
     return fig
 
 
 @style()
-def scale_cost(curves, title="What smaller blocks cost, and what they buy", xlim=None, ylim=None):
+def scale_cost(curves, title="Smaller blocks: less error, more scales", xlim=None, ylim=None):
     """curves: {label: [(point, bytes of scales for 100 bytes of codes, relative error)]}.
 
     xlim, ylim: the ends of the axes, so that sliders don't move them.
@@ -572,7 +597,7 @@ def scale_cost(curves, title="What smaller blocks cost, and what they buy", xlim
     ax.margins(x=0.12, y=0.15)
     ax.set(xscale="log", yscale="log", title=title, ylabel="error: |restored - x| / |x|")
     ax.set(**{end: ends for end, ends in (("xlim", xlim), ("ylim", ylim)) if ends})
-    ax.set_xlabel("bytes of scales for 100 bytes of codes")
+    ax.set_xlabel("bytes of scales per 100 bytes of codes")
     ax.xaxis.set_major_formatter("{x:g}")
     for kind in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
         kind("{x:.2g}")
@@ -646,8 +671,8 @@ def memory_levels(gpus):
                 ax.annotate(text, (value, y + side), (4, 0), textcoords="offset points", va="center", fontsize=9)
         largest = max(levels[name][part] for levels in gpus.values() for name in names)
         least = min(levels[name][part] for levels in gpus.values() for name in names)
-        ax.set(xscale="log", xlabel=label, xlim=(least / 10, largest * 30), ylabel="where")
-        ax.set_title(("Where data can be: how much fits", "How fast it comes from there")[part])
+        ax.set(xscale="log", xlabel=label, xlim=(least / 10, largest * 30), ylabel="level")
+        ax.set_title(("Capacity", "Bandwidth")[part])
         ax.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
     axes[0].set_yticks(range(len(names)), names)
     axes[0].set_ylim(len(names) - 0.5, -0.5)
