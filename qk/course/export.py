@@ -11,7 +11,7 @@ Its metadata asks Colab for a T4 GPU, and Kaggle for one with the internet off.
 
 writes the README's figures instead: the images of the cells tagged "readme", as <notebook>.png, <notebook>_2.png ...
 
-Neither overwrites anything but an export that nobody has changed since: its metadata holds a hash. --force does.
+Neither overwrites anything but an unchanged export, which it knows by a hash in the metadata. --force does.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from base64 import b64decode, encodebytes
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
-# JupyterLab, Colab and Kaggle each have a word for a cell whose code is folded away
+# JupyterLab, Colab and Kaggle each have their own key for a cell whose code is folded
 _FOLDED = {"jupyter": {"source_hidden": True}, "cellView": "form", "_kg_hide-input": True}
 _METADATA = {
     "accelerator": "GPU",
@@ -257,7 +257,7 @@ def main(argv=None):
         elif len(args.paths) == 2:
             _write_export(*map(Path, args.paths), args.force)
         else:
-            raise ValueError(f"it takes two paths, a notebook and the new one to write; here are {len(args.paths)}")
+            raise ValueError(f"it takes two paths, a notebook and the new one to write; it got {len(args.paths)}")
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return 0
