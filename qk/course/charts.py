@@ -219,7 +219,7 @@ def gemm_gains(record, op, weight, names, **options):
 
 @style()
 def two_times(record, calls, title, **options):
-    """Show how long each call keeps the GPU busy, and how long it keeps the CPU busy.
+    """Show how long each call keeps the GPU busy, and how long it keeps the host busy.
 
     calls: {label: (op, contender, *shape)}. If calls follow one another, the longer time is the limit. options: show
     only results with these, e.g. group_size=128.
@@ -231,14 +231,14 @@ def two_times(record, calls, title, **options):
     found = {label: rows[call] for label, call in calls.items() if call in rows}
     if not found:
         return _not_measured("launch overhead")
-    colors = {"GPU time": BLUE, "CPU time of a call from Python": ORANGE}
+    colors = {"GPU time": BLUE, "host time of a call from Python": ORANGE}
     fig, ax = subplots(9, 1.5 + 0.6 * len(found))
     for y, row in enumerate(found.values()):
         times = row["us"], row["wall_us"]
         for side, time, color in zip((-0.19, 0.19), times, colors.values(), strict=True):
             ax.barh(y + side, time, 0.34, color=color)
             ax.annotate(_microseconds(time), (time, y + side), (4, 0), textcoords="offset points", va="center", size=9)
-        verdict = f"{_microseconds(max(times))} per call: {'CPU' if times[1] > times[0] else 'GPU'}-bound"
+        verdict = f"{_microseconds(max(times))} per call: {'host' if times[1] > times[0] else 'GPU'}-bound"
         ax.annotate(verdict, (max(times), y), (55, 0), textcoords="offset points", va="center", size=9)
     ax.set(title=f"{title}, {_source(record)}", xlabel="time per call (µs; shorter is better)", ylabel="call")
     ax.set_xlim(0, 1.6 * max(max(row["us"], row["wall_us"]) for row in found.values()))

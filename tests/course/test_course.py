@@ -623,7 +623,7 @@ def test_two_times_says_which_decides():
     assert "90 µs per call: GPU-bound" in texts(course.two_times(record, calls, "t", group_size=32))
     record["results"].pop()
     found = texts(course.two_times(record, calls, "t"))
-    assert {"30 µs per call: CPU-bound", "40 µs per call: GPU-bound"} <= set(found)
+    assert {"30 µs per call: host-bound", "40 µs per call: GPU-bound"} <= set(found)
     assert any("No measurement" in text for text in texts(course.two_times(None, calls, "t")))
 
 
