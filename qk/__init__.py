@@ -11,7 +11,7 @@ import torch
 
 
 def _choose_backend():
-    """-> (interpret?, the reason)"""
+    """Returns whether to interpret, and the reason."""
     override = os.environ.get("QK_BACKEND")
     if override is not None:
         if override not in ("compile", "interpret"):
@@ -165,7 +165,7 @@ __all__ = [
 
 
 def backend():
-    """One line: whether kernels are compiled or interpreted in this process, why, and what multiplies in the chains."""
+    """One line: whether kernels are compiled or interpreted in this process, why, and the chains' libraries."""
     return f"{'interpreted' if _INTERPRET else 'compiled'}: {_REASON}; {libraries(device())}"
 
 

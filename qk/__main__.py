@@ -8,7 +8,7 @@ COMMANDS = {
     "bench": ("qk.tools.bench.__main__", "time the kernels on this GPU, next to PyTorch and other libraries"),
     "aot": (
         "qk.tools.aot.__main__",
-        "compile every kernel for every GPU, on a machine without one; show registers",
+        "compile every kernel for every GPU, without having one; show registers",
     ),
     "export": ("qk.course.export", "write one notebook that carries the package, for Colab and Kaggle"),
     "site": ("qk.course.site", "write the notebooks as web pages, with sliders that move without Python"),

@@ -45,8 +45,8 @@ __all__ = [
     "two_times",
 ]
 
-# Of dense products, TOPS or TFLOPS; memory in TB/s. From NVIDIA's data sheet of the H200 (it states twice as much, of
-# sparse products).
+# TOPS or TFLOPS of dense matmuls, and memory in TB/s. From NVIDIA's data sheet of the H200, which states twice the
+# former, for sparse matmuls.
 _PEAKS = {"NVIDIA H200": {"memory": 4.8, "bf16": 989, "int8": 1979}}
 
 
@@ -102,7 +102,7 @@ def _not_measured(what):
 
 
 def _name_bars(ax, labels, colors):
-    """The bars' names, the first on top; for the legend, the names of their colours."""
+    """Name the bars, the first on top, and their colours in the legend."""
     for label, color in colors.items():
         ax.barh(0, 0, color=color, label=label)
     ax.set_yticks(range(len(labels)), labels)
@@ -110,7 +110,7 @@ def _name_bars(ax, labels, colors):
 
 
 def _stack(ax, y, parts, colors):
-    """One bar of parts, one after the other. -> its length"""
+    """Draw one stacked bar. Returns its length."""
     left = 0
     for part, size in parts.items():
         ax.barh(y, size, 0.55, left, color=colors[part])
@@ -120,12 +120,12 @@ def _stack(ax, y, parts, colors):
 
 @style()
 def benchmark(record, op, dtype="float16", fastest=0, **options):
-    """Measured speeds of an operation, as fractions of a copy's: a bar for each shape and contender.
+    """Measured speeds of an operation as fractions of a copy's: a bar for each shape and contender.
 
-    Of one shape, the bars have the contenders' names.
+    With only one shape, the bars are named after the contenders.
 
-    options: only results with these, e.g. group_size=None. fastest: the longest bar there can be, so that sliders don't
-    move the axis.
+    options: show only results with these, e.g. group_size=None. fastest: the longest bar possible, so that sliders
+    don't move the axis.
     """
     rows = [
         row for row in _results(record)
@@ -136,7 +136,7 @@ def benchmark(record, op, dtype="float16", fastest=0, **options):
     if len({(*row["shape"], row["contender"]) for row in rows}) < len(rows):
         measured = {name: {row["options"].get(name) for row in rows} for row in rows for name in row["options"]}
         measured = {name: values for name, values in measured.items() if len(values) > 1}
-        raise ValueError(f"of {op} there are results with different options; say which of {measured}")
+        raise ValueError(f"{op} has results with different options; say which of {measured}")
 
     shapes = list(dict.fromkeys(tuple(row["shape"]) for row in rows))
     names = [name for name in dict.fromkeys(row["contender"] for row in rows) if name != "copy"]
@@ -149,9 +149,9 @@ def benchmark(record, op, dtype="float16", fastest=0, **options):
             ax.barh(y, row["of_copy"], height * 0.9, color=colors[row["contender"]])
             text = f"{row['of_copy']:.2f} ({_microseconds(row['us'])})"
             ax.text(row["of_copy"] + 0.01, y, text, va="center", fontsize=9, bbox=PLAIN)
-    ax.axvline(1, **DASHED, label="a copy of as many bytes")
+    ax.axvline(1, **DASHED, label="a copy of the same size")
     longest = max(1, fastest, *(row["of_copy"] for row in rows))
-    ax.set(xlabel="speed (1 = a copy that moves as many bytes)", xlim=(0, 1.2 * longest))
+    ax.set(xlabel="speed (a copy that moves as many bytes = 1)", xlim=(0, 1.2 * longest))
     labels = [" x ".join(map(str, shape)) for shape in shapes]
     legend = {_name_of(name): colors[name] for name in names}
     if len(shapes) == 1:
@@ -167,9 +167,10 @@ def benchmark(record, op, dtype="float16", fastest=0, **options):
 
 @style()
 def gemm_speed(record, op, shape, **options):
-    """Measured GEMMs of one shape (M, N, K), a bar for each contender: TOPS, or microseconds if memory is the limit.
+    """Measured GEMMs of one shape (M, N, K), a bar for each contender: TOPS, or microseconds if memory-bound.
 
-    options: only results with these, e.g. activation="gelu". The axis is that of all shapes, and ends behind the peak.
+    options: show only results with these, e.g. activation="gelu". The axis is the same for all shapes, and extends
+    beyond the peak.
     """
     what = f"{op} {' x '.join(map(str, shape))}"
     results = [row for row in _results(record) if row["op"] == op]
@@ -193,9 +194,9 @@ def gemm_speed(record, op, shape, **options):
         if bf16 and name != "bf16":
             text += f" ({bf16 / row['us']:.2f}x bf16)"
         ax.annotate(text, (row[key], y), (5, 0), textcoords="offset points", va="center", fontsize=9, bbox=PLAIN)
-    lines = {"a copy of as many bytes": copy["us"]} if copy else {}
+    lines = {"a copy of the same size": copy["us"]} if copy else {}
     if (peaks := _PEAKS.get(record["gpu"])) and not copy and not op.startswith("sparse"):
-        lines = {f"int8's peak in the data sheet: {peaks['int8']} TOPS": peaks["int8"]}
+        lines = {f"int8 peak (data sheet): {peaks['int8']} TOPS": peaks["int8"]}
     for name, x in lines.items():
         ax.axvline(x, **DASHED, label=name)
     ax.set(title=f"{what}, {_source(record)}", xlabel=label, ylabel="kernel")
@@ -208,7 +209,7 @@ def gemm_speed(record, op, shape, **options):
 
 @style()
 def gemm_gains(record, op, weight, names, **options):
-    """Measured GEMMs with one weight (N, K), over bf16's speed, by their tokens: a line for each contender.
+    """Speedups over bf16 of measured GEMMs with one weight (N, K), by number of tokens: a line for each contender.
 
     names: {contender: what to call it}. options: only results with these, e.g. group_size=128. The axis is that of all
     weights. For few tokens, where memory is the limit, a dashed line shows what a copy of as many bytes would gain.
@@ -232,18 +233,19 @@ def gemm_gains(record, op, weight, names, **options):
         return _not_measured(what)
     lines = gains[tuple(weight)]
     shown = {label: lines[name] for name, label in names.items() if name in lines}
-    copies = {"a copy of as many bytes": lines["copy"]} if "copy" in lines else {}
+    copies = {"a copy of the same size": lines["copy"]} if "copy" in lines else {}
     top = max(y for found in gains.values() for points in found.values() for _, y in points)
-    title, ylabel = f"{what}, {_source(record)}", "speed (bf16 by cuBLAS = 1)"
+    title, ylabel = f"{what}, {_source(record)}", "speedup over bf16, cuBLAS"
     look = {"level": 1, "log": "x", "yardsticks": copies, "ylim": (0, 1.1 * top)}
-    return curves(shown, title, "M, the tokens", ylabel, shown, **look)
+    return curves(shown, title, "tokens (M)", ylabel, shown, **look)
 
 
 @style()
 def two_times(record, calls, title, **options):
-    """calls: {label: (op, contender, *shape)}: GPU time and wall time of each call.
+    """Show how long each call keeps the GPU busy, and how long it keeps the host busy.
 
-    Calls in a row take the longer of the two. options: only results with these, e.g. group_size=128.
+    calls: {label: (op, contender, *shape)}. If calls follow one another, the longer time is the limit. options: show
+    only results with these, e.g. group_size=128.
     """
     rows = {
         (row["op"], row["contender"], *row["shape"]): row for row in _results(record)
@@ -251,8 +253,8 @@ def two_times(record, calls, title, **options):
     }  # fmt: skip
     found = {label: rows[call] for label, call in calls.items() if call in rows}
     if not found:
-        return _not_measured("wall time")
-    colors = {"GPU time": BLUE, "wall time of a call from Python": ORANGE}
+        return _not_measured("launch overhead")
+    colors = {"GPU time": BLUE, "host time of a call from Python": ORANGE}
     fig, ax = subplots(9, 1.5 + 0.6 * len(found))
     for y, row in enumerate(found.values()):
         times = row["us"], row["wall_us"]
@@ -261,7 +263,7 @@ def two_times(record, calls, title, **options):
             ax.annotate(_microseconds(time), (time, y + side), (4, 0), textcoords="offset points", va="center", size=9)
         verdict = "host-bound" if times[1] > times[0] else "GPU-bound"
         ax.annotate(verdict, (max(times), y), (55, 0), textcoords="offset points", va="center", size=9)
-    ax.set(title=f"{title}, {_source(record)}", xlabel="time of a call (µs; shorter is better)", ylabel="call")
+    ax.set(title=f"{title}, {_source(record)}", xlabel="time per call (µs; shorter is better)", ylabel="call")
     ax.set_xlim(0, 1.4 * max(max(row["us"], row["wall_us"]) for row in found.values()))
     _name_bars(ax, list(found), colors)
     fig.legend(loc="outside lower center", ncols=2)
@@ -271,7 +273,7 @@ def two_times(record, calls, title, **options):
 def gemm_bytes(M, N, K, kind="int8"):
     """Bytes that a GEMM with bf16 output must move.
 
-    kind: of the operands "int8", with the scales of 128-blocks; or "bf16"; or of the weight "int4", in groups of 128.
+    kind: "int8" operands with a scale for each block of 128, "bf16" operands, or an "int4" weight in groups of 128.
     """
     blocks = math.ceil(K / 128)
     if kind == "bf16":
@@ -283,9 +285,9 @@ def gemm_bytes(M, N, K, kind="int8"):
 
 @style()
 def roofline(record, shape):
-    """A GEMM's operations for each byte, in bf16 and int8, against the peaks of the data sheet and measured roofs.
+    """A GEMM's operations per byte in bf16 and int8, with the data sheet's peaks and measured roofs.
 
-    Without a record there is no roof, and the slope is that of 1 TB/s.
+    Without a record there is no roof, and the slope is 1 TB/s.
     """
     results = [row for row in _results(record) if "us" in row]
     copies = [row["gb_per_s"] for row in results if row["contender"] == "copy"]
@@ -296,7 +298,7 @@ def roofline(record, shape):
     ends = 0.5, 20000
     tops = []
     if peaks:
-        ax.plot([], [], color=INK, label="data sheet: memory, and tensor cores")
+        ax.plot([], [], color=INK, label="data sheet: memory and tensor cores")
     for kind, contender, color in (("bf16", "bf16", GREY), ("int8", "qk", BLUE)):
         gemms = [row for row in results if row["op"] == "int8_gemm" and row["contender"] == contender]
         best = max((row["tops"] for row in gemms), default=math.inf)
@@ -312,7 +314,7 @@ def roofline(record, shape):
                 break
         intensities = [2 * math.prod(row["shape"]) / gemm_bytes(*row["shape"], kind) for row in gemms]
         if gemms:
-            name = f"measured in {kind}: a dot for each shape"
+            name = f"measured in {kind}, one dot per shape"
             ax.plot(intensities, [row["tops"] for row in gemms], "o", color=color, markersize=5, label=name)
         if peaks and kind in peaks:
             place = (ends[1], peaks[kind]), (-4, 3 if kind == "int8" else -3)
@@ -325,7 +327,7 @@ def roofline(record, shape):
         ax.axvline(x, color=color, linestyle=":", linewidth=1.6, label=label)
     if peaks and copies:
         ax.plot(
-            [], [], color=INK, linewidth=1, linestyle="--", alpha=0.7, label="measured: a copy, and the fastest GEMM"
+            [], [], color=INK, linewidth=1, linestyle="--", alpha=0.7, label="measured: a copy and the fastest GEMM"
         )
     ax.set(xscale="log", yscale="log", xlim=ends, ylim=(0.5, 2 * max([*tops, *peaks.values()], default=ends[1])))
     ax.set_xlabel("operations per byte moved")
@@ -346,10 +348,10 @@ _VERSIONS = "versions of "  # kernels of notebooks, on the way to those of the p
 
 @style()
 def speedups(record):
-    """How much faster each operation is than what others wrote, measured side by side: a dot for each shape.
+    """Speedup of each operation over other implementations, measured side by side: a dot for each shape.
 
-    Eager torch is left out where there is a better rival, and so are other ways to use this package. Of training there
-    is the forward and backward pass.
+    Eager torch is left out if there is a better rival, and so are other ways to use this package. Training is the
+    forward and backward pass.
     """
     dots = {}
     for row in _results(record):
@@ -389,7 +391,7 @@ def host_times(record):
     rows = [row for row in _results(record) if row["shape"][0] == 1 and row["contender"] in known and "us" in row]
     rows = [row for row in rows if not row["op"].startswith(_VERSIONS)]
     dots = {}
-    # of an operation the smallest shape, as it was measured last
+    # for each operation, the smallest shape and its latest measurement
     rows.sort(key=lambda row: row["date"], reverse=True)
     for row in sorted(rows, key=lambda row: row["shape"]):
         shape, times = dots.setdefault(row["op"], (row["shape"], {}))
@@ -397,7 +399,7 @@ def host_times(record):
             times.setdefault(row["contender"], row["wall_us"])
     dots = {op: found for op, found in dots.items() if any(name.startswith("qk") for name in found[1])}
     if not dots:
-        return _not_measured("wall time")
+        return _not_measured("wall times")
     fig, ax = subplots(9, 1.6 + 0.34 * len(dots))
     for name, (label, color) in known.items():
         points = [(times[name], y) for y, (_, times) in enumerate(dots.values()) if name in times]
@@ -406,18 +408,18 @@ def host_times(record):
             ax.plot(*zip(*points, strict=True), "o", color=color, alpha=0.75, markersize=7, label=label, **fill)
     ax.set_yticks(range(len(dots)), [f"{op}, {' x '.join(map(str, shape))}" for op, (shape, _) in dots.items()])
     ax.set(xscale="log", ylim=(len(dots) - 0.5, -0.5), ylabel="operation, shape")
-    ax.set_title(f"Wall time of a call, {_source(record)}")
+    ax.set_title(f"Wall time of a call for one token, {_source(record)}")
     ax.xaxis.set_major_locator(matplotlib.ticker.FixedLocator((5, 10, 20, 30, 50, 70, 100, 200, 300, 500, 1000)))
     ax.xaxis.set_major_formatter("{x:g}")
     ax.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
     ax.grid(True, axis="x")
-    ax.set_xlabel("wall time of a call from Python (µs)")
+    ax.set_xlabel("time per call, from Python (µs; shorter is better)")
     fig.legend(loc="outside lower center", ncols=4)
     return fig
 
 
 def _steps(record, gpus):
-    """Of the job `model` on so many GPUs: {step: {contender: row}}."""
+    """Results of the job `model` on this many GPUs: {step: {contender: row}}."""
     steps = {}
     for row in _results(record):
         if "tokens_per_s" in row and row.get("options", {}).get("gpus", 1) == gpus:
@@ -431,10 +433,10 @@ def _steps(record, gpus):
 
 @style()
 def model_gains(record, gpus=1):
-    """A whole decoder, the job `model`: how many times bfloat16's speed it has, and how many times smaller it is.
+    """Speed and size of a whole decoder (the job `model`) relative to bfloat16.
 
-    gpus: if more than one, what these have over one, each contender by itself. Beside the bars stand tokens a second,
-    and gigabytes of weights, a GPU's.
+    gpus: if more than one, each contender is compared with itself on one GPU. Labels give tokens per second, and
+    gigabytes of weights per GPU.
     """
     known = {name: _IMPLEMENTATIONS[name] for name in ("bf16", "qk int8", "qk int4")}
     known["bf16"] = "bf16, torch.compile", GREY
@@ -448,7 +450,7 @@ def model_gains(record, gpus=1):
                 sizes[name] = base["weights"] / row["weights"], f"{row['weights'] / 1e9:.1f} GB"
     if not groups:
         return _not_measured("model")
-    groups["memory of weights"] = sizes
+    groups["size of weights"] = sizes
     fig, ax = subplots(9, 1.6 + 0.75 * len(groups))
     longest = 1
     for y, values in enumerate(groups.values()):
@@ -461,9 +463,10 @@ def model_gains(record, gpus=1):
                 ax.annotate(f"{gain:.2f}x ({text})", (gain, y_bar), **place, fontsize=9, bbox=PLAIN)
     ax.axvline(1, **DASHED)
     what = f", on {gpus} GPUs" if gpus > 1 else ""
-    ax.set(title=f"A decoder of Llama-3-8B's shape{what}, {_source(record)}", ylabel="step", xlim=(0, 1.35 * longest))
+    ax.set_title(f"A decoder of Llama-3-8B's shape, random weights{what}, {_source(record)}")
+    ax.set(ylabel="step", xlim=(0, 1.35 * longest))
     over = "one GPU" if gpus > 1 else "bf16"
-    ax.set_xlabel(f"speedup over {over}; for memory, times smaller")
+    ax.set_xlabel(f"speedup over {over}, or how many times smaller (longer is better)")
     _name_bars(ax, list(groups), dict(known.values()))
     fig.legend(loc="outside lower center", ncols=3)
     return fig
@@ -471,9 +474,10 @@ def model_gains(record, gpus=1):
 
 @style()
 def time_bars(times, title, longest=None):
-    """times: {label: {step: microseconds}}; bars, their sums, and how much faster each is than the first.
+    """Stacked bars of times, with their sums and speedups over the first.
 
-    longest: where the axis ends, so that sliders don't move it; lengths are then in times of the first.
+    times: {label: {step: microseconds}}. longest: where the axis ends, so that sliders don't move it; lengths are then
+    relative to the first bar.
     """
     steps = dict.fromkeys(step for parts in times.values() for step in parts)
     colors = dict(zip(steps, CYCLE, strict=False))
@@ -491,9 +495,9 @@ def time_bars(times, title, longest=None):
 
 @style()
 def memory_bars(sizes, title="Memory", what="memory", ylabel="format", longest=0):
-    """sizes: {label: {part: bytes}}; bars with exact byte counts, and how much smaller each is than the first.
+    """Stacked bars of sizes, with exact byte counts and how much smaller each is than the first.
 
-    longest: the most bytes that a bar can have, so that sliders don't move the axis.
+    sizes: {label: {part: bytes}}. longest: the most bytes that a bar can have, so that sliders don't move the axis.
     """
     totals = [sum(parts.values()) for parts in sizes.values()]
     longest = max(*totals, longest, 1)
@@ -505,13 +509,13 @@ def memory_bars(sizes, title="Memory", what="memory", ylabel="format", longest=0
     fig, ax = subplots(9, 1.2 + 0.6 * len(sizes))
     for y, (parts, total) in enumerate(zip(sizes.values(), totals, strict=True)):
         end = _stack(ax, y, {kind: size / unit for kind, size in parts.items()}, colors)
-        # of many parts, the sum: there is no room for more
+        # only the sum if there are many parts
         counts = parts.values() if len(kinds) < 4 else (total,)
         text = "  " + " + ".join(f"{size:,}" for size in counts) + " bytes"
         if total != totals[0]:
             text += f", {total / totals[0]:.2f}x larger" if total > totals[0] else f", {totals[0] / total:.2f}x smaller"
         ax.text(end, y, text, va="center")
-    # the longest bar's text needs room beside it
+    # leave room for the longest bar's text
     ax.set(title=title, xlabel=f"{what} ({name})", ylabel=ylabel, xlim=(0, 1.45 * longest / unit))
     _name_bars(ax, list(sizes), colors)
     if len(kinds) > 1:
@@ -521,7 +525,7 @@ def memory_bars(sizes, title="Memory", what="memory", ylabel="format", longest=0
 
 @style()
 def instructions(kernels, limits, title, xlabel="instructions per code"):
-    """kernels: {label: {kind: instructions}}, a bar of each; limits: {label: how many there is time for}."""
+    """Stacked bars of instructions. kernels: {label: {kind: count}}; limits: {label: how many there is time for}."""
     kinds = dict.fromkeys(kind for counts in kernels.values() for kind in counts)
     colors = dict(zip(kinds, (*CYCLE, GREY), strict=False))
     fig, ax = subplots(9, 1.6 + 0.5 * len(kernels))
@@ -539,16 +543,17 @@ def instructions(kernels, limits, title, xlabel="instructions per code"):
 
 @style()
 def traffic(ways, title="Bytes moved, step by step", unit="bytes per element", longest=0):
-    """ways: {label: [(step, bytes read, bytes written), ...]}: the steps of each, one after the other.
+    """Stacked bars of the bytes that each step of a method reads and writes.
 
-    longest: the most bytes that a way can move, so that sliders don't move the axis.
+    ways: {label: [(step, bytes read, bytes written), ...]}. longest: the most bytes that a method can move, so that
+    sliders don't move the axis.
     """
     longest = max(longest, *(sum(read + written for _, read, written in steps) for steps in ways.values()))
     fig, ax = subplots(9, 1.5 + 0.75 * len(ways))
     for y, steps in enumerate(ways.values()):
         left = 0
         for step, read, written in steps:
-            # no name where the next one would cover it
+            # no name if the next one would cover it
             if read + written > 0.012 * len(step) * longest or len(steps) == 1:
                 ax.annotate(step, (left, y - 0.28), (2, 0), textcoords="offset points", fontsize=9, va="bottom")
             for size, color in ((read, SKY), (written, ORANGE)):
@@ -557,7 +562,7 @@ def traffic(ways, title="Bytes moved, step by step", unit="bytes per element", l
                     label = f"{size:.0f}" if size >= 10 else f"{size:.2g}"
                     ax.text(left + size / 2, y, label, ha="center", va="center")
                 left += size
-        ax.text(left, y, f"  {left:.3g} in all", va="center")
+        ax.text(left, y, f"  {left:.3g} in total", va="center")
     _name_bars(ax, list(ways), {"read": SKY, "written": ORANGE})
     ax.set(title=title, xlabel=unit, ylabel="method", xlim=(0, 1.15 * longest), ylim=(len(ways) - 0.5, -0.7))
     fig.legend(loc="outside lower center", ncols=2)
@@ -565,8 +570,8 @@ def traffic(ways, title="Bytes moved, step by step", unit="bytes per element", l
 
 
 @style()
-def tradeoff(points, title="Smaller groups: less error, more bits", ylabel="error: |restored - x| / |x|"):
-    """points: (label, bits per weight, error) of each way to quantize."""
+def tradeoff(points, title="Smaller groups: lower error, more bits", ylabel="error: |restored - x| / |x|"):
+    """Error against size. points: (label, bits per weight, error) of each way to quantize."""
     fig, ax = subplots(7, 3.6)
     labels, bits, errors = zip(*points, strict=True)
     ax.plot(bits, errors, "o-", color=BLUE)
@@ -580,7 +585,7 @@ def tradeoff(points, title="Smaller groups: less error, more bits", ylabel="erro
 
 
 @style()
-def scale_cost(curves, title="Smaller blocks: less error, more scales", xlim=None, ylim=None):
+def scale_cost(curves, title="Smaller blocks: lower error, more scales", xlim=None, ylim=None):
     """curves: {label: [(point, bytes of scales for 100 bytes of codes, relative error)]}.
 
     xlim, ylim: the ends of the axes, so that sliders don't move them.
@@ -611,12 +616,13 @@ def scale_cost(curves, title="Smaller blocks: less error, more scales", xlim=Non
 def curves(
     lines, title, xlabel, ylabel, dots=None, mark=None, level=None, log=True, yardsticks=None, ylim=None, dashed=None
 ):
-    """lines, dots, dashed: {label: [(x, y), ...]}, one colour a label; mark, level: an x, a y to draw a line at.
+    """Plot lines and dots on common axes.
 
-    Axes are logarithmic (but not that of a y that varies little), or, with log=False, linear; x may then be text. With
-    log="x" only that of x is.
-    dashed: second lines of labels that have one. yardsticks: what the rest is measured by, dashed too, in a colour of
-    their own. ylim: the ends of y, so that sliders don't move them.
+    lines, dots, dashed: {label: [(x, y), ...]}, one colour per label; dashed holds second lines of these labels. mark,
+    level: an x and a y to draw a line at. yardsticks: reference lines, dashed, in a colour of their own. ylim: the ends
+    of y, so that sliders don't move them.
+    Axes are logarithmic (except a y axis that spans little); linear with log=False, when x may also be text. With
+    log="x" only the x axis is logarithmic.
     """
     dots, dashed = dots or {}, dashed or {}
     labels = list(dict.fromkeys([*lines, *dots]))
@@ -655,11 +661,11 @@ def curves(
 
 @style()
 def memory_levels(gpus):
-    """gpus: {name: {level: (bytes of the whole GPU, bytes a second)}}, from the farthest level to the nearest."""
+    """Size and speed of memory. gpus: {name: {level: (bytes of the whole GPU, bytes per second)}}, farthest first."""
     names = list(next(iter(gpus.values())))[::-1]
     fig, axes = subplots(9, 1.3 + 0.6 * len(names), 1, 2, sharey=True)
     units = {"size (bytes, log scale)": ("B", "kB", "MB", "GB")}
-    units["speed (bytes a second, log scale)"] = "B/s", "kB/s", "MB/s", "GB/s", "TB/s"
+    units["bandwidth (bytes per second, log scale)"] = "B/s", "kB/s", "MB/s", "GB/s", "TB/s"
     for part, (ax, (label, prefixes)) in enumerate(zip(axes, units.items(), strict=True)):
         for i, ((gpu, levels), color) in enumerate(zip(gpus.items(), (SKY, BLUE), strict=False)):
             for y, name in enumerate(names):
@@ -671,8 +677,8 @@ def memory_levels(gpus):
                 ax.annotate(text, (value, y + side), (4, 0), textcoords="offset points", va="center", fontsize=9)
         largest = max(levels[name][part] for levels in gpus.values() for name in names)
         least = min(levels[name][part] for levels in gpus.values() for name in names)
-        ax.set(xscale="log", xlabel=label, xlim=(least / 10, largest * 30), ylabel="level")
-        ax.set_title(("Capacity", "Bandwidth")[part])
+        ax.set(xscale="log", xlabel=label, xlim=(least / 10, largest * 30), ylabel="memory level")
+        ax.set_title(("Capacity of each memory level", "Bandwidth of each memory level")[part])
         ax.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
     axes[0].set_yticks(range(len(names)), names)
     axes[0].set_ylim(len(names) - 0.5, -0.5)

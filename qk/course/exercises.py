@@ -19,7 +19,7 @@ _PACKAGE = Path(__file__).parent.parent
 
 
 def explore(draw, **choices):
-    """A slider for each of draw's arguments, and the figure that it returns; moving a slider draws again.
+    """Show a slider for each of draw's arguments, and the figure that it returns; moving a slider redraws it.
 
     choices: the values of each slider (None is shown as "whole row"); it starts at draw's default for that argument.
     Names, values of type str, get a dropdown.
@@ -51,7 +51,7 @@ def explore(draw, **choices):
 
 
 def source(*functions, unfolded=False):
-    """Shows the source of functions and kernels, highlighted, each folded under its name unless told otherwise."""
+    """Show the source of functions and kernels, highlighted, each folded under its name unless `unfolded`."""
     for function in functions:
         function = inspect.unwrap(getattr(function, "fn", function))  # of a kernel, its Python
         text = inspect.getsource(function).rstrip()
@@ -69,12 +69,12 @@ class Race(Exception):
 
 
 def launch(kernel, grid, *args, **options):
-    """kernel[grid](*args, **options), of a learner's kernel, on copies of its tensors that have guarded ends.
+    """Run kernel[grid](*args, **options), a learner's kernel, on copies of its tensors with guarded ends.
 
-    Raises OutOfBounds, and says where, if the kernel wrote beyond a tensor, or read there: in the interpreter anything,
-    compiled what changes a result. In the interpreter also if it counts on what a load gives where its mask is false.
-    Raises Race if two runs on the same data differ, compiled. Then the tensors stay as they were. TypeError: a tensor
-    that isn't given by position.
+    Raises OutOfBounds, and says where, if the kernel wrote beyond a tensor or read there (compiled: if such a read
+    changes a result). In the interpreter, also if it relies on what a load returns where its mask is false. Raises Race
+    if two compiled runs on the same data differ. The tensors are then unchanged. Raises TypeError for a tensor that
+    isn't passed by position.
     """
     if named := [name for name, value in options.items() if isinstance(value, torch.Tensor)]:
         raise TypeError(f"{named[0]} is a tensor: give tensors by position, not by name")
@@ -161,7 +161,7 @@ def _same_bits(windows, others):
 
 
 def check(answer, expected, *cases, mistakes=()):
-    """Compares a learner's function with the expected one on each case, a tuple of arguments; prints what is wrong.
+    """Compare a learner's function with the expected one on each case, a tuple of arguments; print what is wrong.
 
     mistakes: {hint: function}; the hint of the first function that gives the same answers, in every case, is printed
     too. An answer of None counts as not answered yet; one that writes into its arguments is wrong. Nothing is raised.
@@ -257,7 +257,7 @@ def _text(value):
 
 
 def _argument(value):
-    """Of a tensor with more than a few elements, its shape says enough."""
+    """Describe an argument: a tensor with more than a few elements by its shape."""
     if isinstance(value, torch.Tensor) and value.numel() > 8:
         return f"a tensor of {' x '.join(map(str, value.shape))}"
     return _text(value)

@@ -30,7 +30,7 @@ from pathlib import Path
 from qk.course import badges
 
 PACKAGE = Path(__file__).parents[1]
-# JupyterLab, Colab and Kaggle each have a word for a cell whose code is folded away
+# JupyterLab, Colab and Kaggle each have their own key for a cell whose code is folded
 _FOLDED = {"jupyter": {"source_hidden": True}, "cellView": "form", "_kg_hide-input": True}
 _METADATA = {
     "accelerator": "GPU",
@@ -273,7 +273,7 @@ def main(argv=None):
         elif len(args.paths) == 2:
             _write_export(*map(Path, args.paths), args.force)
         else:
-            raise ValueError(f"it takes two paths, a notebook and the new one to write; here are {len(args.paths)}")
+            raise ValueError(f"it takes two paths, a notebook and the new one to write; it got {len(args.paths)}")
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return 0

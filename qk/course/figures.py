@@ -1,4 +1,4 @@
-"""Pictures of matrices, of their codes and of how they lie in memory; and the look that all figures share.
+"""Pictures of matrices, their codes and their layout in memory, and the look that all figures share.
 
 Every plot is a `Figure` on a pale card, so that it reads the same on a light page and doesn't glare on a dark one.
 Colours are those of Okabe and Ito (2008), which colour-blind readers can tell apart. Nothing here touches pyplot or
@@ -96,12 +96,12 @@ class Figure(matplotlib.figure.Figure):
 
 
 def style():
-    """The look of the plots: `with course.style():`, or a decorator of a function that plots."""
+    """The look of the plots, as a context (`with course.style():`) or a decorator."""
     return matplotlib.rc_context(_STYLE)
 
 
 def subplots(width, height, rows=1, columns=1, **options):
-    """A new figure of that size, in inches, and its axes."""
+    """A new figure of this size in inches, and its axes."""
     fig = Figure(figsize=(width, height), layout="constrained")
     return fig, fig.subplots(rows, columns, **options)
 
@@ -111,14 +111,14 @@ def _tensor(x):
 
 
 def _box(ax, x, y, width, height, text="", font=None, **look):
-    """A rectangle, and a text in its middle."""
+    """Draw a rectangle with text in its middle."""
     ax.add_patch(Rectangle((x, y), width, height, **look))
     if text != "":
         ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", **(font or {}))
 
 
 def _in_tiles(x, pool, what):
-    """A matrix small enough to draw, a large one in tiles that `pool` makes one value each; and words for that."""
+    """Shrink a large matrix to draw it: `pool` makes each tile one value. Returns it, and words that say so."""
     tile = math.ceil(x.shape[0] / 100), math.ceil(x.shape[1] / 200)
     words = "" if tile == (1, 1) else f", {what} of {tile[0]} x {tile[1]}"
     return pool(x[None], tile, ceil_mode=True)[0], words
@@ -126,7 +126,7 @@ def _in_tiles(x, pool, what):
 
 @style()
 def bit_layout(codes, packing="uint8"):
-    """int4 codes [columns] as they lie in bytes (packing="uint8") or 32-bit words (packing="int32"), bit by bit."""
+    """Draw int4 codes [columns], packed in bytes (packing="uint8") or 32-bit words (packing="int32"), bit by bit."""
     codes = [int(code) for code in codes]
     pack, unit = {"uint8": (2, "byte"), "int32": (8, "word")}[packing]
     bits = 4 * pack
@@ -152,13 +152,13 @@ def bit_layout(codes, packing="uint8"):
     ax.set_yticks([w + 0.61 for w in range(words)], labels, family="monospace")
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    ax.set(xlabel=f"bit of the {unit} (bit n counts $2^n$)", ylabel=f"{unit}, in hex")
+    ax.set(xlabel=f"bit of the {unit} (bit n is worth $2^n$)", ylabel=f"{unit}, in hex")
     return fig
 
 
 @style()
 def bit_steps(steps, title="A word, step by step"):
-    """32-bit words, one below the other, bit by bit.
+    """Draw 32-bit words, one below the other, bit by bit.
 
     steps: {label: (word, {(lowest bit, bits): (text, colour)})}: the parts of a word to point out, and what they are.
     """
@@ -175,13 +175,13 @@ def bit_steps(steps, title="A word, step by step"):
     ax.set_yticks([y + 0.61 for y in range(len(steps))], list(steps), family="monospace", fontsize=9)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    ax.set_xlabel("bit of the word (bit n counts $2^n$)")
+    ax.set_xlabel("bit of the word (bit n is worth $2^n$)")
     return fig
 
 
 @style()
 def access(loads, element_bytes=2, title="Which thread reads which bytes"):
-    """loads: {label: thread that reads each element, None where none does}; drawn for elements next to each other."""
+    """Draw who reads adjacent elements. loads: {label: the thread that reads each element, or None}."""
     fig, ax = subplots(9, 1.4 + 0.55 * len(loads))
     for y, threads in enumerate(loads.values()):
         for i, thread in enumerate(threads):
@@ -193,15 +193,15 @@ def access(loads, element_bytes=2, title="Which thread reads which bytes"):
     ax.set_yticks([y + 0.5 for y in range(len(loads))], list(loads))
     ax.tick_params(axis="y", length=0)
     ax.spines["left"].set_visible(False)
-    ax.set_xlabel(f"byte of the row (a cell: one element, {element_bytes} bytes; in it: the thread)")
+    ax.set_xlabel(f"byte of the row (one cell per element of {element_bytes} bytes, with its thread)")
     return fig
 
 
 @style()
 def grid_histogram(x, bits=4, name="a row", log_counts=False):
-    """Values that share one absmax: their histogram over the quantization grid, and how often each code is used.
+    """Draw a histogram of values that share one absmax, with the quantization levels, and how often each code is used.
 
-    Each code stands below its level: the axes are the same for any number of bits, if log_counts.
+    Each code is below its level. With log_counts, the axes are the same for any number of bits.
     """
     x = _tensor(x).flatten()
     top = 2 ** (bits - 1) - 1
@@ -216,12 +216,12 @@ def grid_histogram(x, bits=4, name="a row", log_counts=False):
     for level in levels:
         left.axvline(level, color=ORANGE, linewidth=1 if bits < 6 else 0.3, zorder=0)
     left.hist(x.numpy(), bins=101, color=BLUE, log=log)
-    left.set(title=f"{len(x)} weights of {name} and the {2 * top + 1} levels", xlabel="weight (orange: a level)")
-    left.set_ylabel("weights in a bin" + (" (log scale)" if log else ""))
+    left.set(title=f"{len(x)} weights of {name} and the {2 * top + 1} levels", xlabel="weight (orange: levels)")
+    left.set_ylabel("weights per bin" + (" (log scale)" if log else ""))
     right.bar(levels, counts.numpy(), color=BLUE, width=min(step * (0.85 if bits < 7 else 1), 0.13 * top * step))
     zeros = int((codes == 0).sum())
     right.set(title=f"{zeros} of {len(x)} weights get code 0", xlabel=f"{bits}-bit code, below its level")
-    right.set_ylabel("weights with it (%" + (", log scale)" if log_counts else ")"))
+    right.set_ylabel("share of weights (%" + (", log scale)" if log_counts else ")"))
     if log_counts:
         right.set(yscale="log", ylim=(0.1, 100))
         right.yaxis.set_major_formatter("{x:g}")
@@ -234,7 +234,7 @@ def grid_histogram(x, bits=4, name="a row", log_counts=False):
 
 @style()
 def levels(x, formats, title, xlim):
-    """Magnitudes of a block, as a histogram, and below it what the codes of each format stand for in this block.
+    """Draw a histogram of a block's magnitudes, and below it the levels of each format in this block.
 
     formats: {label: magnitudes of its levels}. xlim: the ends of the axis, which is logarithmic.
     """
@@ -242,11 +242,11 @@ def levels(x, formats, title, xlim):
     fig, (above, below) = subplots(9, 2.8 + 0.34 * len(formats), 2, 1, sharex=True, height_ratios=(3, len(formats)))
     edges = torch.logspace(math.log10(xlim[0]), math.log10(xlim[1]), 61)
     above.hist(x.clamp(xlim[0] * 1.01, xlim[1]).numpy(), bins=edges.numpy(), color=BLUE)
-    above.set(title=title, ylabel="values in a bin", ylim=(0, 12))
+    above.set(title=title, ylabel="values per bin", ylim=(0, 12))
     for y, marks in enumerate(map(_tensor, formats.values())):
         below.vlines(marks[marks > 0].numpy(), y - 0.36, y + 0.36, color=ORANGE, linewidth=1)
     below.set(xscale="log", xlim=xlim, ylim=(len(formats) - 0.5, -0.5), xlabel="magnitude (log scale)", ylabel="format")
-    below.set_title("Levels above 0: a mark each", fontsize=10)
+    below.set_title("Levels above 0", fontsize=10)
     below.set_yticks(range(len(formats)), list(formats), fontsize=9)
     below.xaxis.set_major_formatter("{x:g}")
     below.tick_params(axis="y", length=0)
@@ -255,14 +255,14 @@ def levels(x, formats, title, xlim):
 
 @style()
 def rounding(steps, functions):
-    """Ways to get an integer code out of x / scale, and by how much each moves the values `steps`, in steps.
+    """Compare ways to turn x / scale into an integer code, and how far each moves the values `steps`, in steps.
 
-    functions: {label: function of a tensor}. A move away from zero counts as positive.
+    functions: {label: function of a tensor}. Away from zero is positive.
     """
     steps = _tensor(steps).flatten()
     line = torch.linspace(-3.2, 3.2, 1281)
     moves = {label: (function(steps) - steps) * steps.sign() for label, function in functions.items()}
-    # a whole step, or as many halves as the farthest takes
+    # a whole step, or as many halves as the farthest value needs
     reach = max(1, *(math.ceil(2 * moved.abs().max().item()) / 2 for moved in moves.values()))
     fig, (left, right) = subplots(9, 3.4, 1, 2)
     left.plot(line, line, color=GREY, linewidth=0.8, label="no rounding")
@@ -275,7 +275,7 @@ def rounding(steps, functions):
         )  # fmt: skip
     left.set(title="The code", xlabel="x / scale", ylabel="code")
     right.set(title="How far values move, in steps", xlabel="towards zero   <   0   <   away from zero")
-    right.set_ylabel("values in a bin (%)")
+    right.set_ylabel("values per bin (%)")
     left.legend()
     right.legend(fontsize=9)
     right.set_xticks([half / 2 for half in range(-round(2 * reach), round(2 * reach) + 1)])
@@ -285,13 +285,13 @@ def rounding(steps, functions):
 
 @style()
 def round_trip(x, restored, group_size=None, title=None, name="weight", limit=None):
-    """A row before and after quantization, column by column. Values far outside are marked at the edge.
+    """Draw a row before and after quantization, column by column. Values beyond the axis are marked at its edge.
 
     limit: where the axis ends, so that sliders don't move it.
     """
     x, restored = _tensor(x), _tensor(restored)
     columns = len(x)
-    # an outlier must not squash the rest
+    # keep an outlier from squashing the rest
     limit = limit or 1.6 * x.abs().quantile(0.98).item() or 1
     fig, ax = subplots(9, 3.4)
     for edge in range(0, columns + 1, group_size or columns):
@@ -316,11 +316,11 @@ def round_trip(x, restored, group_size=None, title=None, name="weight", limit=No
 
 @style()
 def before_after(x, restored, title="After the round trip"):
-    """A matrix, what is left of it after quantization, and the difference, on one colour scale."""
+    """Draw a matrix, its values after a round trip, and the difference, on one colour scale."""
     x, restored = _tensor(x), _tensor(restored)
     top = x.abs().quantile(0.99).item() or 1
     error = ((restored - x).norm() / x.norm()).item() if x.any() else 0
-    parts = {"the weights": x, title: restored, f"what was lost: {error:.1%}": restored - x}
+    parts = {"the weights": x, title: restored, f"difference: {error:.1%}": restored - x}
     fig, axes = subplots(9, 2.6, 1, 3, sharey=True)
     for ax, (name, values) in zip(axes, parts.items(), strict=True):
         image = ax.imshow(values.numpy(), "PuOr", vmin=-top, vmax=top)
@@ -331,15 +331,15 @@ def before_after(x, restored, title="After the round trip"):
 
 
 @style()
-def error_map(errors, title="Where the error is", name="weight", top=None):
-    """errors: {label: matrix of absolute errors}, one above the other, on one colour scale. name: of the exact values.
+def error_map(errors, title="Absolute error", name="weight", top=None):
+    """Draw matrices of absolute errors, one above the other, on one colour scale.
 
-    A large matrix is drawn in tiles, each the mean of its errors. top: where the scale ends, so that sliders don't
-    move it.
+    errors: {label: matrix}. name: what the exact values are called. A large matrix is drawn in tiles that show the mean
+    of their errors. top: where the scale ends, so that sliders don't move it.
     """
     rows, columns = next(iter(errors.values())).shape
     drawn = {label: _in_tiles(_tensor(error), F.avg_pool2d, "mean") for label, error in errors.items()}
-    # the few largest errors must not leave the rest dark
+    # keep a few large errors from leaving the rest dark
     top = top or max(means.flatten().quantile(0.995).item() for means, _ in drawn.values())
     fig, axes = subplots(9, 1 + 2 * len(drawn), len(drawn), sharex=True, squeeze=False)
     for ax, (label, (means, of)) in zip(axes[:, 0], drawn.items(), strict=True):
@@ -354,9 +354,10 @@ def error_map(errors, title="Where the error is", name="weight", top=None):
 
 @style()
 def error_profile(errors, title="the output", ylim=None, mark=None):
-    """errors: {label: matrix [tokens, channels] of errors}: their root mean square for each token and each channel.
+    """Plot the root mean square error of each token and each channel.
 
-    ylim: the ends of the axis, so that sliders don't move it. mark: a channel to draw a line at.
+    errors: {label: matrix [tokens, channels]}. ylim: the ends of the axis, so that sliders don't move it. mark: a
+    channel to draw a line at.
     """
     fig, axes = subplots(9, 3.8, 1, 2, sharey=True)
     for ax, axis, unit in zip(axes, (1, 0), ("token", "channel"), strict=True):
@@ -364,7 +365,7 @@ def error_profile(errors, title="the output", ylim=None, mark=None):
             line = torch.as_tensor(error).detach().double().square().mean(axis).sqrt().cpu()
             ax.plot(line.numpy(), ".", color=color, markersize=4, label=label if axis else None)
         ax.set(yscale="log", title=f"{title}, {unit} by {unit}", xlabel=unit)
-        ax.set_ylabel("error (root mean square)")
+        ax.set_ylabel("RMS error")
         ax.grid(True, axis="y")
         if ylim:
             ax.set(ylim=ylim)
@@ -376,7 +377,7 @@ def error_profile(errors, title="the output", ylim=None, mark=None):
 
 @style()
 def signals(lines, title="", xlabel="token", marks=()):
-    """lines: {label: values}, one below the other, each on a scale of its own. marks: places to see in all of them."""
+    """Plot {label: values}, one below the other, each on its own scale. marks: positions to mark in all of them."""
     fig, axes = subplots(9, 0.9 + 1.15 * len(lines), len(lines), sharex=True, squeeze=False)
     for ax, (label, values) in zip(axes[:, 0], lines.items(), strict=True):
         for mark in marks:
@@ -392,19 +393,19 @@ def signals(lines, title="", xlabel="token", marks=()):
 
 @style()
 def rotation(w, matrix, top=None):
-    """A matrix, one that its rows are multiplied by, and the product; first and last on one colour scale.
+    """Draw a matrix, the matrix its rows are multiplied by, and the product; first and last on one colour scale.
 
     top: where that scale ends, so that sliders don't move it.
     """
     w, matrix = _tensor(w), _tensor(matrix)
     top = top or w.abs().quantile(0.99).item() or 1
     rotated = w @ matrix
-    # titles say what colours can't: how far the largest is beyond the scale
+    # the titles give the largest magnitude, which may be beyond the colour scale
     parts = {f"the weights w: up to {w.abs().max():.2f}": w, "the matrix H": matrix}
     parts[f"w H: up to {rotated.abs().max():.2f}"] = rotated
     fig, axes = subplots(9, 3.2, 1, 3)
     for ax, (title, values) in zip(axes, parts.items(), strict=True):
-        # paler than the weights: its signs are what one should see
+        # paler than the weights, since only its signs matter
         end = (1.6 * values.abs().max().item() or 1) if values is matrix else top
         image = ax.imshow(values.numpy(), "PuOr", vmin=-end, vmax=end)
         ax.set(title=title, xlabel="column", ylabel="row")
@@ -414,8 +415,8 @@ def rotation(w, matrix, top=None):
 
 
 @style()
-def compensation(change, done, errors, top, title="What has changed"):
-    """Weights that get codes column by column: by how much each has changed, and the output's error so far.
+def compensation(change, done, errors, top, title="Change of each weight"):
+    """Draw how much each weight has changed as columns get their codes, and the output's error so far.
 
     change: [N, K], once `done` columns have codes. errors: {label: [K + 1]}, after each number of columns. top: where
     the colours end.
@@ -431,20 +432,20 @@ def compensation(change, done, errors, top, title="What has changed"):
         below.plot(done, error[done], "o", color=color, markersize=6)
     for ax in (above, below):
         ax.axvline(done, **DASHED)
-    below.set(title="What the output has lost so far", xlabel="column", ylabel="error of the output")
+    below.set(title="Error of the output so far", xlabel="column", ylabel="output error")
     below.set(xlim=(0, columns), ylim=(0, None))
     below.grid(True, axis="y")
-    fig.colorbar(image, ax=above, label="now - before", extend="both")
+    fig.colorbar(image, ax=above, label="change", extend="both")
     fig.legend(loc="outside lower center", ncols=len(errors))
     return fig
 
 
 @style()
 def scale_map(x, block, name="values"):
-    """The magnitudes of a matrix beside the absmax of each block (rows, columns), on one colour scale.
+    """Draw the magnitudes of a matrix next to the absmax of each block (rows, columns), on one colour scale.
 
-    Also counts the values that int8 would make 0. A large matrix is drawn in tiles, each the largest of its values.
-    block: of None there is only one, the matrix, and no picture of its absmax.
+    Also counts the values that int8 would round to 0. A large matrix is drawn in tiles that show their largest value.
+    block: None makes the whole matrix one block, and draws no absmax.
     """
     x = _tensor(x).abs()
     (rows, columns), (high, wide) = x.shape, block or x.shape
@@ -456,7 +457,7 @@ def scale_map(x, block, name="values"):
     top = x.max().item() or 1
     low = max(shown.quantile(0.01).item(), top / 1e4)
     fig, axes = subplots(9, 3.8, 1, 2 if block else 1, sharey=True, squeeze=False)
-    # short blocks at the edges: their pixels reach over it
+    # short blocks at the edges have pixels that extend beyond it
     for ax, values, (bottom, side) in zip(axes[0], (shown, absmax), (x.shape, padded.shape), strict=False):
         norm, extent = matplotlib.colors.LogNorm(low, top), (-0.5, side - 0.5, bottom - 0.5, -0.5)
         image = ax.imshow(values.clamp(min=low).numpy(), "cividis", norm=norm, extent=extent)
@@ -471,7 +472,7 @@ def scale_map(x, block, name="values"):
 
 @style()
 def block_grid(shape, block, element=(0, 0), name="s"):
-    """A matrix of that shape (rows, columns) in blocks, the scale of each, and the one that an element takes."""
+    """Draw a matrix of this shape (rows, columns) in blocks, the scale of each, and the one that an element uses."""
     (rows, columns), (high, wide) = shape, block
     fig, ax = subplots(9, 4)
     down, across = math.ceil(rows / high), math.ceil(columns / wide)
@@ -495,10 +496,10 @@ def block_grid(shape, block, element=(0, 0), name="s"):
 
 @style()
 def operand_blocks(x, block, line=0, step=0, k_step=128, names=("row", "column")):
-    """A matrix as two products read it, along its rows and, transposed, along its columns: which scales a step meets.
+    """Draw which scales a step meets as two matmuls read a matrix, along its rows and, transposed, along its columns.
 
-    block: rows and columns that share a scale; darker blocks have larger ones. line: of either, the row that is read.
-    step: number of the piece of it, k_step long. names: of the rows and of the columns.
+    block: rows and columns that share a scale; darker blocks have larger ones. line: the row that is read, of either.
+    step: which piece of it, k_step long. names: what rows and columns are called.
     """
     x, (high, wide) = _tensor(x).abs(), block
     rows, columns = x.shape
@@ -511,7 +512,7 @@ def operand_blocks(x, block, line=0, step=0, k_step=128, names=("row", "column")
         axes, parts, (names, names[::-1]), strict=True
     ):
         extent = 0, scales.shape[1] * broad, scales.shape[0] * tall, 0
-        # the upper half of the greys stays free for the mark
+        # keep the darker half of the greys for the mark
         ax.imshow(scales.numpy(), "Greys", extent=extent, vmin=low - 0.5, vmax=2 * top - low + 1, aspect="equal")
         for edges, size, draw in ((across, broad, ax.axvline), (down, tall, ax.axhline)):
             for edge in range(0, edges, size) if size > 1 else ():
@@ -519,9 +520,9 @@ def operand_blocks(x, block, line=0, step=0, k_step=128, names=("row", "column")
         begin, end = step * k_step, min((step + 1) * k_step, across)
         met = -(-end // broad) - begin // broad
         color = BLUE if met == 1 else VERMILION
-        # a row is too thin to see
+        # a single row is too thin to see
         _box(ax, begin, line - down / 60, end - begin, down / 30, facecolor=color)
-        ax.set(xlim=(0, across), ylim=(down, 0), ylabel=labels[0], xlabel=f"{labels[1]}: summed over")
+        ax.set(xlim=(0, across), ylim=(down, 0), ylabel=labels[0], xlabel=f"{labels[1]} (summed over)")
         ax.set_title(f"{name} [{down}, {across}]\n{end - begin} values of a row: {met} scale{'s' * (met > 1)}")
         ax.title.set_fontsize(10)
         ax.set_xticks(range(0, across + 1, 128))
@@ -532,21 +533,21 @@ def operand_blocks(x, block, line=0, step=0, k_step=128, names=("row", "column")
 
 @style()
 def rescale_scatter(sums, outputs, factor):
-    """Sums of products of codes, and the outputs they belong to: if one factor served all, they'd lie on its line."""
+    """Plot outputs against their sums of products of codes: if one factor fitted all, they'd lie on its line."""
     sums, outputs = _tensor(sums).numpy(), _tensor(outputs).numpy()
     fig, ax = subplots(7, 3.6)
     ax.plot(sums, outputs, "o", color=BLUE, markersize=4, label="an output of the layer")
     ax.axline((0, 0), slope=factor, color=VERMILION, label="the best single factor")
     ax.grid(True)
-    ax.set(title="One token, 128 channels: all of them share their scales", ylabel="the right output")
-    ax.set_xlabel("sum of products of codes over the whole of K")
+    ax.set(title="One token, 128 channels that share their scales", ylabel="exact output")
+    ax.set_xlabel("sum of products of codes over all of K")
     fig.legend(loc="outside lower center", ncols=2)
     return fig
 
 
 @style()
 def gemm_tile(a_scale, b_scale, shape, block_size=128, step=0, tile=(128, 128), at=(0, 0), k_step=128):
-    """What one output tile of a block-scaled GEMM meets in one step through K: pieces of a and b, and their scales.
+    """Draw what one output tile of a block-scaled GEMM uses in one step along K: pieces of a and b, and their scales.
 
     a_scale, b_scale: the scales of a [M, K] and b [N, K], whose blocks they shade. shape: M, N, K. tile: its rows and
     columns. at: its first row and column.
@@ -565,7 +566,7 @@ def gemm_tile(a_scale, b_scale, shape, block_size=128, step=0, tile=(128, 128), 
     parts = (a_ax, scales[0], rows, M, BLUE, "row (token)"), (b_ax, scales[1], columns, N, ORANGE, "row (channel)")
     for ax, scale, (first, last), size, color, label in parts:
         low, high = scale.min().item(), scale.max().item()
-        # the upper half of the greys stays free for the marks
+        # keep the darker half of the greys for the marks
         ax.imshow(scale.numpy(), "Greys", extent=(0, K, size, 0), vmin=low, vmax=2 * high - low + 1e-9)
         for edge in range(0, K, block_size):
             ax.axvline(edge, color="white", linewidth=0.8)
@@ -603,7 +604,7 @@ def gemm_tile(a_scale, b_scale, shape, block_size=128, step=0, tile=(128, 128), 
 
 @style()
 def tile_order(tiles_m, tiles_n, group_m, programs):
-    """Which output tiles of a GEMM the first programs compute, in groups of group_m tile rows, and what they read."""
+    """Draw output tiles that a GEMM's first programs compute, by groups of group_m tile rows, and what they read."""
     order = torch.full((tiles_m, tiles_n), math.nan)
     for tile in range(min(programs, tiles_m * tiles_n)):
         group, within = divmod(tile, group_m * tiles_n)
@@ -625,17 +626,17 @@ def tile_order(tiles_m, tiles_n, group_m, programs):
 
 @style()
 def windows(weights, slid, placed=None):
-    """How the windows of one group take its weights, one window after the other, and what is stored in the end.
+    """Draw how the windows of one group take its weights, one window after the other, and what is stored in the end.
 
-    weights: [L], at most L - 2 of them not zero. slid: `qk.slide_weight` of them. placed: how many windows have had
-    their turn; None: all.
+    weights: [L], at most L - 2 of them nonzero. slid: `qk.slide_weight` of them. placed: how many windows have had
+    their turn, or None for all.
     """
     values, slid, L = _tensor(weights).tolist(), _tensor(slid).tolist(), len(weights)
     count = L // 2 - 1
     placed = count if placed is None else placed
     taken = {2 * w + j: w for w in range(placed) for j in range(4) if slid[4 * w + j]}
     colors = SKY, ORANGE, GREEN, PURPLE
-    cells = max(2 * L - 4, 10)  # fewer leave no room for the title
+    cells = max(2 * L - 4, 10)  # with fewer, there is no room for the title
     fig, ax = subplots(1.3 + 0.5 * cells, 2.2 + 0.42 * count)
 
     def cell(x, y, text, window=None):
@@ -665,16 +666,16 @@ def windows(weights, slid, placed=None):
     ax.set_yticks(list(rows.values()), list(rows))
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    ax.set_xlabel("top: columns of the group; the two rows at the bottom: as stored")
+    ax.set_xlabel("top: columns of the group; bottom two rows: as stored")
     return fig
 
 
 @style()
 def path(rows):
-    """Tensors on their way through a network: a corner of each as a picture, with its type, its shape and its bytes.
+    """Draw tensors on their way through a network: a corner of each, with its dtype, shape and bytes.
 
-    rows: {title: [(step, name, tensor or (codes, scales)), ...]}; step says what made it of the tensor before.
-    uint8 codes are two of int4 each.
+    rows: {title: [(step, name, tensor or (codes, scales)), ...]}; step says what made it from the previous tensor.
+    uint8 codes hold two int4 codes each.
     """
     wide, high = 9, 2.5 * len(rows)
     # placed by hand, in inches: the arrows must know where the pictures are
@@ -710,9 +711,9 @@ def path(rows):
 
 @style()
 def layer_grid(values, title, unit, ends, form="{:.1%}"):
-    """values: {row: {column: number}}, of the layers of a model: a cell for each, coloured on a log scale.
+    """Draw numbers for the layers of a model as cells, coloured on a log scale.
 
-    ends: of the scale, so that sliders don't move it. form: of the numbers.
+    values: {row: {column: number}}. ends: those of the scale, so that sliders don't move it. form: the numbers' format.
     """
     rows, columns = list(values), list(next(iter(values.values())))
     table = torch.tensor([[values[row][column] for column in columns] for row in rows])
@@ -735,9 +736,9 @@ def layer_grid(values, title, unit, ends, form="{:.1%}"):
 
 @style()
 def embedding_map(before, after, groups, title):
-    """Points [n, 2] before and after, a line from one to the other; the axes are those of the points before.
+    """Draw points [n, 2] before and after, each joined by a line; the axes are those of the points before.
 
-    groups: {label: places of its points}, each in a colour of its own; the rest is grey.
+    groups: {label: indices of its points}, each in its own colour; all others are grey.
     """
     before, after = _tensor(before), _tensor(after)
     colors = (BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE)
@@ -755,6 +756,6 @@ def embedding_map(before, after, groups, title):
     xlim, ylim = torch.stack([low - margin, high + margin], 1).tolist()
     ax.set(xlim=xlim, ylim=ylim)
     ax.grid(True)
-    ax.set(title=title, xlabel="first principal component", ylabel="second")
+    ax.set(title=title, xlabel="first principal component", ylabel="second principal component")
     fig.legend(loc="outside lower center", ncols=4, title="open: before; filled: after")
     return fig

@@ -332,7 +332,7 @@ def write(folder, notebooks, readme, package):
         raise ValueError("each notebook needs a name of its own, and none may be index.ipynb")
     _own_files(folder)
     with tempfile.TemporaryDirectory() as scratch:
-        new = Path(scratch) / "site"  # others may read what is in it, but not the scratch folder
+        new = Path(scratch) / "site"  # others may read its files, but not the scratch folder
         new.mkdir()
         for name in ("pictures", "notebooks", "kernels"):
             (new / name).mkdir()
@@ -350,7 +350,7 @@ def write(folder, notebooks, readme, package):
         for path in _own_files(folder):
             path.unlink()
         folder.mkdir(exist_ok=True)
-        # first: a site that breaks off half-way can be written again
+        # first, so that a site interrupted half-way can be written again
         hashes = (f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n" for name, path in files.items())
         (folder / MARKER).write_text(_ABOUT + "".join(hashes), encoding="utf-8")
         shutil.copytree(new, folder, dirs_exist_ok=True)

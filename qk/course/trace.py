@@ -1,7 +1,7 @@
-"""What each program of a kernel touches, recorded by running it, and drawn; and what the compiler makes of a kernel.
+"""Record and draw what each program of a kernel touches, and show what the compiler turns a kernel into.
 
-Only Triton's interpreter can tell who touches what, and a process that interprets can't compile. So where one of the
-two isn't what this process does, a process of its own does it: it is started once, and gets the kernel's source.
+Only Triton's interpreter can tell which program touches what, and a process that interprets can't compile. So the one
+of the two that this process can't do is done by another process, which is started once and gets the kernel's source.
 """
 
 import collections
@@ -26,18 +26,18 @@ from qk.course.windows import run_on, watching, windows_of
 
 __all__ = ["Access", "Touched", "compiled", "compiler_table", "programs", "touched"]
 
-_PACKAGES = str(Path(__file__).parents[2])  # where qk lies
+_PACKAGES = str(Path(__file__).parents[2])  # the folder that holds qk
 _COLORS = SKY, ORANGE, GREEN, PURPLE, "#F0E442", BLUE, "#A6761D"
 
 
 class Access(NamedTuple):
     """A load or a store of one program."""
 
-    program: tuple  # its numbers, one for each axis of the grid
+    program: tuple  # its ids, one for each axis of the grid
     kind: str  # "load" or "store"
     tensor: str  # name of the argument
-    elements: torch.Tensor  # of the whole tile: how far from the tensor's first element, in elements
-    mask: torch.Tensor  # of the whole tile: False where the mask says no
+    elements: torch.Tensor  # of the whole tile: distances from the tensor's first element, in elements
+    mask: torch.Tensor  # of the whole tile: False where it is masked off
 
 
 class Touched(NamedTuple):
@@ -48,7 +48,7 @@ class Touched(NamedTuple):
 
 
 def touched(kernel, grid, *args, **options):
-    """What kernel[grid](*args, **options) loads and stores. It runs on copies: the tensors stay as they are."""
+    """Record what kernel[grid](*args, **options) loads and stores. It runs on copies; the tensors stay as they are."""
     args = [_on_cpu(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
     if os.environ["TRITON_INTERPRET"] == "1":
         return _record(kernel, grid, args, options)
@@ -56,7 +56,7 @@ def touched(kernel, grid, *args, **options):
 
 
 def _on_cpu(tensor):
-    """With the same strides; tensor.cpu() closes gaps between rows."""
+    """Copy to the CPU with the same strides; tensor.cpu() closes gaps between rows."""
     storage = tensor.untyped_storage().cpu()
     return tensor.new_empty(0, device="cpu").set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
@@ -89,7 +89,7 @@ def _name_of(kernel):
 
 
 def _source_of(kernel):
-    """Python that defines a kernel with what it uses: other kernels, numbers, and what lies in qk."""
+    """Python text that defines a kernel and what it uses: other kernels, numbers, and names from qk."""
     if not hasattr(kernel, "fn"):  # a function of qk
         return f"from {kernel.__module__} import {kernel.__name__}"
     parts = {}
@@ -116,12 +116,12 @@ def _source_of(kernel):
 
 @functools.cache
 def _helper(backend):
-    """A process whose kernels are interpreted or compiled, and which serves."""
+    """A process that interprets or compiles kernels for this one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"QK_BACKEND": backend, "CUDA_VISIBLE_DEVICES": "", "TRITON_DEFAULT_FP_FUSION": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_PACKAGES, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-c", f"from qk.course import trace; trace._serve({backend!r})"]
-    log = tempfile.TemporaryFile()  # what it says is no output of a notebook's cell
+    log = tempfile.TemporaryFile()  # keeps its messages out of a notebook cell's output
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
     return subprocess.Popen(command, env=environment, **pipes), log
 
@@ -159,9 +159,9 @@ def _loop(sass):
 
 
 def _serve(backend):
-    """What the process does: it answers requests until there are no more."""
+    """Answer requests until there are no more."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a kernel prints is no answer
+    os.dup2(2, 1)  # keeps what a kernel prints out of the answers
     if backend == "compile":
         from qk.tools import aot
 
@@ -191,7 +191,7 @@ def _serve(backend):
 
 
 def _cells(record, name, kind):
-    """Who touches what of one tensor: {element: [(program, step, mask)]}, step: which of that program's accesses."""
+    """Who touches one tensor: {element: [(program, step, mask)]}; step counts that program's accesses."""
     cells, steps = {}, {}
     for access in record.accesses:
         if (access.tensor, access.kind) == (name, kind):
@@ -202,7 +202,7 @@ def _cells(record, name, kind):
 
 
 def _own(record, name):
-    """The elements of a tensor, as they lie in memory; between its rows there may be others."""
+    """The elements of a tensor, in memory order; there may be others between its rows."""
     shape, strides = record.tensors[name]
     own = torch.zeros(1, dtype=torch.int64)
     for size, stride in zip(shape, strides, strict=True):
@@ -211,9 +211,9 @@ def _own(record, name):
 
 
 def _panel(ax, cells, own, first, last, width, label):
-    """One tensor as it lies in memory, a cell for each element. cells: those that are touched, or masked off.
+    """Draw one tensor in memory order, one cell per element. cells: those that are touched or masked off.
 
-    label: (program, step) -> what stands in a cell and, as an integer, its colour.
+    label: (program, step) -> the cell's text and, as an integer, its colour.
     """
     kinds = set()
     for element in range(first, last + 1):
@@ -248,11 +248,11 @@ _LOOKS = {
 
 
 @style()
-def programs(record, *shown, by="program", cells=0, width=32, title="Who touches what"):
-    """Draws what course.touched has recorded: each tensor as it lies in memory, a cell for each element.
+def programs(record, *shown, by="program", cells=0, width=32, title="Which program touches which element"):
+    """Draw what course.touched recorded: each tensor in memory order, one cell per element.
 
-    shown: names of tensors, all of them if none is given. by: "program", or "step" for the first, second, ... access of
-    a program. cells: draw at least so many of each tensor. width: cells in a line; of a matrix it is its row stride.
+    shown: names of tensors; all of them if there are none. by: "program", or "step" for the first, second, ... access
+    of a program. cells: draw at least this many of each tensor. width: cells in a line; a matrix has its row stride.
     """
     numbers = {program: i for i, program in enumerate(dict.fromkeys(access.program for access in record.accesses))}
 
@@ -280,7 +280,7 @@ def programs(record, *shown, by="program", cells=0, width=32, title="Who touches
     for ax, (name, kind, touched_cells, own, first, last, line), count in zip(axes[:, 0], panels, lines, strict=True):
         kinds |= _panel(ax, touched_cells, own, first, last, line, label)
         wrong = sum(any(mask for *_, mask in touched_cells[element]) for element in touched_cells if element not in own)
-        ax.set_title(f"{name}, {kind}s" + (f": {wrong} outside of the tensor" if wrong else ""), fontsize=10)
+        ax.set_title(f"{name}, {kind}s" + (f": {wrong} outside the tensor" if wrong else ""), fontsize=10)
         ax.set(xlim=(-0.05, widest + 0.05), ylim=(count + 0.05, -0.05))
         ticks = range(0, min(line, last - first + 1), 1 if min(line, widest) <= 16 else 4)
         ax.set_xticks([x + 0.5 for x in ticks], ticks)
@@ -290,8 +290,8 @@ def programs(record, *shown, by="program", cells=0, width=32, title="Who touches
             ax.set_yticks([])
         ax.tick_params(length=0, labelsize=8)
         ax.spines[:].set_visible(False)
-    what = "at which step of its program, from 0" if by == "step" else "the program that touches it"
-    axes[-1, 0].set_xlabel(f"element, as it lies in memory (in a cell: {what})")
+    what = "the step of its program, from 0" if by == "step" else "the program that touches it"
+    axes[-1, 0].set_xlabel(f"element, in memory order (in each cell: {what})")
     fig.suptitle(title, x=0.01, ha="left", fontsize=11)
     handles = [Patch(label=kind, **look) for kind, look in _LOOKS.items() if kind and kind in kinds]
     if handles:
@@ -301,10 +301,10 @@ def programs(record, *shown, by="program", cells=0, width=32, title="Who touches
 
 
 @style()
-def compiler_table(rows, title="What the compiler made of it"):
-    """rows: {label: row of course.compiled}; what the machine code has, in numbers."""
-    columns = ["registers\nof a thread", "widest load\n(bytes)", "loads from\nmemory", "stores to\nmemory"]
-    columns += ["shuffles\nin a warp", "barriers\nbetween warps", "shared memory\n(bytes)", "spilled\n(bytes)"]
+def compiler_table(rows, title="The compiled kernel"):
+    """Draw a table of what compiled kernels contain and need. rows: {label: row of course.compiled}."""
+    columns = ["registers\nper thread", "widest load\n(bytes)", "global\nloads", "global\nstores"]
+    columns += ["warp\nshuffles", "barriers\nbetween warps", "shared memory\n(bytes)", "spilled\n(bytes)"]
     fig, ax = subplots(9, 1.2 + 0.36 * len(rows))
     for y, row in enumerate(rows.values()):
         counts = row["instructions"]
@@ -321,5 +321,5 @@ def compiler_table(rows, title="What the compiler made of it"):
     ax.set_yticks([y + 0.5 for y in range(len(rows))], list(rows))
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    ax.set_xlabel("counted in the program of one thread")
+    ax.set_xlabel("counts in the program of one thread")
     return fig

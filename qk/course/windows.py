@@ -1,4 +1,4 @@
-"""Guarded copies of the tensors that a learner's kernel gets, and who touches what of them, in the interpreter."""
+"""Guarded copies of the tensors that a learner's kernel gets, and which program touches what, in the interpreter."""
 
 import contextlib
 from unittest import mock
@@ -12,14 +12,14 @@ GUARD = 2**16  # elements before and after each buffer
 
 
 class OutOfBounds(Exception):
-    """A kernel touched what lies beyond its tensors, or counted on it."""
+    """A kernel touched memory beyond its tensors, or relied on it."""
 
 
 class Window:
-    """A copy of a tensor, of the same strides, between two stretches of memory that nobody should touch."""
+    """A copy of a tensor with the same strides, between two stretches of memory that nothing should touch."""
 
     def __init__(self, tensor, seeds=(0, 0)):
-        """seeds: of what lies before it and after it."""
+        """seeds: for what lies before it and after it."""
         self.tensor = tensor
         self.size = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         if not tensor.numel():
@@ -40,33 +40,33 @@ class Window:
         return self.buffer[GUARD : GUARD + self.size]
 
     def copy_back(self):
-        """What was written, and no more: another argument may be of the same memory."""
+        """Copy back only what was written: another argument may share the memory."""
         after, before = (x[GUARD : GUARD + self.size] for x in (self.buffer, self.before))
         changed = (after.view(torch.uint8) != before.view(torch.uint8)).view(self.size, -1).any(1)
         self.flat[changed] = after[changed]
 
 
 def windows_of(args, seeds=None):
-    """A window for each tensor, None for the other arguments. seeds: {number of an argument: its window's}."""
+    """A window for each tensor, None for the other arguments. seeds: {index of an argument: its window's seeds}."""
     seeds = seeds or {}
     return [Window(arg, seeds.get(i, (0, 0))) if isinstance(arg, torch.Tensor) else None for i, arg in enumerate(args)]
 
 
 def run_on(kernel, grid, args, windows, options):
-    """kernel[grid](*args, **options), with windows in the place of tensors."""
+    """Run kernel[grid](*args, **options) with windows in place of tensors."""
     kernel[grid](*(window.inside if window else arg for window, arg in zip(windows, args, strict=True)), **options)
 
 
 @contextlib.contextmanager
 def watching(kernel, windows, hear, unset=0):
-    """Around a launch of a kernel on windows in the interpreter: hear(program, kind, name, elements, mask).
+    """Wrap a launch on windows in the interpreter, and call hear(program, kind, name, elements, mask) for each access.
 
-    It hears of each load and store before it happens: the program's numbers, "load" or "store", the argument, and for
-    the whole tile how far from the tensor's first element, and whether the mask lets it. One that is farther away than
-    the guards reach raises OutOfBounds, and doesn't happen.
+    hear is called before each load and store, with the program's ids, "load" or "store", the argument's name and, for
+    the whole tile, the distances from the tensor's first element and the mask. An access beyond the guards raises
+    OutOfBounds and isn't made.
 
-    Where its mask is false, a load without `other` gives a number of which each byte is `unset`; on a GPU, any number.
-    Yields a list of how many elements each such load gave so.
+    Where its mask is false, a load without `other` returns a number whose bytes are all `unset`; on a GPU, any number.
+    Yields a list of how many such elements each load returned.
     """
     from triton.runtime.interpreter import interpreter_builder as builder
 
@@ -109,6 +109,6 @@ def watching(kernel, windows, hear, unset=0):
         with interpreter.interpreting(), mock.patch.multiple(builder, **hooks):
             yield guessed
     except Exception as error:
-        if isinstance(error.__cause__, OutOfBounds):  # the interpreter's own error says less
+        if isinstance(error.__cause__, OutOfBounds):  # the interpreter's own error is less clear
             raise error.__cause__ from None
         raise

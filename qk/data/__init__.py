@@ -60,7 +60,7 @@ def weight(default="ffn_in.weight"):
     if not path or not name:
         raise ValueError(f"QK_WEIGHTS is {own!r}, but must be path:tensor")
     try:
-        file = Path(path).expanduser()  # RuntimeError: nobody has that name
+        file = Path(path).expanduser()  # RuntimeError: there is no such user
         if not file.is_file():
             raise ValueError(f"QK_WEIGHTS is {own!r}, but there is no file {path!r}")
         with safe_open(file, "pt") as tensors:
@@ -85,7 +85,7 @@ def stand_in(rows=8192, columns=2048, seed=0):
     """Make a matrix of any shape with the tails of ffn_out.weight, the same on every machine.
 
     Each row is a bootstrap of one real row: it strings together runs of 128 real neighbors. So quantization errors,
-    with a scale per row or per group, stay close to the real matrix's.
+    with a scale per row or per group, stay close to those of the real matrix.
 
     Returns:
         A float16 matrix [rows, columns] on the CPU.
@@ -118,7 +118,7 @@ def parse(text):
 
 
 def recorded(gpu=None):
-    """Read the measurements in bench_<gpu>.json; with gpu=None the H200's, or else the newest.
+    """Read the measurements in bench_<gpu>.json: with gpu=None the H200's or, without these, the newest.
 
     Returns:
         A dict, or None if there are none.

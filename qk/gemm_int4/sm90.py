@@ -316,7 +316,7 @@ def _consume(
         first = 0
         if SHARE_K:
             # Triton 3.6 takes a loop-carried value to be constant if only an inner loop's bounds use it: a count of
-            # steps, kept from tile to tile and read here alone, stayed 0, and the kernel never ended.
+            # steps, kept from tile to tile and read only here, stayed 0, and the kernel never ended.
             first += first_step(round * steps, WG, WGS)
         acc, stage, phase = _sum_steps(
             ring, absmax_ptrs, stride_ag, first, stage, phase, K,

@@ -5,13 +5,13 @@
     gptq(w, S, g, absmax)         codes, column by column; later columns make up for the error of earlier ones
     quantize_weight(w, g, S)      both, packed as `quantize_int4` packs
 
-If a layer's weight w becomes q, its output loses, summed over those inputs, |(q - w) x|^2 = (q - w) S (q - w)^T for
-each row. So S is all that needs to be known about the inputs, and no activation is kept.
+If a layer's weight w becomes q, the squared error of its output, summed over those inputs, is |(q - w) x|^2 =
+(q - w) S (q - w)^T for each row. So S is all one needs to know about the inputs, and no activations are kept.
 
-    w  [N, K]   0  1  2 | 3 | 4  5 ...      columns in the order of their inputs' size, the largest first
-                codes   | ^ | -> the error of column 3, spread over those that have no codes yet
+    w  [N, K]   0  1  2 | 3 | 4  5 ...      columns ordered by the size of their inputs, largest first
+                codes   | ^ | -> the error of column 3, spread over columns without codes
 
-It is plain torch, on the CPU and on GPUs, in float64 wherever there is a sum over K. Every run gives the same bits.
+All of it is plain torch, on the CPU or a GPU, in float64 wherever there is a sum over K. Every run has the same bits.
 """
 
 import collections.abc
@@ -28,20 +28,20 @@ from ..int4 import pack_int4_ref
 __all__ = ["LayerStatistics", "clip", "collect", "gptq", "quantize_weight", "rotate_moment"]
 
 _DAMPING = 0.1  # times the mean of S's diagonal: the least error on sentences that S was not made from
-_FRACTIONS = torch.linspace(1, 0.3, 36).tolist()  # of a group's largest magnitude, to be tried as its absmax
-_COLUMNS = 32  # columns that GPTQ goes through before it updates all others
-_TOKENS = 4096  # tokens that are in float64 at a time
-_ELEMENTS = 2**18  # elements that are clipped at a time: they should stay in a CPU's cache
+_FRACTIONS = torch.linspace(1, 0.3, 36).tolist()  # of a group's largest magnitude, which are tried as its absmax
+_COLUMNS = 32  # columns that GPTQ processes before it updates all others
+_TOKENS = 4096  # tokens converted to float64 at a time
+_ELEMENTS = 2**18  # elements clipped at a time, few enough for a CPU's cache
 _PATIENCE = 1  # seconds without a progress bar
 
 
 class LayerStatistics(NamedTuple):
-    """What is known about the inputs of a linear layer. All 0 if the layer was never called.
+    """Statistics of a linear layer's inputs. All 0 if the layer was never called.
 
     Attributes:
         second_moment: float64 [K, K], the sum of x^T x over tokens.
         absmax: float32 [K], the largest magnitude in each column.
-        tokens: how many there were.
+        tokens: their number.
     """
 
     second_moment: torch.Tensor
@@ -89,12 +89,12 @@ def _named(model, names):
 
 
 def _shared(layer):
-    """What layers with one weight have in common. A computed weight is another tensor at each call, so not that."""
+    """The key of layers that share a weight. A computed weight is another tensor at each call, so it is no key."""
     return layer._parameters.get("weight", layer)
 
 
 class _Sums:
-    """What is gathered from the layers that share a weight."""
+    """Sums gathered from the layers that share a weight."""
 
     def __init__(self, layer):
         self.layer = layer
@@ -112,7 +112,7 @@ class _Sums:
             part = part.double()
             self.second_moment.addmm_(part.T, part)
         if len(x):
-            # of NaN, maximum keeps it
+            # maximum keeps NaN
             self.absmax = torch.maximum(self.absmax, x.abs().amax(0).float())
             self.tokens += len(x)
 
@@ -133,7 +133,7 @@ def collect(model, batches, names=None, call=None, progress=True):
 
     Args:
         batches: an iterable of inputs.
-        names: a list of names of layers, or None for all. A layer needs K * K float64, so a large model may be done in
+        names: a list of names of layers, or None for all. Each layer needs K * K float64, so a large model may need
             several calls.
         call: a function that runs the model on one batch. None calls model(batch), model(*batch) for a list or a
             tuple, and model(**batch) for a mapping.
@@ -149,7 +149,7 @@ def collect(model, batches, names=None, call=None, progress=True):
     """
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; it takes a torch.nn.Module")
-    # not iter(batches): a DataLoader would start its processes
+    # not iter(batches), which would start a DataLoader's processes
     iterable = any(hasattr(type(batches), name) for name in ("__iter__", "__getitem__"))
     if not iterable or isinstance(batches, collections.abc.Mapping | torch.Tensor | str):
         raise ValueError(f"batches is a {type(batches).__name__}; it takes an iterable of batches, such as [batch]")
@@ -163,7 +163,7 @@ def collect(model, batches, names=None, call=None, progress=True):
     call = _by_type(model) if call is None else call
     sums = {_shared(layer): _Sums(layer) for layer in layers.values()}
     modes = [(module, module.training) for module in model.modules()]
-    # those that names leaves out too, if they share a weight with one
+    # including layers that aren't named but share a weight with one
     heard = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear) and _shared(layer) in sums]
     hooks = [layer.register_forward_pre_hook(sums[_shared(layer)].hear, with_kwargs=True) for layer in heard]
     number = 0
@@ -187,7 +187,7 @@ def collect(model, batches, names=None, call=None, progress=True):
 
 
 def rotate_moment(second_moment):
-    """Compute the second moment of `hadamard(x)` from that of x.
+    """Compute the second moment of `hadamard(x)` from the second moment of x.
 
     Args:
         second_moment: [K, K], as `collect` gathers it.
@@ -203,7 +203,7 @@ def rotate_moment(second_moment):
     H = hadamard_ref(torch.eye(size, device=S.device)).sign().double() * size**-0.5
     half = (S.unflatten(1, (-1, size)) @ H).flatten(1)
     rotated = (half.T.unflatten(1, (-1, size)) @ H).flatten(1)
-    rotated.diagonal().clamp_(min=0)  # of inputs that a rotation brings to few columns, rounding leaves others below 0
+    rotated.diagonal().clamp_(min=0)  # if a rotation brings inputs to few columns, rounding may leave others below 0
     return rotated
 
 
@@ -240,7 +240,7 @@ def _check(w, group_size, second_moment, damping):
 
 
 def _damped(second_moment, damping):
-    """Add to the diagonal, as further inputs would, so that no direction counts for nothing."""
+    """Add to the diagonal, as more inputs would, so that every direction counts."""
     damped = second_moment.clone()
     damped.diagonal().add_(damping * second_moment.diagonal().mean())
     return damped
@@ -383,7 +383,7 @@ def _gptq(w, second_moment, group_size, absmax, damping, progress):
     factor = _inverse_factor(_damped(second_moment, damping)[order][:, order])
     group_of = (order // (group_size or max(K, 1))).tolist()
     bad = absmax.isnan().repeat_interleave(group_size or max(K, 1), 1)[:, :K]
-    left = torch.where(bad, 0, w.detach().double()).T[order]  # [K, N], what the codes still to come stand for
+    left = torch.where(bad, 0, w.detach().double()).T[order]  # [K, N], the values that codes still have to represent
     inverse, scale = (table.T.contiguous() for table in _inverse_and_scale(absmax))
     codes = torch.empty(K, N, dtype=torch.int8, device=w.device)
     for first in progress_bar(range(0, K, _COLUMNS), "GPTQ", progress):
@@ -410,12 +410,12 @@ def quantize_weight(
     w, group_size=None, second_moment=None, clipping=True, compensate=True, packing="uint8", damping=_DAMPING,
     progress=True,
 ):  # fmt: skip
-    """Quantize a weight to packed int4 so that the layer's output loses little.
+    """Quantize a weight to packed int4 with a small error of the layer's output.
 
     Args:
         w, group_size, second_moment, damping, progress: as for `gptq`, but second_moment may be None.
-        clipping: whether absmax is chosen by `clip`. Otherwise it is the largest magnitude of each group.
-        compensate: whether codes are chosen by `gptq`, if there is a second moment. Otherwise they are the nearest.
+        clipping: whether `clip` chooses absmax. Otherwise it is the largest magnitude of each group.
+        compensate: whether `gptq` chooses the codes, if there is a second moment. Otherwise they are the nearest.
         packing: "uint8" or "int32".
 
     Returns:

@@ -54,7 +54,7 @@ OTHER_HOOKS = (
 
 
 def _described(format):
-    """Put [kind, block size (0 for a row), rotated] into words, or whatever else a state has in its place."""
+    """Describe a format [kind, block size (0 for a row), rotated], or whatever a state has in its place."""
     numbers = isinstance(format, list) and all(isinstance(number, int | float) for number in format)
     if not numbers or len(format) != 3 or format[0] not in _KINDS:
         return f"a format that this qk doesn't know, {format}"
@@ -63,10 +63,10 @@ def _described(format):
 
 
 class QuantizedWeight:
-    """What `layer.weight` is: a description of a frozen weight, which is dequantized where it is computed with.
+    """What `layer.weight` returns: a description of a frozen weight, dequantized when something computes with it.
 
-    It has dtype, device and shape, so a model may ask for them at each call. A torch function that gets it computes
-    with `dequantize()`: correct, but as slow as it sounds. It can't be written to.
+    It has a dtype, device and shape, which a model may read at each call. A torch function that gets it as an argument
+    computes with `dequantize()`: correct, but as slow as it sounds. It can't be written to.
     """
 
     requires_grad = False
@@ -144,11 +144,11 @@ class QuantizedModule(torch.nn.Module):
 
     @property
     def weight(self):
-        """A `QuantizedWeight`: dtype, device and shape, for code that asks a layer for them."""
+        """A `QuantizedWeight`, with the dtype, device and shape that other code may read."""
         return QuantizedWeight(self)
 
     def _fill(self, layer, **buffers):
-        """Give a module that was made on the meta device its buffers, and what it takes over from the float layer."""
+        """Give a module made on the meta device its buffers, and what it inherits from the float layer."""
         buffers["format"] = torch.tensor(self._format, dtype=torch.int32, device=layer.weight.device)
         for name, buffer in buffers.items():
             setattr(self, name, buffer)
@@ -201,14 +201,14 @@ class QuantizedModule(torch.nn.Module):
 
 
 def output_dtype(x, columns, name="x"):
-    """The dtype of a linear layer's output, which under torch.autocast is autocast's.
+    """Return the dtype of a linear layer's output: the input's, or autocast's under torch.autocast.
 
     Args:
         x: the input, [..., columns].
         name: what error messages call it.
 
     Raises:
-        ValueError: the layer can't take x.
+        ValueError: if the layer can't take x.
     """
     device = x.device.type if isinstance(x, torch.Tensor) else None
     if device not in ("cuda", "cpu") or x.dtype not in FLOATS or not x.ndim or x.shape[-1] != columns:
@@ -232,7 +232,7 @@ def _empty_input_gradient(g, columns, rotate, dtype, block_size, *weight):
     return g.new_empty((*g.shape[:-1], columns), dtype=dtype)
 
 
-# Operators, since torch.compile allows a backward function few questions about its tensors.
+# Operators, since torch.compile limits what a backward function may ask of its tensors.
 @operator(_empty_input_gradient, fills=False)
 def _int8_input_gradient(
     g: torch.Tensor, columns: int, rotate: bool, dtype: torch.dtype, block_size: int, codes: torch.Tensor,
@@ -286,7 +286,7 @@ class _Frozen(torch.autograd.Function):
 
 
 class QuantizedLinear(QuantizedModule):
-    """What Int8Linear and Int4Linear have in common: sizes, the bias, and the course of a call.
+    """What Int8Linear and Int4Linear share: sizes, the bias, and the steps of a call.
 
     A subclass has `prepare` and `multiply`, the two halves of a call, and `input_gradient`. Layers that are cut up for
     several GPUs exchange activations between the two.
@@ -316,7 +316,7 @@ class QuantizedLinear(QuantizedModule):
 
     def forward(self, input):
         dtype, parameters = output_dtype(input, self.in_features, "input"), self._parameters
-        bias = parameters["bias"] if "bias" in parameters else self.bias  # the latter: what wraps a layer took it out
+        bias = parameters["bias"] if "bias" in parameters else self.bias  # the latter: a wrapper took it out
         if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
             return _Frozen.apply(input, bias, self, dtype)
         return self.compute(input, bias, dtype)
@@ -420,7 +420,7 @@ class Int8Linear(QuantizedLinear):
 
     def multiply(self, prepared, bias, dtype):
         codes, scale = prepared
-        buffers = self._buffers
+        buffers = self._buffers  # as attributes, buffers take nn.Module's slow path
         return int8_addmm(codes, scale, buffers["codes"], buffers["scale"], bias, self.block_size, dtype)
 
     def input_gradient(self, g, dtype):
@@ -518,7 +518,7 @@ class Int8Embedding(QuantizedModule):
 
     It is filled with zeros until a state is loaded; `from_embedding` converts a torch.nn.Embedding. A call takes int32
     or int64 of any shape [...]. It returns [..., embedding_dim] in `dtype`: code * scale, computed in float32. An
-    integer that is no row raises what torch.nn.Embedding raises, on the CPU IndexError.
+    index out of range raises what torch.nn.Embedding raises, which is IndexError on the CPU.
 
     Args:
         dtype: what it returns: float16, bfloat16, float32, or None, which is torch.get_default_dtype(). It follows
@@ -575,7 +575,7 @@ class Int8Embedding(QuantizedModule):
 
 
 def why_unfit(layer):
-    """Why no quantized layer can be made from this one, or ""."""
+    """Say why no quantized layer can be made from this one, or return ""."""
     weight = layer._parameters.get("weight")
     if weight is None:
         return "its weight is computed at each call, as by weight_norm or pruning"
@@ -589,7 +589,7 @@ def why_unfit(layer):
 
 
 def why_unusual(layer, kinds, stays=False):
-    """Why a layer may do more than one of these kinds does, or "". stays: it keeps its parameters and hooks."""
+    """Say why a layer may do more than these kinds do, or return "". stays: it keeps its parameters and hooks."""
     if type(layer) not in kinds:
         return f"a subclass of {next(kind.__name__ for kind in kinds if isinstance(layer, kind))}"
     weight = layer._parameters["weight"]
@@ -603,5 +603,5 @@ def why_unusual(layer, kinds, stays=False):
 
 
 def why_not(layer, kinds, stays=False):
-    """Why a layer isn't replaced, or "". kinds, stays: as for `why_unusual`."""
+    """Say why a layer isn't replaced, or return "". kinds, stays: as for `why_unusual`."""
     return why_unfit(layer) or why_unusual(layer, kinds, stays)

@@ -1,23 +1,23 @@
-"""Int8Linear and Int4Linear on several GPUs, each with a part: styles for torch's `parallelize_module`.
+"""Split Int8Linear and Int4Linear among GPUs: styles for torch's `parallelize_module`.
 
-    ColwiseQuantized   the weight is cut by rows       x -> [x w0^T | x w1^T | ...]      to the bit what one GPU makes
+    ColwiseQuantized   the weight is cut by rows       x -> [x w0^T | x w1^T | ...]      bit-equal to one GPU
     RowwiseQuantized   the weight is cut by columns    [x0 | x1 | ...] -> ((x0 w0^T + x1 w1^T) + ...) + bias
 
     mesh = init_device_mesh("cuda", (2,))
     parallelize_module(model, mesh, {"up": ColwiseQuantized(), "down": RowwiseQuantized()})
 
-They take the same arguments as torch's ColwiseParallel and RowwiseParallel, which cut nn.Linear. Cuts fall on the
-borders of blocks and groups, so every code and scale is one of the whole layer's, and so are those of the activations.
-As many blocks as possible are alike: 5 blocks on 3 ranks are cut into 2, 2 and 1. A part may be empty. Parts pass no
-gradient on.
+They take the same arguments as torch's ColwiseParallel and RowwiseParallel, which split nn.Linear. Cuts fall between
+blocks and groups, so every code and scale is one of the whole layer's, and so are those of the activations. Ranks get
+equal shares as far as possible: 5 blocks on 3 ranks are cut into 2, 2 and 1. A part may be empty. Parts don't pass
+gradients on.
 
-The sums of row-parallel parts are float32 (reduce_dtype). They are added in the order of ranks by whoever holds them
-all, so every run gives the same bits. Small sums go to all ranks, 4 (R - 1) bytes for each value of out on R ranks.
-Large ones are shared out by rows: each rank adds its share, rounds it and passes it on, which takes 4 (R - 1) / R bytes
-and as many times out's itemsize. Both ways give the same bits. (all_reduce of bfloat16: 4 (R - 1) / R.)
+The sums of row-parallel parts are float32 (reduce_dtype) and are added in the order of ranks, so every run gives the
+same bits. Small sums go to all ranks, 4 (R - 1) bytes for each value of out on R ranks. Large ones are split by rows:
+each rank adds its share, rounds it and passes it on, which moves 4 (R - 1) / R bytes plus (R - 1) / R times out's
+itemsize. Both give the same bits. (all_reduce of bfloat16 moves 4 (R - 1) / R.)
 
-Column-parallel input that is Shard of tokens is quantized first, then gathered: int8 codes and scales are half the
-bytes of bfloat16, and the same bits as if x were gathered.
+Column-parallel input that is sharded by tokens is quantized first, then gathered: int8 codes and scales are half the
+bytes of bfloat16, and give the same bits as gathering x.
 """
 
 import itertools
@@ -40,8 +40,8 @@ __all__ = ["ColwiseQuantized", "RowwiseQuantized"]
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the latter: before torch 2.13
 
 _ALIGNED = 32  # columns of packed int4 that fill 16 bytes: where a row is one group, parts begin at multiples of it
-# Up to this many bytes, sums go to all ranks at once. Beyond, two collectives with less traffic are faster (two H200s
-# with NVLink, 2026-11-23).
+# Up to this many bytes, sums go to all ranks at once. Beyond that, two collectives with less traffic are faster (two
+# H200s with NVLink, 2026-11-23).
 _SMALL = 2**21
 
 
@@ -60,7 +60,7 @@ def _layouts(name, layout, default, last=False):
 
 
 class _Buffer(NamedTuple):
-    """How a buffer is cut."""
+    """How a buffer is split."""
 
     dim: int
     per: int  # the rows or columns of the weight that one element is for
@@ -144,9 +144,9 @@ class _Style(ParallelStyle):
 class ColwiseQuantized(_Style):
     """Cut an Int8Linear or an Int4Linear by rows of its weight.
 
-    The output is what one GPU makes, to the bit, with one exception: int4 with up to some hundred tokens on GPUs other
-    than Hopper. There it depends on a weight's rows how K is split among programs or warps, and so the order in which
-    float32 sums are added.
+    The output is bit-equal to that of one GPU, with one exception: int4 with up to some hundred tokens on GPUs other
+    than Hopper. There, how K is split among programs or warps depends on the weight's rows, and so does the order in
+    which float32 sums are added.
 
     Args:
         input_layouts: Replicate() (None), or Shard(d), which is gathered. Where d is not the last dimension, what is
@@ -156,7 +156,7 @@ class ColwiseQuantized(_Style):
         use_local_output: False returns a DTensor.
         fused: a list of the sizes of fused parts of out (q, k and v, say), each of which is cut: a rank's columns are
             its share of the first, of the second, ... Replicate() restores their order.
-        units: how many equal shares a part is made of (heads, say), of which each rank gets the same number. None:
+        units: how many equal units a part consists of (heads, say); each rank gets the same number of them. None:
             blocks and groups.
 
     Raises:
@@ -191,7 +191,7 @@ class RowwiseQuantized(_Style):
         use_local_output: False returns a DTensor.
         units: as for `ColwiseQuantized`. A layer with rotate=True takes only cuts between blocks of the Hadamard matrix
             (units=7 for 14336 columns).
-        reduce_dtype: the dtype in which partial outputs travel, torch.float32 (None), float16 or bfloat16. They are
+        reduce_dtype: the dtype in which partial outputs are sent, torch.float32 (None), float16 or bfloat16. They are
             added in float32, and the bias to the sum.
 
     Raises:
@@ -252,7 +252,7 @@ def _sum(parts, bias, dtype):
 
 
 class _Part:
-    """What a layer becomes: its tensors, in_features and out_features are those of a rank's part."""
+    """What a layer turns into: its tensors, in_features and out_features are those of a rank's part."""
 
     def _become_part(self, style, mesh, spans, buffers, even):
         self._style, self._mesh, self._rank = style, mesh, mesh.get_local_rank()
@@ -268,7 +268,7 @@ class _Part:
 
     @property
     def _group(self):
-        return self._mesh.get_group()  # a mesh can be copied and pickled, a group can't
+        return self._mesh.get_group()  # a mesh can be copied and pickled, but a group can't
 
     def extra_repr(self):
         return f"{super().extra_repr()}, rank {self._rank} of {len(self._spans)}"
@@ -318,7 +318,7 @@ class _Part:
                 )
 
     def _load_from_state_dict(self, state_dict, prefix, *others):
-        """Load a whole layer's state, of which it keeps its part, or a state of parts."""
+        """Load the state of a whole layer, and keep this rank's part of it, or load a state of parts."""
         mine = {}
         for name, whole in self._whole.items():
             value = state_dict.get(f"{prefix}{name}")

@@ -1,4 +1,4 @@
-"""Replace the layers of a model, and compile what the new ones need.
+"""Replace the layers of a model, and compile the kernels that the new ones need.
 
 quantize_       frozen int8 or int4 layers in place of torch.nn's
 int8_train_     layers that train in int8
@@ -34,18 +34,18 @@ from .training import Int8TrainLinear, check_training
 __all__ = ["int8_train_", "quantize_", "warm_up"]
 
 _TOKENS = 256  # rows that measure=True gives a layer
-# Each power of two, and a number below it that neither 16 nor a tile divides. Kernels are chosen and compiled by these.
+# Each power of two, and a number below it that neither 16 nor a tile divides: kernels are chosen and compiled by these.
 _SERVED = (1, 2, *itertools.chain(*((2**k - 1, 2**k) for k in range(3, 13))))
 
 
 class _Reader(NamedTuple):
-    """Modules that don't call a child but compute with its weight themselves, so that a new layer gains nothing."""
+    """A kind of module that computes with a child's weight instead of calling it, so that a new layer gains nothing."""
 
     package: str  # where the class is defined
     kind: str  # its name
     children: tuple
     note: str
-    force: bool = True  # whether `force` replaces the child all the same
+    force: bool = True  # whether `force` replaces the child anyway
 
 
 _READERS = (
@@ -58,10 +58,10 @@ _READERS = (
 
 
 class Job(NamedTuple):
-    """A layer of a model, and what is to become of it."""
+    """A layer of a model, and what it is to become."""
 
-    layers: list  # one; or several that share weight and bias, and become one
-    names: list  # all places where they are
+    layers: list  # one, or several that share weight and bias and become one
+    names: list  # all their names in the model
     to: object  # "int8", "int4", a module, or None, which leaves it alone
     note: str
     forced: str = ""  # why it would have been left alone, had it not been named in force
@@ -72,15 +72,14 @@ def find_layers(model, kinds, stays=False, force=()):
 
     Args:
         kinds: classes, such as (torch.nn.Linear,).
-        stays: whether a layer keeps its hooks and parameters when it becomes another, so that it doesn't matter who
-            else has them.
-        force: patterns of names. Layers with such a name are replaced even if they may do more than their kind does.
+        stays: whether a layer keeps its hooks and parameters when it is converted, so that sharing them is no problem.
+        force: patterns of names. Layers with such names are replaced even if they may do more than their kind does.
 
     Returns:
         Jobs, whose notes say which layers can't be replaced, and why.
 
     Raises:
-        ValueError: a pattern in force matches no layer.
+        ValueError: if a pattern in force matches no layer.
     """
     names, holders = {}, collections.defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
@@ -110,7 +109,7 @@ def find_layers(model, kinds, stays=False, force=()):
 
 
 def _alike(layer, users):
-    """Whether all who use a layer's weight are layers like it, with the same bias."""
+    """Whether everything that uses a layer's weight is a layer like it, with the same bias."""
     bias = getattr(layer, "bias", None)
     return all(
         type(module) is type(layer) and key == "weight" and getattr(module, "bias", None) is bias
@@ -119,7 +118,7 @@ def _alike(layer, users):
 
 
 def _reasons(model, layers, places, kinds, stays, names, users):
-    """Why these layers can't be replaced, or "", and why they aren't unless they are forced, or ""."""
+    """Say why these layers can't be replaced, or "", and why they are replaced only if forced, or ""."""
     unfit = next(filter(None, map(why_unfit, layers)), "")
     others = [(module, key) for module, key in users if module is not layers[0]]
     if not unfit and len(layers) > 1 and any(getattr(layer, hooks) for layer in layers for hooks in FORWARD_HOOKS):
@@ -139,7 +138,7 @@ def _reasons(model, layers, places, kinds, stays, names, users):
 
 
 def _reader(model, name):
-    """What a module above a layer does with its weight, or "", and whether that may be overruled."""
+    """Say what a module above a layer does with its weight, or "", and whether `force` overrules that."""
     module = model
     for child in filter(None, name.split(".")):  # "": the model is itself the layer
         if child in getattr(type(module), "adapter_layer_names", ()):
@@ -167,7 +166,7 @@ def _check_used(argument, unused):
 
 
 def checked_skip(skip, name="skip"):
-    """Returns names, or patterns of them, as a collection. Raises ValueError if they are something else."""
+    """Returns names, or patterns of names, as a collection. Raises ValueError for anything else."""
     skip = (skip,) if isinstance(skip, str) else skip
     if not isinstance(skip, list | tuple | set) or not all(isinstance(pattern, str) for pattern in skip):
         raise ValueError(f"{name} is {skip!r}; it takes a list of names")
@@ -181,7 +180,7 @@ def decide(jobs, to, skip):
         The jobs, with `to` and `note` filled in.
 
     Raises:
-        ValueError: for a bad answer by `to`, and for a pattern in skip that matches no layer.
+        ValueError: if `to` returns something bad, or a pattern in skip matches no layer.
     """
     unused, decided, given = set(skip), [], {}
     for job in jobs:
@@ -266,7 +265,7 @@ def _relative_error(new, weight):
 
 
 def _not_finite(new, weight):
-    """Why codes can't stand for this weight, or ""."""
+    """Say why codes can't represent this weight, or return ""."""
     scale = getattr(new, "absmax", getattr(new, "scale", None))
     if scale.is_meta or scale.isfinite().all():
         return ""
@@ -308,7 +307,7 @@ class _Options(NamedTuple):
     group_size: int | None
     rotate: bool
     statistics: object
-    tokens: int  # that layers are measured with; 0: they aren't
+    tokens: int  # that layers are timed with; 0: they aren't timed
 
     def make(self, name, layer, to):
         """Quantize a layer. to: "int8" or "int4"."""
@@ -322,9 +321,9 @@ class _Options(NamedTuple):
 
 @torch.no_grad()
 def _quantized(job, options, times):
-    """Do a job, apart from the model. Returns the new module, or None, and the Row.
+    """Do a job without changing the model. Returns the new module, or None, and the Row.
 
-    times: what was measured for layers alike.
+    times: measurements of earlier layers, for those that are alike.
     """
     layer, name, to = job.layers[0], job.names[0], job.to
     new, error, us, notes = None, None, (None, None), [job.note] if job.note else []
@@ -359,7 +358,7 @@ def _quantized(job, options, times):
 
 
 def _changes(model, jobs, modules):
-    """What is to be set, as (dict, key, value), to put new modules in the places of the jobs' layers."""
+    """List what to set, as (dict, key, value), to put new modules in place of the jobs' layers."""
     for job, new in zip(jobs, modules, strict=True):
         if new is None:
             continue
@@ -394,36 +393,37 @@ def quantize_(
     model, to="int8", skip=(), *, force=(), block_size=128, group_size=128, embeddings=False, statistics=None,
     rotate=False, measure=False, progress=True,
 ):  # fmt: skip
-    """Replace a model's torch.nn.Linear layers by quantized ones, in place.
+    """Replace a model's torch.nn.Linear layers with quantized ones, in place.
 
-    What is replaced depends on the model alone, so a state that was saved on one machine loads on any. A module in
-    several places becomes one again, and so do layers that share weight and bias. Hooks of forward go along. An
-    optimizer that was made before still has the old parameters.
+    What is replaced depends only on the model, so a state saved on one machine loads on any other. A module in several
+    places becomes one new module, and so do layers that share weight and bias. Forward hooks move to the new layer. An
+    optimizer made before still has the old parameters.
 
     Some layers stay as they are, and the report says why:
 
-    - A weight that is computed at each call, that `from_linear` doesn't take, or that codes can't hold: with NaN or
-      Inf, or for int4 beyond 65504.
-    - A layer that may do more than a torch.nn.Linear: a subclass, one with another forward or with hooks besides those
-      of forward, or one whose weight is somebody else's, too (often an embedding's). `force` replaces it.
-    - A child of a few modules that compute with its weight instead of calling it, such as torch.nn.MultiheadAttention,
-      and adapters of peft. `force` replaces these, too.
+    - Its weight is computed at each call, `from_linear` doesn't take it, or codes can't represent it: it holds NaN or
+      Inf, or for int4 a value beyond 65504.
+    - It may do more than a torch.nn.Linear: it is of a subclass, has another forward or hooks besides forward hooks, or
+      shares its weight with something else (often an embedding). `force` replaces it.
+    - Its parent computes with its weight instead of calling it, as torch.nn.MultiheadAttention does, or it is an
+      adapter of peft. `force` replaces these, too.
 
     Any other module that computes with `layer.weight` gets the dequantized weight at each call. That is correct but
-    slow: better skip such a layer. torch.nn.TransformerEncoderLayer leaves its fast path for that reason.
+    slow, so it is better to skip such a layer. torch.nn.TransformerEncoderLayer leaves its fast path for that reason.
 
     Args:
         model: a torch.nn.Module, not quantized yet.
         to: "int8" for `Int8Linear`, "int4" for `Int4Linear`, or a function of a layer's name and the layer that
-            returns either, or None to leave the layer alone, or a module to put there: each time another.
-        skip: names of layers that stay. A module's name stands for all layers in it, and `*` for any text, dots too.
+            returns either, or None to leave the layer alone, or a new module to put there.
+        skip: names of layers to leave alone. A module's name covers all layers in it, and `*` matches any text, dots
+            too.
         force: names of layers to replace though they may be more than a torch.nn.Linear; written like skip, which wins.
         block_size: for int8, the rows and columns of a square block that share a scale: 32, 64, 128 or 256.
         group_size: for int4, the columns of a row that share a scale: 32, 64, 128, 256, or None for the whole row.
         embeddings: whether each torch.nn.Embedding becomes an `Int8Embedding`.
         statistics: what `collect` returned. int4 codes are then chosen to suit the inputs.
         rotate: whether weights and inputs are rotated by a Hadamard matrix. See qk/nn/layers.py.
-        measure: whether each layer is timed on 256 tokens, before and after; or the number of tokens.
+        measure: whether to time each layer on 256 tokens, before and after; or another number of tokens.
         progress: whether to show a progress bar, if it takes longer than a second.
 
     Returns:
@@ -433,9 +433,9 @@ def quantize_(
         ValueError: for bad arguments, and for a model that is quantized already, is itself a linear layer, or is partly
             on the CPU and partly on a GPU.
 
-    After any error or interrupt the model is as it was. So old and new layers take memory side by side until the end:
-    if that is too much, call it on one part of the model after another. A model on the CPU is quantized on the GPU,
-    layer by layer, where kernels are compiled.
+    After an error or interrupt the model is unchanged. So old and new layers are in memory together until the end; if
+    that is too much, quantize one part of the model after another. If kernels are compiled, a model on the CPU is
+    quantized on the GPU, layer by layer.
     """
     _check_options(to, block_size, group_size, embeddings, rotate)
     skip, force = checked_skip(skip), checked_skip(force, "force")
@@ -453,7 +453,7 @@ def quantize_(
 
 
 def _quantize(model, jobs, options, embeddings, progress):
-    """Do the jobs, all of them, or, if one fails or is interrupted, none. Returns the Report."""
+    """Do all jobs or, if one fails or is interrupted, none. Returns the Report."""
     times, tensors = {}, tensors_of(model)
     sizes = [x.numel() * x.itemsize for x in tensors]
     others = rows_of_others(model, {layer for job in jobs for layer in job.layers}, embeddings)
@@ -479,7 +479,7 @@ def warm_up(model, tokens=_SERVED, progress=True):
 
     Args:
         model: a torch.nn.Module with `Int8Linear` or `Int4Linear` layers, on a GPU.
-        tokens: the numbers of tokens to prepare for. The default covers each kernel and tile up to 4096 tokens.
+        tokens: numbers of tokens to prepare for. The default covers every kernel and tile up to 4096 tokens.
         progress: whether to show a progress bar, if it takes longer than a second.
 
     Raises:
@@ -506,7 +506,7 @@ def warm_up(model, tokens=_SERVED, progress=True):
 
 
 def int8_train_(model, skip=(), *, block_size=128, rounding="stochastic"):
-    """Turn a model's torch.nn.Linears into `Int8TrainLinear`s, in place.
+    """Convert a model's torch.nn.Linear layers to `Int8TrainLinear`, in place.
 
     The layers stay the same objects, with their parameters, hooks and names. An optimizer made before still trains
     them, and tied weights stay tied. A layer is left alone, and the report says why, if it is of a subclass, if its
@@ -523,8 +523,8 @@ def int8_train_(model, skip=(), *, block_size=128, rounding="stochastic"):
         A `qk.nn.Report`.
 
     Raises:
-        ValueError: an argument isn't one of these, or a layer that skip doesn't name trains in int8 already, with
-            another block_size or rounding. The model is then as it was.
+        ValueError: for bad arguments, and if a layer that skip doesn't name already trains in int8 with another
+            block_size or rounding. The model is then unchanged.
     """
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; it takes a torch.nn.Module")

@@ -1,4 +1,4 @@
-"""The tables that `quantize_` and `int8_train_` return: a row for each layer."""
+"""The tables that `quantize_` and `int8_train_` return, with a row for each layer."""
 
 import itertools
 from typing import NamedTuple
@@ -16,11 +16,11 @@ class Row(NamedTuple):
     Attributes:
         name: the layer's name in the model; its first one, if it has several.
         was, now: its class before and after.
-        shape: of its weight; of its largest parameter, if it isn't a linear layer or an embedding.
+        shape: its weight's; its largest parameter's, if it isn't a linear layer or an embedding.
         error: norm(dequantized weight - weight) / norm(weight), or None where the layer was left alone.
-        bytes_before, bytes_after: what its parameters and buffers take.
-        us_before, us_after: microseconds per call, if they were measured, else None.
-        note: why it was left alone, or what else there is to say.
+        bytes_before, bytes_after: the size of its parameters and buffers.
+        us_before, us_after: microseconds per call if they were measured, else None.
+        note: why it was left alone, or another remark.
     """
 
     name: str
@@ -53,11 +53,11 @@ class Row(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What became of a model, layer by layer. str() makes a table.
+    """What became of a model, layer by layer. str() returns a table.
 
     Attributes:
         rows: a `Row` for each layer that could have been replaced.
-        bytes_before, bytes_after: what the model's parameters and buffers take.
+        bytes_before, bytes_after: the size of the model's parameters and buffers.
         others: a `Row` for each other module that holds parameters itself. They stay as they are.
         bytes_replaced: the part of bytes_before that belonged to layers that were replaced, or None.
     """
@@ -135,10 +135,10 @@ def _uninitialized(x):
 
 
 def tensors_of(module):
-    """All parameters and buffers that have a size, each once."""
+    """All parameters and buffers that have a shape, each once."""
     return [x for x in itertools.chain(module.parameters(), module.buffers()) if not _uninitialized(x)]
 
 
 def bytes_of(module):
-    """What a module's parameters and buffers take."""
+    """The size of a module's parameters and buffers, in bytes."""
     return sum(x.numel() * x.itemsize for x in tensors_of(module))  # nbytes raises where x is sparse

@@ -15,8 +15,8 @@ The method is Jetfire's (arXiv 2403.12422), which uses 32 x 32 blocks. x and w a
 stochastically: its rounding errors then have a mean of zero and average out over many steps. The gradient of a bias is
 the float32 sum of g's rows, in a fixed order. The same state of torch's generator gives the same bits.
 
-A weight is quantized in every forward pass. A layer remembers no codes, so it can't use old ones, whatever changed the
-weight: an optimizer, `weight.data.add_(...)`, a collective, or a replayed CUDA graph.
+A weight is quantized in every forward pass. A layer keeps no codes between passes, so it can't use stale ones, whatever
+changed the weight: an optimizer, `weight.data.add_(...)`, a collective, or a replayed CUDA graph.
 """
 
 import math
@@ -75,7 +75,7 @@ def _empty(x, *shape, dtype):
 
 
 def _empty_transpose(x, rows, columns, block_size, keep):
-    """What `_quantize` returns for a matrix [rows, columns], without its first result, and unwritten."""
+    """What `_quantize` returns for a matrix [rows, columns], except its first result, uninitialized."""
     codes = x.new_empty((columns, rows) if keep else 0, dtype=torch.int8)
     return codes, x.new_empty((cdiv(rows, block_size), cdiv(columns, block_size)), dtype=torch.float32)
 
@@ -87,7 +87,7 @@ def _dtypes(ctx, tensors):
 
 
 def _gradients(ctx, gradients):
-    """Returns what a backward function must: a gradient for each input that needs one, and None for all others."""
+    """Returns what a backward function has to: a gradient for each input that needs one, and None for the others."""
     found = [gradient if need else None for gradient, need in zip(gradients, ctx.needs_input_grad, strict=False)]
     return tuple(found) + (None,) * (len(ctx.needs_input_grad) - len(found))
 
@@ -302,8 +302,8 @@ class Int8TrainLinear(torch.nn.Linear):
         rounding: of the output's gradient, "stochastic" or "nearest".
 
     Raises:
-        ValueError: an argument isn't one of these. From the forward method: the input has another dtype or other
-            columns, or the weight or bias has another dtype or device.
+        ValueError: for bad arguments. From the forward method: if the input has another dtype or number of columns,
+            or the weight or bias another dtype or device.
     """
 
     def __init__(
@@ -391,9 +391,9 @@ class Int8FeedForward(torch.nn.Module):
     """The feed-forward part of a transformer, gelu(x @ w1.T + b1) @ w2.T + b2, in int8 forward and backward.
 
     `up`, with the weight w1 [inner, width], and `down`, with the weight w2 [width, inner], are `Int8TrainLinear`s. They
-    hold the parameters and are never called, so hooks on them can't run. The input and the
-    output are [..., width]. Dtypes, gradients and the weights' quantization are as in `Int8TrainLinear`. A NaN or Inf
-    reaches the output as it does there, and every gradient of a weight that sums over its rows.
+    hold the parameters and are never called, so hooks on them can't run. The input and the output are [..., width].
+    Dtypes, gradients and the weights' quantization are as in `Int8TrainLinear`. A NaN or Inf reaches the output as it
+    does there, and every weight gradient that sums over its rows.
 
     Args:
         width, inner: columns of the input, and of the activation's input.
@@ -402,8 +402,7 @@ class Int8FeedForward(torch.nn.Module):
         activation: "gelu" (exact, with erf), "gelu_tanh" or "silu".
 
     Raises:
-        ValueError: an argument isn't one of these. From the forward method: as in `Int8TrainLinear`, or up or down has
-            hooks.
+        ValueError: for bad arguments. From the forward method: as in `Int8TrainLinear`, and if up or down has hooks.
     """
 
     def __init__(
@@ -431,8 +430,8 @@ class Int8FeedForward(torch.nn.Module):
             block_size, rounding, activation: as in the class.
 
         Raises:
-            ValueError: an argument isn't one of these, or a layer is more than its parameters: it is of a subclass, has
-                hooks, computes its weight at each call, or has another forward method.
+            ValueError: for bad arguments, and if a layer is more than its parameters: of a subclass, with hooks, with a
+                weight computed at each call, or with another forward method.
         """
         for name, linear in (("up", up), ("down", down)):
             if not isinstance(linear, torch.nn.Linear):

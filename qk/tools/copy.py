@@ -843,7 +843,7 @@ def _parser():
     parser.add_argument("names", nargs="*", metavar="NAME", help="a kernel, such as act_quant, or a file, such as int8")
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="the file to write (default: print)")
     parser.add_argument(
-        "--arch", choices=ARCHES, help="of a GEMM: the kernel for one instruction set (default: portable)"
+        "--arch", choices=ARCHES, help="for a GEMM: the kernel for one instruction set (default: portable)"
     )
     parser.add_argument("--full", action="store_true", help="add operators, torch.compile support and the fast launch")
     parser.add_argument("--force", action="store_true", help="overwrite FILE if it exists")
@@ -852,7 +852,7 @@ def _parser():
 
 
 def main(argv=None):
-    """The command line. Returns the exit code."""
+    """Run the command line. Returns its exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
     if args.list:

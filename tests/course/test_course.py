@@ -443,7 +443,7 @@ def test_gemm_gains_are_those_over_bf16():
     assert ax.get_title(loc="left") == "int4_gemm, weight of 64 x 32, NVIDIA H200, 2026-02-01"
     lines = {line.get_label(): [*zip(*line.get_data(), strict=True)] for line in ax.lines}
     assert lines["int4"] == [(1, 2), (16, 2), (128, 2)] and lines["another"] == [(1, 0.5), (16, 0.5), (128, 0.5)]
-    assert lines["a copy of as many bytes"] == [(1, 5)] and "refused" not in lines
+    assert lines["a copy of the same size"] == [(1, 5)] and "refused" not in lines
     other = course.gemm_gains(GAIN_RECORD, "int4_gemm", (128, 32), names, group_size=128).axes[0]
     assert other.get_ylim() == ax.get_ylim() == (0, pytest.approx(11))
 
@@ -474,14 +474,14 @@ def test_roofline_is_drawn_from_the_record_or_says_that_there_is_none():
     assert {600, 1000, 989, 1979} <= {y for line in fig.axes[0].lines for y in line.get_ydata()}
     elsewhere = course.roofline(GEMM_RECORD | {"gpu": "another"}, (1, 8192, 8192))
     assert not any("data sheet" in text for text in texts(elsewhere))
-    assert "this GEMM in bf16: 1.0 operations a byte" in texts(fig)
+    assert "this GEMM in bf16: 1.0 operations per byte" in texts(fig)
     copies = GEMM_RECORD | {"results": [{"op": "x", "shape": [8, 8], "contender": "copy"} | COPY]}
     assert "slope: measured" in course.roofline(copies, (1, 8192, 8192)).axes[0].get_title(loc="left")
     assert "no measurement recorded" in course.roofline(None, (1, 8192, 8192)).axes[0].get_title(loc="left")
 
 
 def test_before_after_says_what_was_lost():
-    assert "what was lost: 20.0%" in texts(course.before_after([[3.0, 4.0]], [[3.0, 5.0]]))
+    assert "difference: 20.0%" in texts(course.before_after([[3.0, 4.0]], [[3.0, 5.0]]))
 
 
 def test_layer_grid_writes_what_it_colours():
@@ -593,7 +593,7 @@ def test_model_gains_are_those_over_bf16():
         "decode, 1 sequence\nof 512 tokens",
         "decode, 8 sequences\nof 512 tokens",
         "prefill, 2048 tokens",
-        "memory of weights",
+        "size of weights",
     ]
     bars = [bar.get_width() for bar in ax.patches if bar.get_width()]
     assert bars == pytest.approx([1, 1.5, 3, 1, 1.5, 3, 1, 1.5, 1, 2, 3.2])
@@ -620,10 +620,10 @@ def test_two_times_says_which_decides():
     }
     calls = {"int8": ("chain", "qk", 1, 64, 64), "16 bits": ("chain", "bf16", 1, 64, 64), "no": ("chain", "qk", 9)}
     record["results"].append(record["results"][0] | {"us": 90.0, "options": {"group_size": 32}})
-    assert "90 µs a call: the GPU decides" in texts(course.two_times(record, calls, "t", group_size=32))
+    assert "90 µs per call: GPU-bound" in texts(course.two_times(record, calls, "t", group_size=32))
     record["results"].pop()
     found = texts(course.two_times(record, calls, "t"))
-    assert {"30 µs a call: the host decides", "40 µs a call: the GPU decides"} <= set(found)
+    assert {"30 µs per call: host-bound", "40 µs per call: GPU-bound"} <= set(found)
     assert any("No measurement" in text for text in texts(course.two_times(None, calls, "t")))
 
 
@@ -901,7 +901,7 @@ def test_touched_says_who_loads_and_stores_what():
     assert load.elements.tolist() == store.elements.tolist() == list(range(16, 24))
     assert load.mask.tolist() == [True] * 4 + [False] * 4 and store.mask.all()
     assert not out.any(), "the tensors stay as they are"
-    assert "out_ptr, stores: 4 outside of the tensor" in texts(course.programs(record))
+    assert "out_ptr, stores: 4 outside the tensor" in texts(course.programs(record))
 
 
 def test_touched_is_the_same_from_a_process_of_its_own():

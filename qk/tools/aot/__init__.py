@@ -1,14 +1,14 @@
-"""Compiles every kernel for every GPU, on a machine that needs none: `python -m qk aot`.
+"""Compile every kernel for every GPU, on a machine that needs none: `python -m qk aot`.
 
 A case (qk/tools/aot/cases.py lists them) is a call of a function on tensors that have a shape and no data. Whatever it
-launches is compiled as a launch on that GPU would be (same constants, divisibility hints, warps), and not run. One line
-a kernel is printed: registers of a thread, bytes it spills, shared memory of a block against what the GPU has, matrix
-instruction.
+launches is compiled as it would be for a launch on that GPU (same constants, divisibility hints, warps), and not run.
+One line per kernel is printed: registers per thread, spilled bytes, shared memory per block and its limit, and the
+matrix instruction.
 
     python -m qk aot --arch 75,90 --only int4 --keep artefacts
 
-ends with 1 if a kernel does not compile, does not fit its GPU, spills, lacks an instruction that the case expects, or
-is launched early and doesn't wait first, or leaves an mbarrier unused.
+exits with 1 if a kernel doesn't compile, doesn't fit its GPU, spills, lacks an instruction that the case expects, is
+launched early and doesn't wait first, or leaves an mbarrier unused.
 """
 
 import collections
@@ -244,7 +244,7 @@ def _describe(kernel, arch, stem):
     if row["constants"].get("EARLY") and row["constants"].get("PERMUTE") is not False:
         before, wait, _ = kernel.asm["ptx"].partition("griddepcontrol.wait")
         if not wait or _ACCESS.search(before):
-            row["problems"].append("touches memory before it has waited for the kernel before")
+            row["problems"].append("touches memory before it has waited for the previous kernel")
     if unused := _unused_barriers(str(kernel.asm.get("ttgir", ""))):
         row["problems"].append(f"never uses the mbarriers {', '.join(unused)}, whose memory others get")
     return row

@@ -54,8 +54,8 @@ def _parser():
     parser = argparse.ArgumentParser(
         prog="python -m qk aot",
         description="Compile every kernel for every GPU, ahead of time and on a machine without one. Prints for each "
-        "kernel the registers and spilled bytes of a thread, its shared memory and its matrix instruction; ends with 1 "
-        "if one doesn't compile, doesn't fit, spills, or lacks an instruction that it should have.",
+        "kernel the registers and spilled bytes of a thread, its shared memory and matrix instruction; exits with 1 "
+        "if a kernel doesn't compile, doesn't fit, spills, or lacks an instruction that it should have.",
     )
     archs = ",".join(map(str, aot.GPUS))
     parser.add_argument(
@@ -66,7 +66,7 @@ def _parser():
         type=_pattern,
         default="",
         metavar="REGEX",
-        help="only cases in which this is found; a case is file.function(arguments), such as int4.pack_int4(...)",
+        help="only cases that match; a case is file.function(arguments), such as int4.pack_int4(...)",
     )
     parser.add_argument(
         "--every", type=_positive("a number"), default=1, metavar="N", help="only one in N of a function's cases"

@@ -10,21 +10,21 @@ median (`us_p20`, `us_p80`: the spread). What can't be captured is timed by even
 "events"). A kernel that is launched before the one in front of it ends (EARLY, in some of qk's) overlaps with it here,
 as it would in a network: `us` is then the time from one result to the next.
 
-`wall_us` is the host's time for one of 300 calls back to back, what launching costs: the clock is read before the GPU
-is waited for. (But the GPU's queue holds about a thousand launches. Of a call of many kernels that keep the GPU busy,
-it is the GPU's time in the end.) Before a contender is timed its result is compared with plain torch; `error` is the
+`wall_us` is the host's time for one of 300 calls back to back, the launch overhead: the clock is read before waiting
+for the GPU. (But the GPU's queue holds about a thousand launches, so for calls of many kernels that keep the GPU busy,
+it ends up as the GPU's time.) Before a contender is timed, its result is compared with plain torch; `error` is the
 share of codes that differ, or the relative Frobenius error.
 
-Where memory is the limit, every contender has one replay a round, so that what slows the GPU meets all alike; one of
-less than a millisecond comes after a pause, which lets the host get ahead. `copy` moves as many bytes as one call reads
-and writes, half in, half out, in the same rounds (but for a remainder of less than 128 KiB, for which its time is
-scaled); `of_copy` is its time divided by the contender's. The last writes of a replay may still be in the L2 when it
-ends, the copy's too.
+For memory-bound cases, every contender has one replay per round, so that whatever slows the GPU affects all of them; a
+replay of less than a millisecond comes after a pause, which lets the host get ahead. `copy` moves as many bytes as one
+call reads and writes, half in, half out, in the same rounds (except for a remainder of less than 128 KiB, for which its
+time is scaled); `of_copy` is its time divided by the contender's. The last writes of a replay may still be in the L2
+when it ends; so may the copy's.
 
-Where the tensor cores are the limit, so is the GPU's power: under load its clocks fall until it draws no more than it
-may. There ("turns": true) a contender has the GPU to itself for 0.4 seconds, twice, and the second half of each turn
-counts, when the clocks are those that this contender's power leaves it. In rounds all would run at the same clocks,
-those of the mixture, which would favour whoever draws most.
+Where the tensor cores are the limit, so is the GPU's power: under load its clocks fall until it stays within its power
+limit. In that case ("turns": true) a contender has the GPU to itself for 0.4 seconds, twice, and the second half of
+each turn counts, when the clocks have settled at what this contender's power allows. In rounds, all would run at the
+same clocks, those of the mixture, which would favour the contender that draws most.
 """
 
 import collections
@@ -40,13 +40,13 @@ import torch
 
 import qk
 
-WORST_ERROR = 0.05  # a contender further off than this isn't timed: it computes something else
+WORST_ERROR = 0.05  # a contender with a larger error isn't timed: it computes something else
 
 
 class Pace(NamedTuple):
-    """How processes that measure together keep in step."""
+    """How processes that measure together stay in step."""
 
-    clock: Callable = time.perf_counter  # says when to stop: all hear the same
+    clock: Callable = time.perf_counter  # says when to stop: the same for all
     meet: Callable = lambda: None  # queues what lets the GPUs wait for each other
 
 
@@ -54,7 +54,7 @@ ALONE = Pace()
 
 
 class Case(NamedTuple):
-    """One operation at one shape, and who does it.
+    """One operation at one shape, and its contenders.
 
     inputs() makes a set of random inputs. contenders: name -> (call, truth), both taking a set's tensors; truth gives
     what the call should, in plain torch. bytes of a call: None counts the inputs and outputs. flops: 0 if not a GEMM.
@@ -87,7 +87,7 @@ class Case(NamedTuple):
 
 
 def measure(case, seconds=None):
-    """-> one result (a dict) for each contender of a case and, where memory is the limit, for `copy`."""
+    """Returns a result (a dict) for each contender of a case and, if memory is the limit, for `copy`."""
     contenders, size = line_up(case)
     outcomes = outcomes_of(contenders, functools.partial(_examine, worst=case.worst, clock=case.pace.clock))
     replays = {name: outcome["replay"] for name, outcome in outcomes.items() if "replay" in outcome}
@@ -96,7 +96,7 @@ def measure(case, seconds=None):
 
 
 def peak_bytes(call, tensors):
-    """Bytes of GPU memory that a call allocates at most at a time, its result included."""
+    """The most bytes of GPU memory that a call has allocated at any time, its result included."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -105,14 +105,14 @@ def peak_bytes(call, tensors):
 
 
 def wall_us(call, sets, wait=torch.cuda.synchronize, clock=time.perf_counter):
-    """The host's microseconds of a call, one of 300 back to back: the median of up to 7 times, in 0.2 seconds or so.
+    """The host's microseconds for one of 300 calls back to back: the median of up to 7 runs, in about 0.2 seconds.
 
-    Of calls that take longer than half a millisecond, fewer than 300. wait() returns when the GPU has done its work.
+    Calls that take longer than half a millisecond are fewer than 300. wait() returns when the GPU has done its work.
     """
     turns = itertools.cycle(sets)
 
     def seconds_of(calls):
-        """-> until the last call returns, and until its work is done"""
+        """Seconds until the last call returns, and until its work is done."""
         start = clock()
         for _ in range(calls):
             call(*next(turns))
@@ -136,12 +136,12 @@ def wall_us(call, sets, wait=torch.cuda.synchronize, clock=time.perf_counter):
 
 
 def memory_bound(flops, size):
-    """Whether moving so many bytes limits a call more than its arithmetic: a copy limits nothing else."""
+    """Whether a call is limited by moving this many bytes rather than by its arithmetic."""
     return flops < 100 * size
 
 
 def input_sets(case):
-    """-> sets of inputs, and the bytes that a call on one of them moves."""
+    """Returns sets of inputs, and the bytes that a call on one of them moves."""
     first = case.inputs()
     truth = next(iter(case.contenders.values()))[1]
     size = case.bytes or _nbytes(first) + _nbytes(truth(*first))
@@ -149,7 +149,7 @@ def input_sets(case):
 
 
 def line_up(case):
-    """-> contender -> (call, truth, restored, sets of inputs), and the bytes that a call moves."""
+    """Returns {contender: (call, truth, restored, sets of inputs)}, and the bytes that a call moves."""
     sets, size = input_sets(case)
     contenders = {name: (*functions, case.restored, sets) for name, functions in case.contenders.items()}
     if memory_bound(case.flops, size):
@@ -160,7 +160,7 @@ def line_up(case):
 
 
 def copied_bytes(size):
-    """Bytes to copy in place of size / 2: a multiple of what CUDA copies fast; large copies of other sizes are slow."""
+    """Bytes to copy instead of size / 2: a multiple of what CUDA copies fast, since other large copies are slow."""
     step = 2**16 if size > 2**24 else 16
     return max(size // 2 // step, 1) * step
 
@@ -198,7 +198,7 @@ def error_of(result, truth):
 
 
 def small_error_of(call, truth, restored, sets, worst=WORST_ERROR):
-    """The error of a call. ValueError: it is so large that something else was computed."""
+    """The error of a call. Raises ValueError if it is so large that something else was computed."""
     error = error_of(restored(call(*sets[0])), truth(*sets[0]))
     if not error <= worst:
         raise ValueError(f"not timed, its result is off by {error:.3g}")
@@ -206,18 +206,18 @@ def small_error_of(call, truth, restored, sets, worst=WORST_ERROR):
 
 
 def outcomes_of(contenders, examine):
-    """{name: arguments} -> {name: what examine(*arguments) returns}; of what it refuses, {"unavailable": why}."""
+    """{name: arguments} -> {name: what examine(*arguments) returns, or {"unavailable": why} if it raises}."""
     outcomes = {}
     for name, contender in contenders.items():
         try:
             outcomes[name] = examine(*contender)
-        except Exception as failure:  # whatever a rival refuses with is recorded
+        except Exception as failure:  # whatever error a rival raises is recorded
             outcomes[name] = {"unavailable": short(failure)}
     return outcomes
 
 
 def _examine(call, truth, restored, sets, worst, clock):
-    """-> all that is measured of a contender before its time, and what its time is taken of."""
+    """Returns what is measured of a contender before its time, and what to time."""
     return {
         "error": small_error_of(call, truth, restored, sets, worst),
         "allocated": peak_bytes(call, sets[0]),
@@ -230,7 +230,7 @@ def _examine(call, truth, restored, sets, worst, clock):
 
 
 def _capture(call, sets):
-    """-> a CUDA graph of one call on each set."""
+    """Returns a CUDA graph of one call on each set."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
@@ -238,7 +238,7 @@ def _capture(call, sets):
         for _ in range(3):
             call(*sets[0])
         with torch.cuda.graph(graph, stream=stream):
-            # kept until the end, so that each call writes to memory of its own
+            # kept until the end, so that each call writes to its own memory
             outputs = [call(*tensors) for tensors in sets]
     del outputs
     torch.cuda.synchronize()
@@ -246,7 +246,7 @@ def _capture(call, sets):
 
 
 def replay_of(call, sets):
-    """-> what to time, the calls in it, and "graph" or, if it can't be captured, "events"."""
+    """Returns what to time, how many calls are in it, and "graph" or, if it can't be captured, "events"."""
     try:
         return _capture(call, sets).replay, len(sets), "graph"
     except RuntimeError:
@@ -256,7 +256,7 @@ def replay_of(call, sets):
 
 
 def kernels_of(replay, calls, most=8, pace=ALONE):
-    """-> [name, microseconds of a call] of the kernels that take longest in a replay, each with all its launches."""
+    """Returns [name, microseconds per call] of the kernels that take longest in a replay, over all their launches."""
     times = collections.Counter()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         pace.meet()  # or the first would wait for the others' profilers
@@ -272,13 +272,13 @@ def kernels_of(replay, calls, most=8, pace=ALONE):
 
 
 def _cold_lines():
-    """What fills the L2, when it is read, with lines that needn't be written back."""
+    """A buffer that, when read, fills the L2 with lines that needn't be written back."""
     size = torch.cuda.get_device_properties("cuda").L2_cache_size
     return torch.ones(size, dtype=torch.int32, device=qk.device())
 
 
 def _record(replay, lines, pace):
-    """Replays with a cold L2. -> the events around it"""
+    """Replay with a cold L2. Returns the events around it."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     lines.amax()
     pace.meet()
@@ -320,7 +320,7 @@ def rounds(once, seconds, clock=time.perf_counter):
 
 
 def time_turns(replays, seconds, pace=ALONE):
-    """As time_rounds, but in two turns of so many seconds each, of which the second half counts."""
+    """Like time_rounds, but in two turns of so many seconds each, of which the second half counts."""
     times, lines = {name: [] for name in replays}, _cold_lines()
 
     def batch(replay, calls):
@@ -335,7 +335,7 @@ def time_turns(replays, seconds, pace=ALONE):
 
 
 def second_half(batch, seconds, clock=time.perf_counter):
-    """Calls batch() for so many seconds. -> what it returned in the second half of them, of one batch at least"""
+    """Call batch() for so many seconds. Returns its results from the second half, at least one batch's."""
     times, begin = [], clock()
     while (elapsed := clock() - begin) < seconds or not times:
         measured = batch()
@@ -397,7 +397,7 @@ def json_value(value):
 
 
 def short(failure):
-    """What an exception says, in a line."""
+    """An exception's message, in one line."""
     return " ".join(f"{type(failure).__name__}: {failure}".split())[:200]
 
 

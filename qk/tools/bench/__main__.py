@@ -38,7 +38,7 @@ _METHOD = (
 )
 _STAMP = ("job", "date", "torch", "triton")  # what all results of a job, measured at a time, share
 _SHARED = {"run": _STAMP, "case": ("op", "shape", "dtype", "options")}
-_IDENTITY = {"job", "op", "shape", "dtype", "options", "contender"}  # which result it is
+_IDENTITY = {"job", "op", "shape", "dtype", "options", "contender"}  # which result a row holds
 
 
 def cases_of(job, dtypes=()):
@@ -56,7 +56,7 @@ def run(job, dtypes=(), seconds=None, measure=bench.measure):
         for row in measure(case, seconds):
             print(bench.format_row(row), flush=True)
             rows.append(stamp | row)
-        # what torch.compile made is for one shape: a second would make it dynamic
+        # torch.compile specializes on one shape; a second shape would make it compile a dynamic version
         if case.fresh:
             torch._dynamo.reset()
         torch.cuda.empty_cache()
@@ -82,7 +82,7 @@ def correct(job, cases):
 
 @contextlib.contextmanager
 def _remembering_nothing():
-    """Keep calls from being replayed with the tuning table of their time."""
+    """Keep calls from being replayed with an outdated tuning table."""
     before, launch.REMEMBER = launch.REMEMBER, False
     try:
         yield
@@ -211,7 +211,7 @@ def _ratios(rows):
 
 
 def fallen(recorded, measured, tolerance):
-    """Return a line for each recorded ratio that is missing now, or lower by more than the tolerance."""
+    """Return a line for each recorded ratio that is missing now or has fallen by more than the tolerance."""
     now = _ratios(measured)
     lines = []
     for key, before in _ratios(recorded).items():
@@ -256,28 +256,28 @@ def _add_arguments(parser):
         "--json",
         type=pathlib.Path,
         metavar="FILE",
-        help="record the results in this report; it keeps results of other jobs and replaces those measured again",
+        help="record the results in this report: results of other jobs stay, those measured again are replaced",
     )
     modes.add_argument(
         "--check",
         type=pathlib.Path,
         metavar="FILE",
-        help="measure the jobs of this report again; end with 1 if qk got slower, compared with the other libraries",
+        help="measure the jobs of this report again; exit with 1 if qk got slower relative to the other libraries",
     )
     modes.add_argument(
         "--tune", action="store_true", help="find the fastest tile sizes for a job's kernel and print them (minutes)"
     )
-    modes.add_argument("--correctness", action="store_true", help="compare results with plain torch, time nothing")
-    parser.add_argument("--quick", action="store_true", help="measure five rounds only: seconds, but noisy")
+    modes.add_argument("--correctness", action="store_true", help="only compare results with plain torch")
+    parser.add_argument("--quick", action="store_true", help="measure only five rounds: takes seconds, but is noisy")
     dtypes = f"only cases with these dtypes: {', '.join(DTYPES)}"
     parser.add_argument("--dtype", nargs="+", default=[], choices=DTYPES, metavar="DTYPE", help=dtypes)
     parser.add_argument(
         "--tolerance",
         type=_share,
         metavar="SHARE",
-        help="with --check: how much slower is still fine (default 0.1: 10 percent)",
+        help="with --check: how much slower is still acceptable (default 0.1: 10 percent)",
     )
-    parser.add_argument("--gpus", type=int, metavar="N", help="under torchrun: the job model, split over N GPUs")
+    parser.add_argument("--gpus", type=int, metavar="N", help="under torchrun: the job model, split among N GPUs")
 
 
 def _parse(argv, parser):

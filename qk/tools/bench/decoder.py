@@ -1,14 +1,14 @@
-"""A decoder of Llama 3's kind (arXiv 2407.21783) in plain torch, with a static cache, to time linear layers in.
+"""A decoder like Llama 3's (arXiv 2407.21783) in plain torch, with a static cache, to time linear layers in.
 
     tokens -> embedding -> layers -> RMSNorm -> head -> logits of the last token
               a layer:  x += update;  x += output(attention(qkv(norm(x))));  update = down(silu(gate) * up of norm(x))
 
-q, k and v are one product, and so are gate and up. The sum of x and a layer's update is left to the next layer, where
+q, k and v are one matmul, and so are gate and up. The sum of x and a layer's update is left to the next layer, where
 one kernel adds and normalizes.
 
 Every operation but the attention is in three functions (`Decoder.begin`, `Layer.forward`, `Decoder.end`), which
-torch.compile takes one by one: what it makes of a layer serves all layers. Positions are a tensor, so that a CUDA graph
-of a step serves all steps.
+torch.compile compiles one by one, so that one compiled layer serves all layers. Positions are a tensor, so that a CUDA
+graph of one step serves all steps.
 """
 
 from typing import NamedTuple
@@ -38,7 +38,7 @@ class Shape(NamedTuple):
 
     @property
     def cached(self):
-        """Numbers that the cache holds of a token."""
+        """Numbers that the cache holds for a token."""
         return 2 * self.layers * self.kv_heads * self.head
 
 

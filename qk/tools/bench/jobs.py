@@ -3,18 +3,18 @@
 A job is a generator of cases. A `Case` is one operation at one shape: what makes its random inputs, and its contenders,
 each with what it should compute, in plain torch. JOBS holds the jobs by name, TUNED what is tuned:
 
-    int4, int8     quantizers and dequantizers, beside their references, eager and compiled
-    hadamard       rotation, beside a dense product; and with the quantization that follows
+    int4, int8     quantizers and dequantizers, next to their references, eager and compiled
+    hadamard       rotation, next to a dense matmul; and with the quantization that follows
     dequant_bias   three widths, 31 numbers of tokens
-    gemm, ladder   int8 GEMMs beside cuBLAS; one of them from a first kernel on, a change at a time
-    chain          a quantization and a GEMM, eager and compiled, beside as many kernels in bfloat16
+    gemm, ladder   int8 GEMMs next to cuBLAS; one of them built up from a first kernel, one change at a time
+    chain          a quantization and a GEMM, eager and compiled, next to as many kernels in bfloat16
     square_quant   quantizers that write codes both ways: of a matrix, and of the backward pass of int8 GELU
     gelu, ffn      int8 GELU; a feed-forward layer and its fused epilogue
     sparse         quantization into 2:4 windows; linear layers, sparse and dense
-    versions       kernels that notebooks grow, version by version; only where the notebooks are
-    model          a whole decoder of Llama-3-8B's shape: tokens a second, memory; also on several GPUs
+    versions       kernels that notebooks develop, version by version; needs the notebooks
+    model          a whole decoder of Llama-3-8B's shape: tokens per second, memory; also on several GPUs
 
-How they are measured stands in qk/tools/bench/__init__.py.
+qk/tools/bench/__init__.py explains how they are measured.
 """
 
 import functools
@@ -41,7 +41,7 @@ _GEMMS += [(16, 8192, 8192), (1, 8192, 8192)]
 
 
 def _job(function):
-    """Registers a generator of cases under its name."""
+    """Register a generator of cases under its name."""
     JOBS[function.__name__] = function
     return function
 
@@ -66,12 +66,12 @@ def randn(*shape, dtype):
 
 
 def random_matrix(shape, dtype):
-    """-> what makes a random matrix, as a set of inputs."""
+    """Returns a function that makes a random matrix, as a set of inputs."""
     return lambda: (randn(*shape, dtype=dtype),)
 
 
 def _output(function, inputs, **options):
-    """-> what makes a set of inputs out of a function's outputs: codes, for what dequantizes them."""
+    """Returns a function that makes inputs from a function's outputs, such as codes for a dequantizer."""
     return lambda: function(*inputs(), **options)
 
 
@@ -163,7 +163,7 @@ def dequant_bias():
 
 
 class _Operands(NamedTuple):
-    """Random matrices x [M, K] and w [N, K], and what the GEMMs take for them: codes and scales."""
+    """Random matrices x [M, K] and w [N, K], and their codes and scales for the GEMMs."""
 
     x: torch.Tensor
     w: torch.Tensor
@@ -173,7 +173,7 @@ class _Operands(NamedTuple):
 
 
 def _fp8_blocks(x, rows):
-    """-> float8 codes of a matrix and the float32 scales of its rows x 128 blocks."""
+    """Returns float8 codes of a matrix, and the float32 scales of its rows x 128 blocks."""
     blocks = x.float().view(x.shape[0] // rows, rows, -1, 128)
     scale = blocks.abs().amax((1, 3), keepdim=True) / 448
     return (blocks / scale).to(torch.float8_e4m3fn).view(x.shape), scale[:, 0, :, 0]
@@ -238,7 +238,7 @@ def gemm():
         yield _gemm_case("int8_gemm", *shape, contenders)
 
 
-# from a first kernel to that of the package, a change at a time: entries as in gemm_sm80's _CONFIGS
+# from a first kernel to the package's, one change at a time: entries as in _CONFIGS of gemm/portable.py
 _FIRST = Config(128, 128, 128, unroll=1, group_m=1, warps=4, stages=1, programs=None)
 _RUNGS = {
     "4 warps": _FIRST,
@@ -347,7 +347,7 @@ class _Layer(NamedTuple):
 
 def _layer(tokens, width, inner):
     x, b1, b2 = (randn(*shape, dtype=torch.bfloat16) for shape in ((tokens, width), (inner,), (width,)))
-    # what they give is of x's size
+    # their results are of x's size
     w1 = randn(inner, width, dtype=torch.bfloat16) / math.sqrt(width)
     w2 = randn(width, inner, dtype=torch.bfloat16) / math.sqrt(inner)
     return (_Layer(x, w1, b1, w2, b2, qk.weight_quant(w1), qk.weight_quant(w2)),)
@@ -398,13 +398,13 @@ def ffn_case(tokens, width, inner, activation, fast=False):
 
 
 def epilogue_case(M, N, K, activation):
-    """A product with bias, activation and quantization, and the plain product, without all that."""
+    """A GEMM with bias, activation and quantization, and a plain GEMM without them."""
     gelu = _torch_gelu(activation)
 
     def fused(a, a_s, b, b_s, bias):
         return qk.int8_addmm_quant(a, a_s, b, b_s, bias, activation=activation, scale_layout="column")
 
-    def unfused(a, a_s, b, b_s, bias, out_dtype=torch.float32):  # float32 gives what fused does, bfloat16 less
+    def unfused(a, a_s, b, b_s, bias, out_dtype=torch.float32):  # float32: as exact as fused, bfloat16: less
         return _act_quant(gelu(_int8_addmm(a, a_s, b, b_s, bias, out_dtype=out_dtype)))
 
     def in_int8(a, a_s, b, b_s, bias):
@@ -491,7 +491,7 @@ def sparse():
         yield rivals("quant_slide", shape, torch.bfloat16, random_matrix(shape, torch.bfloat16), L=L)
     shape = 16384, 18944
     yield rivals("quant_slide", shape, torch.float16, random_matrix(shape, torch.float16), L=8)
-    # beside them, to compare: the same without windows
+    # for comparison: the same without windows
     yield rivals("quantize_per_token", shape, torch.bfloat16, random_matrix(shape, torch.bfloat16))
     for M, N, K in (16384, 3584, 18944), (16384, 18944, 3584), (8192, 8192, 8192), (4096, 4096, 4096):
         for L in 8, 4:
@@ -570,7 +570,7 @@ class _Int4Operands(NamedTuple):
 
 
 def _torch_int4(w, group_size):
-    """What torch's _weight_int4pack_mm takes; ours are codes from -7, its are from 0."""
+    """Operands for torch's _weight_int4pack_mm, whose codes start at 0 rather than -7."""
     if not w.is_cuda or group_size is None:
         return ()
     packed, absmax = qk.quantize_int4(w, group_size)
@@ -625,7 +625,7 @@ def int4_gemm():
 class Tuned(NamedTuple):
     """What --tune times."""
 
-    module: str  # whose _CONFIGS it is about
+    module: str  # whose _CONFIGS are tuned
     case_of: Callable  # makes a case of a shape
     kinds: dict  # of problems: each the name of an entry -> (shapes, values of the fields of entries to try)
     by_capability: bool = False  # whether _CONFIGS holds the entries of each capability

@@ -4,17 +4,17 @@ A decoder with Llama-3-8B's shape (qk/tools/bench/decoder.py), each kind made fr
 loaded again; and all-MiniLM-L6-v2, where it is installed. In int8 and int4 the decoder's head is quantized too, and
 embeddings are int8. All else is plain torch, the same for all kinds.
 
-A contender is a step, compiled by torch, or, where it is called "eager", not. Either way the step is one CUDA graph, in
-which the host's time doesn't count.
+A contender is a step, compiled by torch unless it is called "eager". Either way the step is one CUDA graph, in which
+the host's time doesn't count.
 
     decode     shape [sequences, context]: one token each, the last of its context -> logits
     prefill    shape [sequences, context]: all tokens of the context -> logits of the last
     embed      shape [sentences, tokens of each] -> the mean of each sentence's tokens
 
-Besides what all rows say: `weights`, bytes of all weights and scales; `peak_bytes`, these, the cache and what a step
-allocates; `bytes` are weights but the embedding, and the cache; `tops` counts the layers' products alone; `quantize_s`
-and `load_s`: seconds to quantize the model on the GPU (kernels are compiled the first time), and to load it from a file
-just written. `kernels`: of a compiled step, the kernels that take longest, and their microseconds.
+Besides what all rows have: `weights`, bytes of all weights and scales; `peak_bytes`, these, the cache and what a step
+allocates; `bytes`, the weights except the embedding, and the cache; `tops`, which counts only the layers' matmuls;
+`quantize_s` and `load_s`, seconds to quantize the model on the GPU (at first, kernels are compiled) and to load it from
+a file just written; `kernels`, those of a compiled step that take longest, and their microseconds.
 """
 
 import functools
@@ -34,7 +34,7 @@ from qk.nn import quantize_
 from qk.tools.bench import ALONE, Case, kernels_of
 from qk.tools.bench.decoder import LLAMA_3_8B, Decoder, random_cache
 
-_KINDS = "int4", "int8", "bf16"  # the smallest first: to make one takes the room of one in bfloat16
+_KINDS = "int4", "int8", "bf16"  # the smallest first: making one needs the memory of one in bfloat16
 _DTYPE = torch.bfloat16
 
 
@@ -49,14 +49,14 @@ def _quantized(model, kind):
 
 
 def _empty(shape, kind):
-    """A decoder without memory."""
+    """A decoder on the meta device."""
     with torch.device("meta"):
         model = Decoder(shape).to(_DTYPE)
     return _quantized(model, kind)
 
 
 def _seconds(function, *arguments):
-    """-> what a function returns, and its time"""
+    """Returns what a function returns, and its time."""
     wait = torch.cuda.synchronize if qk.device() == "cuda" else lambda: None
     wait()
     start = time.perf_counter()
@@ -126,7 +126,7 @@ def _decoder_case(models, shape, op, sequences, context, kv_heads=None, pace=ALO
         positions = torch.arange(context - new, context, **where)
         return tokens, positions, random_cache(cached, sequences, context, dtype=_DTYPE, **where)
 
-    # a step of one token is a matter of memory, whatever it multiplies
+    # a step of one token is memory-bound, whatever it multiplies
     flops = 2 * matrices * sequences * new if new > 1 else 0
     return _case(
         op, (sequences, context), models, inputs,
@@ -138,7 +138,7 @@ def _decoder_case(models, shape, op, sequences, context, kv_heads=None, pace=ALO
 
 
 def decoder_cases(shape=LLAMA_3_8B, decode=((1, 512), (8, 512), (64, 512)), prefill=((1, 2048),)):
-    """decode, prefill: (sequences, context) of each step. Where the GPU lacks the room there are none."""
+    """decode, prefill: (sequences, context) of each step. Yields nothing if the GPU has too little memory."""
     if qk.device() == "cuda":
         free, needs = torch.cuda.mem_get_info()[0], 2.5 * nbytes(_empty(shape, "bf16"))
         if free < needs:
@@ -162,7 +162,7 @@ def _embed(model, how, ids):
 
 
 def minilm_cases(sentences=256, tokens=32):
-    """Where its weights and transformers are missing there are none."""
+    """Yields nothing if its weights or transformers are missing."""
     try:
         if not importlib.util.find_spec("transformers"):
             raise ImportError("transformers is missing")

@@ -4,17 +4,17 @@
     feed-forward   down(gelu(up(x)))
 
     forward    shape [tokens, width]: the output, and what is kept for the backward pass
-    both       that, and the gradients of x and of all weights; what a backward pass takes is the difference
+    both       that, and the gradients of x and of all weights; the difference is the backward pass
     step       that, and a step of AdamW (fused)
 
-Contenders have the same weights, all in bfloat16, and are run as they are ("eager") or compiled by torch. "qk" has its
-feed-forward part as an `Int8FeedForward`, with stochastic rounding; "qk linears" is what `int8_train_` makes of the
-whole; "float8" is torchao's rowwise recipe, where torchao is installed. All are captured in CUDA graphs.
+Contenders have the same weights, all in bfloat16, and run eagerly ("eager") or compiled by torch. "qk" has an
+`Int8FeedForward` as its feed-forward part, with stochastic rounding; "qk linears" is the whole model after
+`int8_train_`; "float8" is torchao's rowwise recipe, if torchao is installed. All are captured in CUDA graphs.
 
-Besides what all rows say: `saved_bytes`, what the forward pass keeps besides weights and their codes; `weight_bytes`,
-of weights, and in int8 of their codes, both ways; `peak_bytes`, weights and AdamW's moments, x and its gradient, and
-what a call allocates at most at a time; `kernels`, of a compiled "both": those that take longest, and their
-microseconds. `error` is that of the worst gradient, against bfloat16's.
+Besides what all rows have: `saved_bytes`, what the forward pass keeps besides weights and their codes; `weight_bytes`,
+weights and, in int8, their codes both ways; `peak_bytes`, weights, AdamW's moments, x and its gradient, and the most
+that a call has allocated at any time; `kernels`, those of a compiled "both" that take longest, and their microseconds.
+`error` is that of the worst gradient, compared with bfloat16's.
 """
 
 import functools

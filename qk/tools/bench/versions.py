@@ -1,4 +1,4 @@
-"""The kernels that notebooks grow version by version, taken out of them, to be measured beside the package's."""
+"""Take the kernels that notebooks develop version by version out of them, to time them next to the package's."""
 
 import ast
 import json
