@@ -414,12 +414,12 @@ def test_axes_that_sliders_do_not_move():
 
 def test_gemm_speed_shows_tops_or_where_memory_decides_times():
     ax = course.gemm_speed(GEMM_RECORD, "int8_gemm", (8192, 8192, 8192)).axes[0]
-    assert [bar.get_width() for bar in ax.patches][:4] == [1000, 600, 300, 0] and "TOPS" in ax.get_xlabel()
+    assert [bar.get_width() for bar in ax.patches] == [1000, 600, 300] and "TOPS" in ax.get_xlabel()
     assert list(ax.lines[0].get_xdata()) == [1979] * 2 and ax.get_xlim()[1] > 1979
-    assert {"1000 (1.50x bf16)", "600", "300 (0.50x bf16)", "not available"} <= {text.get_text() for text in ax.texts}
+    assert {"1000 (1.50x bf16)", "600", "300 (0.50x bf16)"} <= {text.get_text() for text in ax.texts}
     assert ax.get_title(loc="left") == "int8_gemm 8192 x 8192 x 8192, NVIDIA H200, 2026-02-01"
     ax = course.gemm_speed(GEMM_RECORD, "int8_gemm", (1, 8192, 8192)).axes[0]
-    assert [bar.get_width() for bar in ax.patches][:4] == [10, 15, 30, 0] and "µs" in ax.get_xlabel()
+    assert [bar.get_width() for bar in ax.patches] == [10, 15, 30] and "µs" in ax.get_xlabel()
     assert list(ax.lines[0].get_xdata()) == [5, 5]
 
 
@@ -563,7 +563,7 @@ def test_speedups_shows_gains_and_losses():
     assert dots == {
         "torch.compile": (0.9, 0),
         "bf16, cuBLAS": (1.5, 1),
-        "FP8, cuBLAS": (0.8, 1),
+        "FP8 in blocks, cuBLAS": (0.8, 1),
         "eager torch": (3.0, 2),
     }
     assert any("No measurement" in text for text in texts(course.speedups(None)))
@@ -573,7 +573,7 @@ def test_host_times_are_those_of_one_token():
     ax = course.host_times(WALL_RECORD).axes[0]
     assert [label.get_text() for label in ax.get_yticklabels()] == ["chain, 1 x 64 x 64", "act_quant, 1 x 8192"]
     dots = {line.get_label(): (*line.get_xdata(), *line.get_ydata()) for line in ax.lines}
-    assert dots == {"qk": (13.0, 1), "torch.compile": (40.0, 1), "qk under torch.compile": (70.0, 0)}
+    assert dots == {"qk": (13.0, 1), "torch.compile": (40.0, 1), "qk, torch.compile": (70.0, 0)}
     assert any("No measurement" in text for text in texts(course.host_times(None)))
 
 
@@ -620,10 +620,10 @@ def test_two_times_says_which_decides():
     }
     calls = {"int8": ("chain", "qk", 1, 64, 64), "16 bits": ("chain", "bf16", 1, 64, 64), "no": ("chain", "qk", 9)}
     record["results"].append(record["results"][0] | {"us": 90.0, "options": {"group_size": 32}})
-    assert "90 µs per call: GPU-bound" in texts(course.two_times(record, calls, "t", group_size=32))
+    assert {"90 µs", "GPU-bound"} <= set(texts(course.two_times(record, calls, "t", group_size=32)))
     record["results"].pop()
     found = texts(course.two_times(record, calls, "t"))
-    assert {"30 µs per call: host-bound", "40 µs per call: GPU-bound"} <= set(found)
+    assert [text for text in found if "bound" in text] == ["host-bound", "GPU-bound"]
     assert any("No measurement" in text for text in texts(course.two_times(None, calls, "t")))
 
 
