@@ -248,11 +248,12 @@ _LOOKS = {
 
 
 @style()
-def programs(record, *shown, by="program", cells=0, width=32, title="Who touches what"):
+def programs(record, *shown, by="program", cells=0, width=32, title="Who touches what", beside=False):
     """Draws what course.touched has recorded: each tensor as it lies in memory, a cell for each element.
 
     shown: names of tensors, all of them if none is given. by: "program", or "step" for the first, second, ... access of
     a program. cells: draw at least so many of each tensor. width: cells in a line; of a matrix it is its row stride.
+    beside: draw tensors next to each other, not one below the other: for small matrices.
     """
     numbers = {program: i for i, program in enumerate(dict.fromkeys(access.program for access in record.accesses))}
 
@@ -271,27 +272,33 @@ def programs(record, *shown, by="program", cells=0, width=32, title="Who touches
                 last += -(last + 1) % line
             panels.append((name, kind, touched_cells, own, first, last, line))
     widest = max(min(line, last - first + 1) for *_, first, last, line in panels)
-    widest = max(widest, 16)
+    widest = widest if beside else max(widest, 16)
     lines = [(last - first) // line + 1 for *_, first, last, line in panels]
     cell = min(8.3 / widest, 0.36)
     heights = [count * cell + 0.5 for count in lines]
-    fig, axes = subplots(9, 0.6 + sum(heights), len(panels), squeeze=False, gridspec_kw={"height_ratios": heights})
+    if beside:
+        fig, axes = subplots(9, 0.6 + max(heights), 1, len(panels), squeeze=False)
+        lines = [max(lines)] * len(lines)
+    else:
+        fig, axes = subplots(9, 0.6 + sum(heights), len(panels), squeeze=False, gridspec_kw={"height_ratios": heights})
     kinds = set()
-    for ax, (name, kind, touched_cells, own, first, last, line), count in zip(axes[:, 0], panels, lines, strict=True):
+    for ax, (name, kind, touched_cells, own, first, last, line), count in zip(axes.flat, panels, lines, strict=True):
         kinds |= _panel(ax, touched_cells, own, first, last, line, label)
         wrong = sum(any(mask for *_, mask in touched_cells[element]) for element in touched_cells if element not in own)
         ax.set_title(f"{name}, {kind}s" + (f": {wrong} outside of the tensor" if wrong else ""), fontsize=10)
         ax.set(xlim=(-0.05, widest + 0.05), ylim=(count + 0.05, -0.05))
         ticks = range(0, min(line, last - first + 1), 1 if min(line, widest) <= 16 else 4)
         ax.set_xticks([x + 0.5 for x in ticks], ticks)
-        ax.set_yticks([y + 0.5 for y in range(count)], [f"{first + y * line} +" for y in range(count)])
+        rows = range((last - first) // line + 1)
+        ax.set_yticks([y + 0.5 for y in rows], [f"{first + y * line} +" for y in rows])
         ax.set_ylabel("line", fontsize=8)
         if count == 1 and first == 0:
             ax.set_yticks([])
-        ax.tick_params(length=0, labelsize=8)
+        ax.tick_params(length=0, labelsize=8, top=beside, labeltop=beside, labelbottom=not beside)
         ax.spines[:].set_visible(False)
     what = "at which step of its program, from 0" if by == "step" else "the program that touches it"
-    axes[-1, 0].set_xlabel(f"element, as it lies in memory (in a cell: {what})")
+    place = f"element, as it lies in memory (in a cell: {what})"
+    fig.supxlabel(place, fontsize=10) if beside else axes[-1, 0].set_xlabel(place)
     fig.suptitle(title, x=0.01, ha="left", fontsize=11)
     handles = [Patch(label=kind, **look) for kind, look in _LOOKS.items() if kind and kind in kinds]
     if handles:
