@@ -14,6 +14,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import types
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,6 +100,8 @@ def _source_of(kernel):
         if function is None:
             if isinstance(value, triton.language.constexpr):
                 parts[name] = f"{name} = tl.constexpr({value.value!r})"
+            elif isinstance(value, types.ModuleType):
+                parts[name] = f"import {value.__name__} as {name}"
             elif isinstance(value, int | float | str):
                 parts[name] = f"{name} = {value!r}"
         elif function.__module__.partition(".")[0] in ("qk", "triton"):
@@ -124,6 +127,12 @@ def _helper(backend):
     log = tempfile.TemporaryFile()  # what it says is no output of a notebook's cell
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
     return subprocess.Popen(command, env=environment, **pipes), log
+
+
+def end_compiler():
+    """Ends the process that compiles: one that was interrupted while it answered would answer the next one wrongly."""
+    _helper("compile")[0].kill()
+    _helper.cache_clear()
 
 
 def _ask(backend, kernel, *request):
