@@ -16,7 +16,7 @@ OTHER = "with other="  # that of what it says where a load without it has a say
 STAYS = "must stay as it is."  # and of what course.check says where an answer writes into an argument
 READS = "load's mask"  # what it says where only a load goes too far
 STUB = re.compile(r"# your answer")
-CHECK = re.compile(r"course\.check\(\s*(\w+)")
+CHECK = re.compile(r"course\.check\(\s*(?:\"[\w.]+\",\s*)?(\w+)")
 SOLUTION = re.compile(r"<summary>Solution.*?```python\n(.*?)```", re.DOTALL)
 
 
