@@ -11,9 +11,11 @@ import numbers
 import signal
 import threading
 from pathlib import Path
+from unittest import mock
 
 import ipywidgets
 import torch
+from IPython import get_ipython
 from IPython.display import display
 
 import qk
@@ -115,7 +117,7 @@ def check(name, answer, *cases, mistakes=()):
 
 def _judge(answer, exercise):
     cases = [_to_device(case) for case in exercise.cases()]
-    with Session(exercise.together) as session:
+    with Session(exercise.together) as session, _kept_alive():
         failure, results = _run(answer, exercise, cases, session)
     if failure is None and exercise.kernel and not session.launches:
         failure = "Not yet: no kernel was launched.\nHint: launch yours with course.launch; torch alone doesn't count"
@@ -137,6 +139,17 @@ def _to_device(value):
 
 class _TimeUp(BaseException):
     """An answer takes too long."""
+
+
+@contextlib.contextmanager
+def _kept_alive():
+    """exit() raises SystemExit, in a notebook too, where it would end the kernel after the cell."""
+    shell = get_ipython()
+    if shell is None:
+        yield
+        return
+    with mock.patch.object(shell, "ask_exit", side_effect=SystemExit):
+        yield
 
 
 @contextlib.contextmanager

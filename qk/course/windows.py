@@ -123,11 +123,13 @@ class Ledger:
 
     def _race(self, program, kind, name, element, other, words):
         verb = {"load": "reads", "store": "writes", "atomic": "changes"}[kind]
-        known = next((key[1] for key, number in self.numbers.items() if number == other), None)
-        who = f"program {_number(known)}" if known and known != program else "another program"
+        launch, known = next((key for key, number in self.numbers.items() if number == other), (self.launch, program))
+        who = f"program {_number(known)}" if known != program else "another program"
+        why = "On a GPU nobody knows which comes first: is its place wrong, or a mask missing or too wide?"
+        if launch != self.launch:
+            why = "Between a load and a store, another program may store: what that one found is lost"
         return Race(
-            f"a race: program {_number(program)} {verb} element {element} of {name}, and {who} {words} it too. "
-            "On a GPU nobody knows which comes first: is its place wrong, or a mask missing or too wide?"
+            f"a race: program {_number(program)} {verb} element {element} of {name}, and {who} {words} it too. {why}"
         )
 
 

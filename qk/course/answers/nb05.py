@@ -93,7 +93,7 @@ EXERCISES = {
             "one pass reads 2 bytes, and writes 2": lambda N, tb, launch: math.ceil(launch * tb * 10**6 / (2 * N)),
             "those are the bytes of the eager line": lambda N, tb, launch: math.ceil(launch * tb * 10**6 / (36 * N)),
             "the faster the memory, the more tokens": lambda N, tb, launch: math.ceil(launch * 10**6 / (4 * N * tb)),
-            "1 TB/s is a million bytes in a µs": lambda N, tb, launch: launch * tb * 10**12 // (4 * N),
+            "1 TB/s is a million bytes in a µs": lambda N, tb, launch: math.ceil(launch * tb * 10**12 / (4 * N)),
             "a number of tokens is an integer": lambda N, tb, launch: launch * tb * 10**6 / (4 * N),
         },
         note="any sizes, also those that come out even, and less than one token",

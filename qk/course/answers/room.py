@@ -155,6 +155,7 @@ EXERCISES = {
             "the stairs above zero lie a step too low": _in_steps(lambda t: (t - 0.5).trunc()),
             "the cast cuts the fraction off, and nothing rounds before it": _in_steps(torch.trunc),
             "this rounds down": _in_steps(torch.floor),
+            "there is no scale here: multiply by 127 / absmax": lambda x: x.float().round().to(torch.int8),
             "ties go up here, but belong to the even neighbour": _in_steps(lambda t: (t + 0.5).floor()),
             "ties go away from zero, but belong to the even neighbour": _in_steps(
                 lambda t: (t.abs() + 0.5).floor() * t.sign()
@@ -243,6 +244,10 @@ EXERCISES = {
             "nibbles above 7 stand for negative codes": _unpacked(lambda j: j % 2 * 4, low=lambda nibble: nibble),
             "both columns of a byte get its low nibble": _unpacked(lambda j: j * 0),
             "both columns of a byte get its high nibble": _unpacked(lambda j: j * 0 + 4),
+            "8 stands for a negative code too: it is above 7": _unpacked(
+                lambda j: j % 2 * 4, low=lambda nibble: nibble - 16 * (nibble > 8)
+            ),
+            "1111 is -1: subtract 16": _unpacked(lambda j: j % 2 * 4, low=lambda nibble: nibble - 8 * (nibble > 7)),
             "an odd row ends with half a byte, and still takes it all": _unpacked(
                 lambda j: j % 2 * 4, stride=lambda K: K // 2
             ),
