@@ -11,9 +11,11 @@ import numbers
 import signal
 import threading
 from pathlib import Path
+from unittest import mock
 
 import ipywidgets
 import torch
+from IPython import get_ipython
 from IPython.display import display
 
 import qk
@@ -115,7 +117,7 @@ def check(name, answer, *cases, mistakes=()):
 
 def _judge(answer, exercise):
     cases = [_to_device(case) for case in exercise.cases()]
-    with Session(exercise.together) as session:
+    with Session(exercise.together) as session, _kept_alive():
         failure, results = _run(answer, exercise, cases, session)
     if failure is None and exercise.kernel and not session.launches:
         failure = "Not yet: no kernel was launched.\nHint: launch yours with course.launch; torch alone doesn't count"
@@ -126,10 +128,7 @@ def _judge(answer, exercise):
             f"Right, in all {len(cases)} cases.", *[] if checked else ["(That it compiles for a GPU wasn't checked.)"]
         )
         return
-    if failure.startswith("Not answered") or not exercise.note:
-        print(failure)
-    else:
-        print(failure, f"It must hold for: {exercise.note}", sep="\n")
+    print(failure)
 
 
 def _to_device(value):
@@ -140,6 +139,17 @@ def _to_device(value):
 
 class _TimeUp(BaseException):
     """An answer takes too long."""
+
+
+@contextlib.contextmanager
+def _kept_alive():
+    """exit() raises SystemExit, in a notebook too, where it would end the kernel after the cell."""
+    shell = get_ipython()
+    if shell is None:
+        yield
+        return
+    with mock.patch.object(shell, "ask_exit", side_effect=SystemExit):
+        yield
 
 
 @contextlib.contextmanager
@@ -173,7 +183,9 @@ def _run(answer, exercise, cases, session):
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a learner's mistake of any kind is explained, not raised
-            return "\n".join(filter(None, (failure, _raised(call, error)))), results
+            hint = failure and _hint(exercise, cases[: len(results)], results)
+            said = f"Hint: {hint}" if hint else _raised(call, error)
+            return "\n".join(filter(None, (failure, said))), results
         written = [i for i, (arg, before) in enumerate(zip(given, case, strict=True)) if not _unchanged(arg, before)]
         if written:
             said = f"Not yet: {call} writes into {_parameter(answer, written[0])}; it must stay as it is."
@@ -188,8 +200,12 @@ def _run(answer, exercise, cases, session):
         return None, results
     if unanswered := _unanswered(answer, name, results, session):
         return unanswered, results
-    hint = _hint(exercise, cases, results) or diagnosis(answer, wrong, right)
-    return "\n".join(filter(None, (failure, hint and f"Hint: {hint}"))), results
+    hint = _hint(exercise, cases, results)
+    if not hint and session.launches and not session.stored:
+        hint = "the kernel stores nothing, or only what was there before"
+    hint = hint or diagnosis(answer, wrong, right)
+    note = exercise.note and f"It must hold for {exercise.note}."
+    return "\n".join(filter(None, (failure, note, hint and f"Hint: {hint}"))), results
 
 
 def _bound(exercise, case):
@@ -207,12 +223,10 @@ def _raised(call, error):
 
 
 def _unanswered(answer, name, results, session):
-    """What to say where nothing was answered, or where what was answered gives nothing; else None."""
+    """What to say where nothing was answered, or where nothing comes back; else None."""
     nothing = all(got is None for got in results)
-    if session.launches and not session.stored:
-        if not session.touched and INTERPRETED.value or not INTERPRETED.value and nothing:
-            return f"Not answered yet: the kernel of {name} loads and stores nothing."
-        return f"Not yet: {name} gets nothing.\nHint: the kernel stores nothing, or only what was there before"
+    if session.launches and not session.stored and (nothing or INTERPRETED.value and not session.touched):
+        return f"Not answered yet: the kernel of {name} loads and stores nothing."
     if not nothing:
         return None
     code = getattr(answer, "__code__", None)
@@ -224,14 +238,30 @@ def _unanswered(answer, name, results, session):
 def _hint(exercise, cases, results):
     """The hint of the mistake that gives these results: in all cases, or else in all that are wrong."""
     wants = [exercise.expected(*case) for case in cases]
-    bounds = [_bound(exercise, case) for case in cases]
-    bad = [i for i in range(len(cases)) if _difference(results[i], wants[i], bounds[i])]
-    for places in (range(len(cases)), bad):
-        for hint, mistake in exercise.mistakes.items():
+    bad = [i for i, case in enumerate(cases) if _difference(results[i], wants[i], _bound(exercise, case))]
+    given = {}  # by mistakes
+    for hint, mistake in exercise.mistakes.items():
+        for i, case in enumerate(cases):
             with contextlib.suppress(Exception):  # a mistake may not know all cases
-                if all(_difference(results[i], mistake(*cases[i]), bounds[i]) is None for i in places):
-                    return hint
+                given[hint, i] = mistake(*case)
+    for like in (lambda got, want: _difference(got, want, 1e-6) is None), _alike:
+        for places in (range(len(cases)), bad):
+            for hint in exercise.mistakes:
+                wrong = {i: given[hint, i] for i in places if (hint, i) in given}
+                if len(wrong) == len(places) and all(like(results[i], wrong[i]) for i in places):
+                    if not any(like(wrong[i], wants[i]) for i in bad):
+                        return hint
     return None
+
+
+def _alike(got, want):
+    """Whether numbers are the same but for the order of sums, whose error is relative to a row's largest."""
+    if isinstance(want, list | tuple):
+        return type(got) is type(want) and len(got) == len(want) and all(map(_alike, got, want))
+    if not isinstance(want, torch.Tensor) or not want.dtype.is_floating_point or not want.ndim:
+        return _difference(got, want) is None
+    bound = 1e-5 * want.double().abs().nan_to_num(0, 0, 0).amax(-1, keepdim=True)
+    return _difference(got, want, bound.expand(want.shape)) is None
 
 
 def _compiles(session):
@@ -276,7 +306,7 @@ def _differs(got, want, bound=0.0):
     """Which elements are wrong; tensors of one shape and dtype."""
     got, want = got.cpu(), want.cpu()
     same = (got == want) | (got.isnan() & want.isnan())
-    if isinstance(bound, torch.Tensor) or bound:
+    if isinstance(bound, torch.Tensor) or bound and want.dtype.is_floating_point:
         bound = bound.cpu() if isinstance(bound, torch.Tensor) else bound * want.double().abs()
         same |= (got.double() - want.double()).abs() <= bound
     return ~same

@@ -25,7 +25,7 @@ from matplotlib.patches import Patch
 from qk.course.figures import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, _box, style, subplots
 from qk.course.windows import run_on, watching, windows_of
 
-__all__ = ["Access", "Touched", "compiled", "compiler_table", "programs", "touched"]
+__all__ = ["Access", "Touched", "compiled", "compiler_table", "programs", "touched", "wave_bytes"]
 
 _PACKAGES = str(Path(__file__).parents[2])  # where qk lies
 _COLORS = SKY, ORANGE, GREEN, PURPLE, "#F0E442", BLUE, "#A6761D"
@@ -54,6 +54,21 @@ def touched(kernel, grid, *args, **options):
     if os.environ["TRITON_INTERPRET"] == "1":
         return _record(kernel, grid, args, options)
     return _ask("interpret", kernel, grid, args, options)
+
+
+def wave_bytes(kernel, grid, *args, wave=16, **options):
+    """The bytes that kernel[grid](*args, **options) loads if `wave` programs with consecutive numbers run at a time.
+
+    Each wave loads an element once: the L2 cache has it for the wave's other programs, and forgets it after the wave.
+    """
+    named = zip(kernel.arg_names, args, strict=False)
+    sizes = {name: arg.element_size() for name, arg in named if isinstance(arg, torch.Tensor)}
+    loaded = {}
+    for access in touched(kernel, grid, *args, **options).accesses:
+        if access.kind == "load":
+            place = access.program[0] // wave, access.tensor
+            loaded[place] = loaded.get(place, set()) | {*access.elements[access.mask].tolist()}
+    return sum(len(elements) * sizes[name] for (_, name), elements in loaded.items())
 
 
 def _on_cpu(tensor):
