@@ -63,7 +63,7 @@ _FRACTION = Exercise(
         "that is the last fraction: compare them": _pick(answer=lambda f, lost: f[-1]),
         "1 isn't always best, and not always among the fractions": lambda x, counts, fractions: 1.0,
     },
-    note="groups of any length, sign and magnitude, counts of 0, and fractions in any order.",
+    note="groups of any length, sign and magnitude, counts of 0, and fractions in any order",
 )
 
 # stage(x, apart, block)
@@ -115,7 +115,7 @@ _STAGE = Exercise(
         ),
     },
     kernel=True,
-    note="any APART that is a power of two, any BLOCK, and values from 1e-32 to 1e32.",
+    note="any APART that is a power of two, any BLOCK, and values from 1e-32 to 1e32",
 )
 
 # gptq_step(w, U, k, scale)
@@ -192,7 +192,7 @@ _GPTQ = Exercise(
         ),
         "each row has its own scale": lambda w, U, k, scale: _step()(w, U, k, scale[:1].expand(len(scale))),
     },
-    note="any column k, the last one too; weights beyond 7 times the scale; any magnitude. w stays as it is.",
+    note="any column k, the last one too; weights beyond 7 times the scale; any magnitude",
 )
 
 EXERCISES = {"best_fraction": _FRACTION, "stage": _STAGE, "gptq_step": _GPTQ}

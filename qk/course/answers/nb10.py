@@ -62,7 +62,7 @@ _SCALES = Exercise(
         "B isn't always 32": lambda scale, B: _squares(groups=lambda s, _: [p[:32] for p in s.split(B)])(scale, B),
     },
     kernel=True,
-    note="B of 32, 64 and 128, any M and number of groups, and scales from 0 to 3e38.",
+    note="B of 32, 64 and 128, any M and number of groups, and scales from 0 to 3e38",
 )
 
 # round_by_chance(x, u, inverse, block)
@@ -125,7 +125,7 @@ _ROUNDED = Exercise(
         ),
     },
     kernel=True,
-    note="values of both signs up to 127 steps, whole numbers among them; any n and BLOCK.",
+    note="values of both signs up to 127 steps, whole numbers among them; any n and BLOCK",
 )
 
 # weight_gradient_of(g, g_scale, x, x_scale, B)
@@ -203,7 +203,7 @@ _GRADIENT = Exercise(
         ),
         "B isn't always 32": lambda g, g_scale, x, x_scale, B: _gradient()(g, g_scale, x, x_scale, 32),
     },
-    note="sizes that aren't multiples of B, codes up to 127, and scales from 2**-50 to 2**40.",
+    note="sizes that aren't multiples of B, codes up to 127, and scales from 2**-50 to 2**40",
 )
 
 EXERCISES = {
