@@ -11,12 +11,13 @@ import nbformat
 
 FOLDER = Path(__file__).parent / "wrong_answers"
 FEWEST = 6  # wrong answers of an exercise
+NAMED = 0.6  # of the refusals of a notebook, the share that names the mistake, at least
 MASK = "missing or too wide?"  # the end of what course.launch says
 OTHER = "with other="  # that of what it says where a load without it has a say
 STAYS = "must stay as it is."  # and of what course.check says where an answer writes into an argument
 READS = "load's mask"  # what it says where only a load goes too far
 STUB = re.compile(r"# your answer")
-CHECK = re.compile(r"course\.check\(\s*(\w+)")
+CHECK = re.compile(r"course\.check\(\s*(?:\"[\w.]+\",\s*)?(\w+)")
 SOLUTION = re.compile(r"<summary>Solution.*?```python\n(.*?)```", re.DOTALL)
 
 
@@ -101,6 +102,12 @@ def wrong_answers(stem):
     return runpy.run_path(str(file))["ANSWERS"] if file.exists() else {}
 
 
+def other_answers(stem):
+    """{name of an exercise: [code, ...]}: answers in another style than the solution's, which are right."""
+    file = FOLDER / f"{stem}.py"
+    return runpy.run_path(str(file)).get("OTHERS", {}) if file.exists() else {}
+
+
 def gaps(name, answers):
     """What is missing in an exercise's wrong answers, in words."""
     if len({code for _, code in answers}) < FEWEST:
@@ -114,7 +121,14 @@ def complaint(said, hint):
     lines = said.splitlines() or [""]
     if said.startswith(("Right", "Not answered yet")) or not (said.startswith("Not yet: ") or " raised " in said):
         return "isn't refused"
-    named = lines[-1].startswith("Hint: ") or lines[-1].endswith((MASK, OTHER, STAYS))
-    if hint and not (hint in lines[-1] and named):
+    if hint and not (hint in lines[-1] and is_named(said)):
         return f"gets no hint with {hint!r}"
     return ""
+
+
+def is_named(said):
+    """Whether what a check said to a wrong answer names the mistake; a difference alone doesn't."""
+    last = (said.splitlines() or [""])[-1]
+    return (
+        last.startswith("Hint: ") or last.endswith((MASK, OTHER, STAYS)) or ": a race: " in last or " raised " in last
+    )

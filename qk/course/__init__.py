@@ -10,13 +10,14 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(message, name=error.name) from None
 
 from qk.course import charts, exercises, figures, trace
+from qk.course import windows as launches
 from qk.course.charts import *  # noqa: F403
 from qk.course.exercises import *  # noqa: F403
 from qk.course.figures import *  # noqa: F403
 from qk.course.trace import *  # noqa: F403
-from qk.course.windows import OutOfBounds  # noqa: F401
+from qk.course.windows import *  # noqa: F403
 
-__all__ = sorted(["OutOfBounds", *charts.__all__, *exercises.__all__, *figures.__all__, *trace.__all__])
+__all__ = sorted([*charts.__all__, *exercises.__all__, *figures.__all__, *trace.__all__, *launches.__all__])
 
 # torch says so, once, at the first backward pass on a GPU: its thread is new there. It would be in a page's output.
 warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")

@@ -612,6 +612,10 @@ def scale_cost(curves, title="Smaller blocks: lower error, more scales", xlim=No
     return fig
 
 
+# One colour for each of these in every chart of `curves`. Other labels take what is left of the cycle.
+_OF_LABELS = {"int8": BLUE, "bfloat16": GREY, "float32": GREEN, "int8, round to nearest": ORANGE, "to nearest": ORANGE}
+
+
 @style()
 def curves(
     lines, title, xlabel, ylabel, dots=None, mark=None, level=None, log=True, yardsticks=None, ylim=None, dashed=None
@@ -627,7 +631,10 @@ def curves(
     dots, dashed = dots or {}, dashed or {}
     labels = list(dict.fromkeys([*lines, *dots]))
     fig, ax = subplots(8, 4)
-    for label, color in zip(labels, (*CYCLE, VERMILION, SKY, GREY), strict=False):
+    known = {label: _OF_LABELS[label] for label in labels if label in _OF_LABELS}
+    free = [color for color in (*CYCLE, VERMILION, SKY, GREY) if color not in known.values()]
+    colors = known | dict(zip([label for label in labels if label not in known], free, strict=False))
+    for label, color in colors.items():
         if label in lines:
             ax.plot(*zip(*lines[label], strict=True), color=color, label=label)
         if label in dots:

@@ -1,20 +1,33 @@
-"""Exercises: sliders that draw a figure again, source to read, a safe launch of a learner's kernel, and its check."""
+"""Exercises: sliders that draw a figure again, source to read, and the check of an answer."""
 
+import contextlib
 import copy
+import dataclasses
+import dis
+import importlib
 import inspect
-import itertools
 import math
+import numbers
+import signal
+import threading
 from pathlib import Path
+from unittest import mock
 
 import ipywidgets
 import torch
+from IPython import get_ipython
 from IPython.display import display
 
+import qk
 from qk.core.numerics import INTERPRETED
-from qk.course.windows import OutOfBounds, run_on, watching, windows_of
+from qk.course import trace
+from qk.course.diagnosis import diagnosis
+from qk.course.windows import OutOfBounds, Race, Session
 
-__all__ = ["Race", "check", "explore", "launch", "source"]
+__all__ = ["Exercise", "check", "explore", "source"]
 
+LIMIT = 20  # seconds that an answer may take for a case,
+COMPILING = 60  # and compiling it, with the start of a process
 _PACKAGE = Path(__file__).parent.parent
 
 
@@ -64,139 +77,211 @@ def source(*functions, unfolded=False):
         display({"text/markdown": folded, "text/plain": text}, raw=True)
 
 
-class Race(Exception):
-    """The result of a kernel depends on the order in which its programs run."""
+@dataclasses.dataclass
+class Exercise:
+    """What check knows of an exercise.
 
-
-def launch(kernel, grid, *args, **options):
-    """Run kernel[grid](*args, **options), a learner's kernel, on copies of its tensors with guarded ends.
-
-    Raises OutOfBounds, and says where, if the kernel wrote beyond a tensor or read there (compiled: if such a read
-    changes a result). In the interpreter, also if it relies on what a load returns where its mask is false. Raises Race
-    if two compiled runs on the same data differ. The tensors are then unchanged. Raises TypeError for a tensor that
-    isn't passed by position.
+    Args:
+        expected: the right function.
+        cases: cases() returns tuples of arguments, with tensors on the CPU; they are moved to the course's device.
+        mistakes: {hint: wrong function}. The hint is printed whose function gives the answers that were given.
+        kernel: whether a kernel must have been launched, by course.launch.
+        note: what an answer must hold for; printed with a refusal.
+        bound: how far an element may be from the expected one: a share of its magnitude, or bound(*case), a tensor.
+        together: the launches of one call count as one, whose programs run at the same time.
     """
-    if named := [name for name, value in options.items() if isinstance(value, torch.Tensor)]:
-        raise TypeError(f"{named[0]} is a tensor: give tensors by position, not by name")
-    windows = (_interpreted if INTERPRETED.value else _compiled)(kernel, grid, args, options)
-    for window in filter(None, windows):
-        window.copy_back()
+
+    expected: object
+    cases: object
+    mistakes: dict = dataclasses.field(default_factory=dict)
+    kernel: bool = False
+    note: str = ""
+    bound: object = 0.0
+    together: bool = False
 
 
-_AFTER, _BEFORE = "past the end", "before the start"
+def check(name, answer, *cases, mistakes=()):
+    """Checks a learner's answer to the exercise of this name, such as "01.pack", and prints what is wrong with it.
+
+    Each case must be right, in less than LIMIT seconds. A kernel's programs run in three orders, must not race, and
+    the kernel is compiled for a GPU where it was interpreted. One hint is printed, of the exercise or by comparing the
+    results. Nothing is raised.
+    """
+    if callable(name):  # check(answer, expected, *cases, mistakes=...)
+        _judge(name, Exercise(answer, lambda: cases, dict(mistakes)))
+        return
+    file, _, short = name.rpartition(".")
+    file = f"nb{file}" if file.isdigit() else file
+    _judge(answer, importlib.import_module(f"qk.course.answers.{file}").EXERCISES[short])
 
 
-def _interpreted(kernel, grid, args, options):
-    named = [name for name, arg in zip(kernel.arg_names, args, strict=False) if isinstance(arg, torch.Tensor)]
-    read = {(name, side): False for name in named for side in (_AFTER, _BEFORE)}
-    depends = OutOfBounds(
-        "its result depends on what a load gives where the mask is false. On a GPU that can be anything: say it, "
-        "with other="
-    )
-
-    def run(unset, most=math.inf):
-        """most: accesses; a number of steps may be what such a load gave."""
-        heard = itertools.count(1)
-        windows = windows_of(args)
-        sizes = {name: window.size for name, window in zip(kernel.arg_names, windows, strict=False) if window}
-
-        def hear(program, kind, name, elements, mask):
-            if next(heard) > most:
-                raise depends
-            if kind == "load":
-                read[name, _AFTER] |= bool((elements[mask] >= sizes[name]).any())
-                read[name, _BEFORE] |= bool((elements[mask] < 0).any())
-
-        with watching(kernel, windows, hear, unset) as guessed:
-            run_on(kernel, grid, args, windows, options)
-        _refuse_writes(kernel, windows)
-        return windows, guessed, next(heard)
-
-    windows, guessed, accesses = run(unset=0)
-    for (name, side), happened in read.items():
-        if happened:
-            raise _read_beyond(name, side)
-    # large and small in int8, in float16 (61280, -61280), in float32 (1.3e36, -1.3e36)
-    for unset in (0x7B, 0x84, 0xFB) if guessed else ():
-        if not _same_bits(windows, run(unset, 10 * accesses)[0]):
-            raise depends
-    return windows
-
-
-def _compiled(kernel, grid, args, options):
-    def run(seeds=None):
-        windows = windows_of(args, seeds)
-        run_on(kernel, grid, args, windows, options)
-        _refuse_writes(kernel, windows)
-        return windows
-
-    windows = run()
-    if not _same_bits(windows, run()):
-        raise Race(
-            "two runs gave different results, so several programs write the same element: "
-            "is its place wrong, or a mask missing or too wide?"
+def _judge(answer, exercise):
+    cases = [_to_device(case) for case in exercise.cases()]
+    with Session(exercise.together) as session, _kept_alive():
+        failure, results = _run(answer, exercise, cases, session)
+    if failure is None and exercise.kernel and not session.launches:
+        failure = "Not yet: no kernel was launched.\nHint: launch yours with course.launch; torch alone doesn't count"
+    if failure is None:
+        failure, checked = _compiles(session) if exercise.kernel and INTERPRETED.value else (None, True)
+    if failure is None:
+        print(
+            f"Right, in all {len(cases)} cases.", *[] if checked else ["(That it compiles for a GPU wasn't checked.)"]
         )
-    for number, window in enumerate(windows):
-        for side, seeds in (_AFTER, (0, 1)), (_BEFORE, (1, 0)):
-            if window and not _same_bits(windows, run({number: seeds})):
-                raise _read_beyond(kernel.arg_names[number], side)
-    return windows
+        return
+    print(failure)
 
 
-def _refuse_writes(kernel, windows):
-    for name, window in zip(kernel.arg_names, windows, strict=False):
-        counts = dict(zip((_AFTER, _BEFORE), window.overwritten() if window else (), strict=False))
-        places = [f"{count} element{'s' * (count > 1)} {side}" for side, count in counts.items() if count]
-        if places:
-            raise OutOfBounds(f"it wrote {' and '.join(places)} of {name}: is the store's mask missing or too wide?")
+def _to_device(value):
+    if isinstance(value, torch.Tensor):
+        return value.to(qk.device())
+    return type(value)(map(_to_device, value)) if type(value) in (list, tuple) else value
 
 
-def _read_beyond(name, side):
-    return OutOfBounds(f"it reads {side} of {name}: is the load's mask missing or too wide?")
+class _TimeUp(BaseException):
+    """An answer takes too long."""
 
 
-def _same_bits(windows, others):
-    pairs = [(a.span(), b.span()) for a, b in zip(windows, others, strict=True) if a]
-    return all(torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) for a, b in pairs)
+@contextlib.contextmanager
+def _kept_alive():
+    """exit() raises SystemExit, in a notebook too, where it would end the kernel after the cell."""
+    shell = get_ipython()
+    if shell is None:
+        yield
+        return
+    with mock.patch.object(shell, "ask_exit", side_effect=SystemExit):
+        yield
 
 
-def check(answer, expected, *cases, mistakes=()):
-    """Compare a learner's function with the expected one on each case, a tuple of arguments; print what is wrong.
+@contextlib.contextmanager
+def _limited(seconds):
+    """Raises _TimeUp in what runs longer, and again each second: a bare except can't stop it."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
 
-    mistakes: {hint: function}; the hint of the first function that gives the same answers, in every case, is printed
-    too. An answer of None counts as not answered yet; one that writes into its arguments is wrong. Nothing is raised.
-    """
-    failure = None
-    answers, name = [], getattr(answer, "__name__", "the answer")
+    def stop(*_):
+        raise _TimeUp
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _run(answer, exercise, cases, session):
+    """-> what to print to a wrong answer, or None; and the results."""
+    failure, results, wrong, right, name = None, [], [], [], getattr(answer, "__name__", "the answer")
     for case in cases:
         call = f"{name}({', '.join(map(_argument, case))})"
         given = copy.deepcopy(case)
         try:
-            got = answer(*given)
-        except Exception as error:  # a learner's mistake of any kind is explained, not raised
-            known = isinstance(error, OutOfBounds | Race)
-            said = f"Not yet: {call}: {error}" if known else f"{call} raised {type(error).__name__}: {error}"
-            print(*filter(None, (failure, said)), sep="\n")
-            return
+            with _limited(LIMIT):
+                got = answer(*given)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a learner's mistake of any kind is explained, not raised
+            hint = failure and _hint(exercise, cases[: len(results)], results)
+            said = f"Hint: {hint}" if hint else _raised(call, error)
+            return "\n".join(filter(None, (failure, said))), results
         written = [i for i, (arg, before) in enumerate(zip(given, case, strict=True)) if not _unchanged(arg, before)]
         if written:
             said = f"Not yet: {call} writes into {_parameter(answer, written[0])}; it must stay as it is."
-            print(*filter(None, (failure, said)), sep="\n")
-            return
-        if got is None:
-            print(f"Not answered yet: {name} returns nothing, or its kernel stores nothing.")
-            return
-        answers.append(got)
-        problem = _difference(got, expected(*case))
-        failure = failure or (problem and f"Not yet: {call} gave {_text(got)}; {problem}.")
-    if not failure:
-        print(f"Right, in all {len(cases)} cases.")
-        return
-    print(failure)
-    for hint, wrong in dict(mistakes).items():
-        if all(_difference(got, wrong(*case)) is None for got, case in zip(answers, cases, strict=True)):
-            print(f"Hint: {hint}")
-            break
+            return "\n".join(filter(None, (failure, said))), results
+        results.append(got)
+        want = exercise.expected(*case)
+        problem = _difference(got, want, _bound(exercise, case))
+        (wrong if problem else right).append((case, got, want))
+        if problem:
+            failure = failure or f"Not yet: {call} gave {_text(got)}; {problem}."
+    if failure is None:
+        return None, results
+    if unanswered := _unanswered(answer, name, results, session):
+        return unanswered, results
+    hint = _hint(exercise, cases, results)
+    if not hint and session.launches and not session.stored:
+        hint = "the kernel stores nothing, or only what was there before"
+    hint = hint or diagnosis(answer, wrong, right)
+    note = exercise.note and f"It must hold for {exercise.note}."
+    return "\n".join(filter(None, (failure, note, hint and f"Hint: {hint}"))), results
+
+
+def _bound(exercise, case):
+    return exercise.bound(*case) if callable(exercise.bound) else exercise.bound
+
+
+def _raised(call, error):
+    if isinstance(error, OutOfBounds | Race):
+        return f"Not yet: {call}: {error}"
+    if isinstance(error, _TimeUp):
+        return f"Not yet: {call} hadn't finished after {LIMIT} seconds.\nHint: does one of its loops never end?"
+    if isinstance(error, SystemExit):
+        return f"Not yet: {call} ends Python.\nHint: return the result; exit() has no place in an answer"
+    return f"Not yet: {call} raised {type(error).__name__}: {error}"
+
+
+def _unanswered(answer, name, results, session):
+    """What to say where nothing was answered, or where nothing comes back; else None."""
+    nothing = all(got is None for got in results)
+    if session.launches and not session.stored and (nothing or INTERPRETED.value and not session.touched):
+        return f"Not answered yet: the kernel of {name} loads and stores nothing."
+    if not nothing:
+        return None
+    code = getattr(answer, "__code__", None)
+    if not session.launches and code and len(list(dis.get_instructions(code))) <= 4:  # `return None` and `pass`
+        return f"Not answered yet: {name} returns nothing."
+    return f"Not yet: {name} returns None.\nHint: is `return` missing?"
+
+
+def _hint(exercise, cases, results):
+    """The hint of the mistake that gives these results: in all cases, or else in all that are wrong."""
+    wants = [exercise.expected(*case) for case in cases]
+    bad = [i for i, case in enumerate(cases) if _difference(results[i], wants[i], _bound(exercise, case))]
+    given = {}  # by mistakes
+    for hint, mistake in exercise.mistakes.items():
+        for i, case in enumerate(cases):
+            with contextlib.suppress(Exception):  # a mistake may not know all cases
+                given[hint, i] = mistake(*case)
+    for like in (lambda got, want: _difference(got, want, 1e-6) is None), _alike:
+        for places in (range(len(cases)), bad):
+            for hint in exercise.mistakes:
+                wrong = {i: given[hint, i] for i in places if (hint, i) in given}
+                if len(wrong) == len(places) and all(like(results[i], wrong[i]) for i in places):
+                    if not any(like(wrong[i], wants[i]) for i in bad):
+                        return hint
+    return None
+
+
+def _alike(got, want):
+    """Whether numbers are the same but for the order of sums, whose error is relative to a row's largest."""
+    if isinstance(want, list | tuple):
+        return type(got) is type(want) and len(got) == len(want) and all(map(_alike, got, want))
+    if not isinstance(want, torch.Tensor) or not want.dtype.is_floating_point or not want.ndim:
+        return _difference(got, want) is None
+    bound = 1e-5 * want.double().abs().nan_to_num(0, 0, 0).amax(-1, keepdim=True)
+    return _difference(got, want, bound.expand(want.shape)) is None
+
+
+def _compiles(session):
+    """-> why the last kernel that was launched can't be compiled for a GPU, or None; and whether that was checked."""
+    kernel, args, options = session.launches[-1]
+    try:
+        with _limited(COMPILING):
+            trace.compiled(kernel, *args, arch=80, **options)
+    except _TimeUp:
+        trace.end_compiler()
+        return None, False
+    except RuntimeError as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        if not lines or not lines[0].startswith(("CompilationError", "CompileTime", "Unsupported", "NameError")):
+            return None, False
+        said = f"Not yet: right in the interpreter, but it doesn't compile for a GPU: {lines[0]} {lines[-1]}"
+        return f"{said}\nHint: a kernel can use tl, its arguments, and constants that are tl.constexpr", True
+    except Exception:  # no compiler, or a kernel whose source isn't there
+        return None, False
+    return None, True
 
 
 def _unchanged(arg, before):
@@ -217,42 +302,66 @@ def _parameter(function, number):
         return f"argument {number + 1}"
 
 
-def _difference(got, want):
+def _differs(got, want, bound=0.0):
+    """Which elements are wrong; tensors of one shape and dtype."""
+    got, want = got.cpu(), want.cpu()
+    same = (got == want) | (got.isnan() & want.isnan())
+    if isinstance(bound, torch.Tensor) or bound and want.dtype.is_floating_point:
+        bound = bound.cpu() if isinstance(bound, torch.Tensor) else bound * want.double().abs()
+        same |= (got.double() - want.double()).abs() <= bound
+    return ~same
+
+
+def _difference(got, want, bound=0.0):
     """What is wrong with got, or None."""
     if isinstance(want, list | tuple) and any(isinstance(part, torch.Tensor) for part in want):
         if type(got) is not type(want) or len(got) != len(want):
             return f"expected a {type(want).__name__} of {len(want)}"
-        return next(filter(None, map(_difference, got, want)), None)
-    if hasattr(got, "shape") and not isinstance(want, torch.Tensor):
-        return f"it is a {type(got).__name__}, expected {_text(want)}"
+        bounds = bound if isinstance(bound, list | tuple) else [bound] * len(want)
+        return next(filter(None, map(_difference, got, want, bounds)), None)
     if isinstance(want, torch.Tensor):
-        if not isinstance(got, torch.Tensor):
-            return f"it is a {type(got).__name__}, not a tensor"
-        if got.shape != want.shape:
-            return f"its shape is {list(got.shape)}, not {list(want.shape)}"
-        if got.dtype != want.dtype:
-            return f"its dtype is {got.dtype}, not {want.dtype}"
-        got, want = got.cpu(), want.cpu()
-        differ = (got != want) & ~(got.isnan() & want.isnan())
-        if not differ.any():
-            return None
-        place = tuple(differ.nonzero()[0].tolist())
-        index = ", ".join(map(str, place))
-        many = f"; {differ.sum()} of {want.numel()} elements differ" if want.numel() > 1 else ""
-        return f"[{index}] is {got[place].item()}, but must be {want[place].item()}{many}"
+        return _difference_of_tensors(got, want, bound)
+    if isinstance(got, torch.Tensor) or getattr(got, "shape", ()) != ():
+        return f"it is a {type(got).__name__}, expected {_text(want)}"
+    got = got.item() if hasattr(got, "item") else got  # of NumPy
     if isinstance(want, list) and isinstance(got, list) and got != want and max(len(got), len(want)) > 8:
         at = next((i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), min(len(got), len(want)))
         return f"it has {len(got)} elements, expected {len(want)}; the first difference is at [{at}]"
     if isinstance(want, float):
-        if isinstance(got, int | float) and not isinstance(got, bool) and math.isclose(got, want):
+        if (
+            isinstance(got, numbers.Real)
+            and not isinstance(got, bool)
+            and math.isclose(got, want, rel_tol=bound or 1e-9)
+        ):
             return None
-    elif got == want and isinstance(got, bool) == isinstance(want, bool):
+    elif isinstance(got, bool) == isinstance(want, bool) and bool(got == want):
         return None
     return f"expected {_text(want)}"
 
 
+def _difference_of_tensors(got, want, bound):
+    if not isinstance(got, torch.Tensor):
+        return f"it is a {type(got).__name__}, not a tensor"
+    if got.layout != torch.strided or got.device.type == "meta" or got.is_quantized:
+        return f"it is a tensor without plain data ({got.layout}, {got.device}): return a dense one"
+    if got.shape != want.shape:
+        return f"its shape is {list(got.shape)}, not {list(want.shape)}"
+    if got.dtype != want.dtype:
+        return f"its dtype is {got.dtype}, not {want.dtype}"
+    differ = _differs(got, want, bound)
+    if not differ.any():
+        return None
+    place = tuple(differ.nonzero()[0].tolist())
+    index = ", ".join(map(str, place))
+    many = f"; {differ.sum()} of {want.numel()} elements differ" if want.numel() > 1 else ""
+    return f"[{index}] is {got[place].item()}, but must be {want[place].item()}{many}"
+
+
 def _text(value):
-    text = str(value.tolist()) if isinstance(value, torch.Tensor) else repr(value)
+    try:
+        text = str(value.tolist()) if isinstance(value, torch.Tensor) else repr(value)
+    except Exception:  # of a tensor without data
+        text = f"a {type(value).__name__}"
     return text if len(text) < 80 else f"{text[:76]} ..."
 
 

@@ -520,8 +520,9 @@ def operand_blocks(x, block, line=0, step=0, k_step=128, names=("row", "column")
         begin, end = step * k_step, min((step + 1) * k_step, across)
         met = -(-end // broad) - begin // broad
         color = BLUE if met == 1 else VERMILION
-        # a single row is too thin to see
-        _box(ax, begin, line - down / 60, end - begin, down / 30, facecolor=color)
+        # a frame around the row, which alone is too thin to see; what it meets shows inside
+        frame = {"facecolor": "none", "edgecolor": color, "linewidth": 2.2}
+        _box(ax, begin, line - down / 40, end - begin, down / 20, **frame)
         ax.set(xlim=(0, across), ylim=(down, 0), ylabel=labels[0], xlabel=f"{labels[1]} (summed over)")
         ax.set_title(f"{name} [{down}, {across}]\n{end - begin} values of a row: {met} scale{'s' * (met > 1)}")
         ax.title.set_fontsize(10)

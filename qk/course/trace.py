@@ -14,6 +14,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import types
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from matplotlib.patches import Patch
 from qk.course.figures import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, _box, style, subplots
 from qk.course.windows import run_on, watching, windows_of
 
-__all__ = ["Access", "Touched", "compiled", "compiler_table", "programs", "touched"]
+__all__ = ["Access", "Touched", "compiled", "compiler_table", "programs", "touched", "wave_bytes"]
 
 _PACKAGES = str(Path(__file__).parents[2])  # the folder that holds qk
 _COLORS = SKY, ORANGE, GREEN, PURPLE, "#F0E442", BLUE, "#A6761D"
@@ -53,6 +54,21 @@ def touched(kernel, grid, *args, **options):
     if os.environ["TRITON_INTERPRET"] == "1":
         return _record(kernel, grid, args, options)
     return _ask("interpret", kernel, grid, args, options)
+
+
+def wave_bytes(kernel, grid, *args, wave=16, **options):
+    """The bytes that kernel[grid](*args, **options) loads if `wave` programs with consecutive numbers run at a time.
+
+    Each wave loads an element once: the L2 cache has it for the wave's other programs, and forgets it after the wave.
+    """
+    named = zip(kernel.arg_names, args, strict=False)
+    sizes = {name: arg.element_size() for name, arg in named if isinstance(arg, torch.Tensor)}
+    loaded = {}
+    for access in touched(kernel, grid, *args, **options).accesses:
+        if access.kind == "load":
+            place = access.program[0] // wave, access.tensor
+            loaded[place] = loaded.get(place, set()) | {*access.elements[access.mask].tolist()}
+    return sum(len(elements) * sizes[name] for (_, name), elements in loaded.items())
 
 
 def _on_cpu(tensor):
@@ -99,6 +115,8 @@ def _source_of(kernel):
         if function is None:
             if isinstance(value, triton.language.constexpr):
                 parts[name] = f"{name} = tl.constexpr({value.value!r})"
+            elif isinstance(value, types.ModuleType):
+                parts[name] = f"import {value.__name__} as {name}"
             elif isinstance(value, int | float | str):
                 parts[name] = f"{name} = {value!r}"
         elif function.__module__.partition(".")[0] in ("qk", "triton"):
@@ -124,6 +142,12 @@ def _helper(backend):
     log = tempfile.TemporaryFile()  # keeps its messages out of a notebook cell's output
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
     return subprocess.Popen(command, env=environment, **pipes), log
+
+
+def end_compiler():
+    """Ends the process that compiles: one that was interrupted while it answered would answer the next one wrongly."""
+    _helper("compile")[0].kill()
+    _helper.cache_clear()
 
 
 def _ask(backend, kernel, *request):
@@ -248,11 +272,14 @@ _LOOKS = {
 
 
 @style()
-def programs(record, *shown, by="program", cells=0, width=32, title="Which program touches which element"):
+def programs(
+    record, *shown, by="program", cells=0, width=32, title="Which program touches which element", beside=False
+):
     """Draw what course.touched recorded: each tensor in memory order, one cell per element.
 
     shown: names of tensors; all of them if there are none. by: "program", or "step" for the first, second, ... access
     of a program. cells: draw at least this many of each tensor. width: cells in a line; a matrix has its row stride.
+    beside: draw tensors next to each other, not one below the other: for small matrices.
     """
     numbers = {program: i for i, program in enumerate(dict.fromkeys(access.program for access in record.accesses))}
 
@@ -271,27 +298,33 @@ def programs(record, *shown, by="program", cells=0, width=32, title="Which progr
                 last += -(last + 1) % line
             panels.append((name, kind, touched_cells, own, first, last, line))
     widest = max(min(line, last - first + 1) for *_, first, last, line in panels)
-    widest = max(widest, 16)
+    widest = widest if beside else max(widest, 16)
     lines = [(last - first) // line + 1 for *_, first, last, line in panels]
     cell = min(8.3 / widest, 0.36)
     heights = [count * cell + 0.5 for count in lines]
-    fig, axes = subplots(9, 0.6 + sum(heights), len(panels), squeeze=False, gridspec_kw={"height_ratios": heights})
+    if beside:
+        fig, axes = subplots(9, 0.6 + max(heights), 1, len(panels), squeeze=False)
+        lines = [max(lines)] * len(lines)
+    else:
+        fig, axes = subplots(9, 0.6 + sum(heights), len(panels), squeeze=False, gridspec_kw={"height_ratios": heights})
     kinds = set()
-    for ax, (name, kind, touched_cells, own, first, last, line), count in zip(axes[:, 0], panels, lines, strict=True):
+    for ax, (name, kind, touched_cells, own, first, last, line), count in zip(axes.flat, panels, lines, strict=True):
         kinds |= _panel(ax, touched_cells, own, first, last, line, label)
         wrong = sum(any(mask for *_, mask in touched_cells[element]) for element in touched_cells if element not in own)
         ax.set_title(f"{name}, {kind}s" + (f": {wrong} outside the tensor" if wrong else ""), fontsize=10)
         ax.set(xlim=(-0.05, widest + 0.05), ylim=(count + 0.05, -0.05))
         ticks = range(0, min(line, last - first + 1), 1 if min(line, widest) <= 16 else 4)
         ax.set_xticks([x + 0.5 for x in ticks], ticks)
-        ax.set_yticks([y + 0.5 for y in range(count)], [f"{first + y * line} +" for y in range(count)])
+        rows = range((last - first) // line + 1)
+        ax.set_yticks([y + 0.5 for y in rows], [f"{first + y * line} +" for y in rows])
         ax.set_ylabel("line", fontsize=8)
         if count == 1 and first == 0:
             ax.set_yticks([])
-        ax.tick_params(length=0, labelsize=8)
+        ax.tick_params(length=0, labelsize=8, top=beside, labeltop=beside, labelbottom=not beside)
         ax.spines[:].set_visible(False)
     what = "the step of its program, from 0" if by == "step" else "the program that touches it"
-    axes[-1, 0].set_xlabel(f"element, in memory order (in each cell: {what})")
+    place = f"element, in memory order (in each cell: {what})"
+    fig.supxlabel(place, fontsize=10) if beside else axes[-1, 0].set_xlabel(place)
     fig.suptitle(title, x=0.01, ha="left", fontsize=11)
     handles = [Patch(label=kind, **look) for kind, look in _LOOKS.items() if kind and kind in kinds]
     if handles:

@@ -1,18 +1,27 @@
-"""Guarded copies of the tensors that a learner's kernel gets, and which program touches what, in the interpreter."""
+"""A safe launch of a learner's kernel: guarded copies of its tensors, and which program touches what."""
 
 import contextlib
+import itertools
+import math
 from unittest import mock
 
 import numpy as np
 import torch
 
 from qk.core import interpreter
+from qk.core.numerics import INTERPRETED
+
+__all__ = ["OutOfBounds", "Race", "launch"]
 
 GUARD = 2**16  # elements before and after each buffer
 
 
 class OutOfBounds(Exception):
     """A kernel touched memory beyond its tensors, or relied on it."""
+
+
+class Race(Exception):
+    """The result of a kernel depends on the order in which its programs run."""
 
 
 class Window:
@@ -39,11 +48,19 @@ class Window:
     def span(self):
         return self.buffer[GUARD : GUARD + self.size]
 
-    def copy_back(self):
-        """Copy back only what was written: another argument may share the memory."""
+    def changed(self):
+        """Which elements hold other bits than before."""
         after, before = (x[GUARD : GUARD + self.size] for x in (self.buffer, self.before))
-        changed = (after.view(torch.uint8) != before.view(torch.uint8)).view(self.size, -1).any(1)
-        self.flat[changed] = after[changed]
+        return (after.view(torch.uint8) != before.view(torch.uint8)).view(self.size, -1).any(1)
+
+    def copy_back(self):
+        """Copies what was written, and no more: another argument may be of the same memory."""
+        changed = self.changed()
+        self.flat[changed] = self.span()[changed]
+
+    def bits(self, elements):
+        """The bytes of these elements [n, size of an element]."""
+        return self.buffer.view(torch.uint8).view(len(self.buffer), -1)[GUARD + elements]
 
 
 def windows_of(args, seeds=None):
@@ -57,38 +74,113 @@ def run_on(kernel, grid, args, windows, options):
     kernel[grid](*(window.inside if window else arg for window, arg in zip(windows, args, strict=True)), **options)
 
 
+class Ledger:
+    """Who touched each element of each tensor; refuses what depends on the order of programs."""
+
+    NOBODY, SEVERAL = -1, -2
+
+    def __init__(self):
+        self.books = {}  # {address of a tensor: {kind of access: a program's number for each element}}
+        self.numbers = {}  # of programs
+        self.launch = 0  # programs of different launches differ
+        self.shared = False  # whether two programs changed an element
+        self.added_floats = False  # by atomics, whose last bits depend on the order
+
+    def note(self, program, kind, name, window, elements, change, values=None):
+        """kind: "load", "store" or "atomic" of the elements; change() does it. values: what is stored there."""
+        inside = (elements >= 0) & (elements < window.size)
+        if not inside.all():  # past the ends; launch refuses it
+            return change()
+        me = self.numbers.setdefault((self.launch, program), len(self.numbers))
+        kinds = "load", "store", "atomic"
+        book = self.books.setdefault(
+            window.tensor.data_ptr(), {k: torch.full((window.size,), self.NOBODY) for k in kinds}
+        )
+        before = window.bits(elements) if kind == "store" else None
+        done = change()
+        after = window.bits(elements) if kind == "store" else None
+        if values is not None and values.shape == after.shape and (lost := (after != values).any(1)).any():
+            at = elements[lost][0].item()
+            raise Race(
+                f"a race: program {_number(program)} stores several different values to element {at} of {name}: "
+                "is its place wrong?"
+            )
+        for other, words in (("store", "writes"), ("load", "reads"), ("atomic", "changes")):
+            if kind == other != "store":
+                continue
+            others = book[other][elements]
+            clash = (others != self.NOBODY) & (others != me)
+            if kind == "store" and clash.any():
+                self.shared = True
+                clash &= (after != before).any(1)  # the same value from two programs is the same in each order
+            if clash.any():
+                at = clash.nonzero()[0].item()
+                raise self._race(program, kind, name, elements[at].item(), others[at].item(), words)
+        self.shared |= kind == "atomic"
+        taken = book[kind][elements]
+        book[kind][elements] = torch.where((taken == self.NOBODY) | (taken == me), me, self.SEVERAL)
+        return done
+
+    def _race(self, program, kind, name, element, other, words):
+        verb = {"load": "reads", "store": "writes", "atomic": "changes"}[kind]
+        launch, known = next((key for key, number in self.numbers.items() if number == other), (self.launch, program))
+        who = f"program {_number(known)}" if known != program else "another program"
+        why = "On a GPU nobody knows which comes first: is its place wrong, or a mask missing or too wide?"
+        if launch != self.launch:
+            why = "Between a load and a store, another program may store: what that one found is lost"
+        return Race(
+            f"a race: program {_number(program)} {verb} element {element} of {name}, and {who} {words} it too. {why}"
+        )
+
+
+def _number(program):
+    """Of a grid of one axis, its number; else of as many axes as are used."""
+    used = program[: max((axis for axis in range(3) if program[axis]), default=0) + 1]
+    return str(used[0] if len(used) == 1 else tuple(used))
+
+
 @contextlib.contextmanager
-def watching(kernel, windows, hear, unset=0):
-    """Wrap a launch on windows in the interpreter, and call hear(program, kind, name, elements, mask) for each access.
+def watching(kernel, windows, hear, unset=0, ledger=None, order=None):
+    """Around a launch of a kernel on windows in the interpreter: hear(program, kind, name, elements, mask).
 
     hear is called before each load and store, with the program's ids, "load" or "store", the argument's name and, for
     the whole tile, the distances from the tensor's first element and the mask. An access beyond the guards raises
     OutOfBounds and isn't made.
 
-    Where its mask is false, a load without `other` returns a number whose bytes are all `unset`; on a GPU, any number.
-    Yields a list of how many such elements each load returned.
+    Where its mask is false, a load without `other` gives a number of which each byte is `unset`; on a GPU, any number.
+    Yields a list of how many elements each such load gave so.
+
+    ledger: a Ledger that is told of all accesses. order: (place in the usual order, number of programs) -> which
+    program runs there.
     """
     from triton.runtime.interpreter import interpreter_builder as builder
 
     named = {name: window for name, window in zip(kernel.arg_names, windows, strict=False) if window}
-    load, store, atomic = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
+    load, store, place = builder.create_masked_load, builder.create_masked_store, builder.set_grid_idx
+    atomic, swap = builder.create_atomic_rmw, builder.create_atomic_cas
     guessed = []
 
-    def note(kind, pointers, mask):
+    def note(kind, pointers, mask, change, value=None):
         addresses = torch.from_numpy(np.atleast_1d(pointers.data).astype(np.int64))
-        mask = torch.from_numpy(np.broadcast_to(mask.data, addresses.shape).astype(bool))
+        mask = True if mask is None else mask.data
+        mask = torch.from_numpy(np.broadcast_to(mask, addresses.shape).astype(bool))
         for name, window in named.items():
             elements = (addresses - window.inside.data_ptr()) // window.buffer.element_size()
             near = (elements >= -GUARD) & (elements < window.size + GUARD)
             if (near | ~mask).all() and near.any():
-                hear(builder.grid_idx, kind, name, elements, mask)
-                return
+                hear(builder.grid_idx, "load" if kind == "load" else "store", name, elements, mask)
+                if not ledger or not mask.any():
+                    return change()
+                if value is not None:
+                    value = np.ascontiguousarray(np.broadcast_to(value.data, addresses.shape))
+                    value = torch.from_numpy(value.view(np.uint8).reshape(*mask.shape, -1).copy())[mask]
+                return ledger.note(tuple(builder.grid_idx), kind, name, window, elements[mask], change, value)
         if mask.any():
             raise OutOfBounds("it touches memory far from all of its tensors")
+        return change()
 
     def noted_load(pointers, mask, other, *others, **named_others):
-        note("load", pointers, mask)
-        loaded = load(pointers, mask, other, *others, **named_others)
+        loaded = note("load", pointers, mask, lambda: load(pointers, mask, other, *others, **named_others))
         tile = np.atleast_1d(loaded.data)
         off = ~np.broadcast_to(mask.data, tile.shape).astype(bool)
         if other is None and off.any():
@@ -97,18 +189,183 @@ def watching(kernel, windows, hear, unset=0):
         return loaded
 
     def noted_store(pointers, value, mask, *others):
-        note("store", pointers, mask)
-        return store(pointers, value, mask, *others)
+        return note("store", pointers, mask, lambda: store(pointers, value, mask, *others), value)
 
     def noted_atomic(operation, pointers, value, mask, *others):
-        note("store", pointers, mask)
-        return atomic(operation, pointers, value, mask, *others)
+        if ledger:
+            ledger.added_floats |= "FADD" in str(operation)
+        return note("atomic", pointers, mask, lambda: atomic(operation, pointers, value, mask, *others))
+
+    def noted_swap(pointers, *others):
+        return note("atomic", pointers, None, lambda: swap(pointers, *others))
+
+    def ordered(x, y, z):
+        sizes = builder.grid_dim
+        number = order((x * sizes[1] + y) * sizes[2] + z, math.prod(sizes))
+        place(number // (sizes[1] * sizes[2]), number // sizes[2] % sizes[1], number % sizes[2])
 
     hooks = {"create_masked_load": noted_load, "create_masked_store": noted_store, "create_atomic_rmw": noted_atomic}
+    hooks |= {"create_atomic_cas": noted_swap, "set_grid_idx": ordered if order else place}
     try:
         with interpreter.interpreting(), mock.patch.multiple(builder, **hooks):
             yield guessed
     except Exception as error:
-        if isinstance(error.__cause__, OutOfBounds):  # the interpreter's own error is less clear
+        if isinstance(error.__cause__, OutOfBounds | Race):  # the interpreter's own error says less
             raise error.__cause__ from None
         raise
+
+
+class Session:
+    """What happens while an answer is checked: its launches, watched for races."""
+
+    now = None
+
+    def __init__(self, together=False):
+        """together: the launches of one call count as one, whose programs run at the same time."""
+        self.together, self.ledger = together, None
+        self.launches = []  # (kernel, args, options)
+        self.touched = self.stored = False  # whether a kernel loaded or stored, and whether it changed anything
+
+    def __enter__(self):
+        Session.now = self
+        return self
+
+    def __exit__(self, *error):
+        Session.now = None
+
+    def new_ledger(self):
+        if not (self.together and self.ledger):
+            self.ledger = Ledger()
+        self.ledger.launch += 1
+        return self.ledger
+
+
+def launch(kernel, grid, *args, **options):
+    """kernel[grid](*args, **options), of a learner's kernel, on copies of its tensors that have guarded ends.
+
+    Raises OutOfBounds, and says where, if the kernel wrote beyond a tensor, or read there: in the interpreter anything,
+    compiled what changes a result. In the interpreter also if it counts on what a load gives where its mask is false.
+    Raises Race if two runs on the same data differ, compiled; during a check, in the interpreter, if programs touch
+    the same element or another order of programs gives another result. Then the tensors stay as they were. TypeError:
+    a tensor that isn't given by position, or a kernel without @triton.jit.
+    """
+    if not hasattr(kernel, "arg_names"):
+        raise TypeError(f"{getattr(kernel, '__name__', kernel)} is no kernel: is @triton.jit missing above its def?")
+    if named := [name for name, value in options.items() if isinstance(value, torch.Tensor)]:
+        raise TypeError(f"{named[0]} is a tensor: give tensors by position, not by name")
+    if Session.now:
+        Session.now.launches.append((kernel, args, options))
+    grid = (grid,) if isinstance(grid, int) else grid
+    windows = (_interpreted if INTERPRETED.value else _compiled)(kernel, grid, args, options)
+    for window in filter(None, windows):
+        if Session.now:
+            Session.now.stored |= bool(window.changed().any())
+        window.copy_back()
+
+
+_AFTER, _BEFORE = "past the end", "before the start"
+
+
+def _backwards(place, count):
+    return count - 1 - place
+
+
+def _shuffled(place, count):
+    return torch.randperm(count, generator=torch.Generator().manual_seed(count))[place].item()
+
+
+def _interpreted(kernel, grid, args, options):
+    named = [name for name, arg in zip(kernel.arg_names, args, strict=False) if isinstance(arg, torch.Tensor)]
+    read = {(name, side): False for name in named for side in (_AFTER, _BEFORE)}
+    depends = OutOfBounds(
+        "its result depends on what a load gives where the mask is false. On a GPU that can be anything: say it, "
+        "with other="
+    )
+    session = Session.now
+    ledger = session and session.new_ledger()
+
+    def run(unset=0, most=math.inf, ledger=None, order=None):
+        """most: accesses; a number of steps may be what such a load gave."""
+        heard = itertools.count(1)
+        windows = windows_of(args)
+        sizes = {name: window.size for name, window in zip(kernel.arg_names, windows, strict=False) if window}
+
+        def hear(program, kind, name, elements, mask):
+            if next(heard) > most:
+                raise depends
+            if session:
+                session.touched = True
+            if kind == "load":
+                read[name, _AFTER] |= bool((elements[mask] >= sizes[name]).any())
+                read[name, _BEFORE] |= bool((elements[mask] < 0).any())
+
+        with watching(kernel, windows, hear, unset, ledger, order) as guessed:
+            run_on(kernel, grid, args, windows, options)
+        _refuse_writes(kernel, windows)
+        return windows, guessed, next(heard)
+
+    try:
+        windows, guessed, accesses = run(ledger=ledger)
+    except Race as error:
+        race = error
+        windows, guessed, accesses = run()  # if it leaves its tensors, that says more
+    else:
+        race = None
+    for (name, side), happened in read.items():
+        if happened:
+            raise _read_beyond(name, side)
+    if race:
+        raise race
+    # large and small in int8, in float16 (61280, -61280), in float32 (1.3e36, -1.3e36)
+    for unset in (0x7B, 0x84, 0xFB) if guessed else ():
+        if not _same_bits(windows, run(unset, 10 * accesses)[0]):
+            raise depends
+    # programs that share no element are right in each order if they are in one: tried once, for the first launch
+    for order in (_backwards, _shuffled) if session and (ledger.shared or len(session.launches) == 1) else ():
+        others = run(order=order)[0]
+        same = _close if ledger.added_floats else _same_bits
+        if not same(windows, others):
+            raise Race("its result depends on the order in which its programs run. On a GPU nobody knows that order")
+    return windows
+
+
+def _compiled(kernel, grid, args, options):
+    def run(seeds=None):
+        windows = windows_of(args, seeds)
+        run_on(kernel, grid, args, windows, options)
+        _refuse_writes(kernel, windows)
+        return windows
+
+    windows = run()
+    if not _same_bits(windows, run()):
+        raise Race(
+            "two runs gave different results, so several programs write the same element: "
+            "is its place wrong, or a mask missing or too wide?"
+        )
+    for number, window in enumerate(windows):
+        for side, seeds in (_AFTER, (0, 1)), (_BEFORE, (1, 0)):
+            if window and not _same_bits(windows, run({number: seeds})):
+                raise _read_beyond(kernel.arg_names[number], side)
+    return windows
+
+
+def _refuse_writes(kernel, windows):
+    for name, window in zip(kernel.arg_names, windows, strict=False):
+        counts = dict(zip((_AFTER, _BEFORE), window.overwritten() if window else (), strict=False))
+        places = [f"{count} element{'s' * (count > 1)} {side}" for side, count in counts.items() if count]
+        if places:
+            raise OutOfBounds(f"it wrote {' and '.join(places)} of {name}: is the store's mask missing or too wide?")
+
+
+def _read_beyond(name, side):
+    return OutOfBounds(f"it reads {side} of {name}: is the load's mask missing or too wide?")
+
+
+def _same_bits(windows, others):
+    pairs = [(a.span(), b.span()) for a, b in zip(windows, others, strict=True) if a]
+    return all(torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) for a, b in pairs)
+
+
+def _close(windows, others):
+    pairs = [(a.span(), b.span()) for a, b in zip(windows, others, strict=True) if a]
+    return all(torch.allclose(a.double(), b.double(), 1e-3, 1e-6, equal_nan=True) for a, b in pairs)

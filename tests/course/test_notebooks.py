@@ -12,7 +12,20 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
-from exercises import CHECK, MASK, OTHER, READS, STUB, code_cells, complaint, exercises, gaps, needed, wrong_answers
+from exercises import (
+    MASK,
+    NAMED,
+    OTHER,
+    READS,
+    code_cells,
+    complaint,
+    exercises,
+    gaps,
+    is_named,
+    needed,
+    other_answers,
+    wrong_answers,
+)
 
 import qk
 from qk.__main__ import COMMANDS
@@ -396,9 +409,12 @@ def said(cell):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_checks_know_right_from_wrong(name):
-    """Each solution is right, before and after the exercise's wrong answers, which are refused with their hints."""
+    """Each solution is right, before and after the exercise's wrong answers, which are refused with their hints.
+
+    So are answers in another style. Of the refusals, most name the mistake.
+    """
     notebook = read(name)
-    answers, tried = wrong_answers(Path(name).stem), []
+    answers, others, tried = wrong_answers(Path(name).stem), other_answers(Path(name).stem), []
     for cell in code_cells(notebook):
         # figures and measurements aren't needed here
         cell.source = re.sub(r"^course\.(?!check)", "None and course.", cell.source, flags=re.MULTILINE)
@@ -409,19 +425,19 @@ def test_checks_know_right_from_wrong(name):
     notebook.cells = [cell for cell in notebook.cells if cell.cell_type != "code" or id(cell) in kept]
     for exercise in exercises(notebook):
         wrong = [(hint, code, exercise.attempt(code)) for hint, code in answers.get(exercise.name, [])]
-        after = exercise.attempt(exercise.solution)
+        right = [exercise.attempt(code) for code in (*others.get(exercise.name, []), exercise.solution)]
         place = notebook.cells.index(exercise.check) + 1
-        notebook.cells[place:place] = [*(cell for _, _, cell in wrong), after]
+        notebook.cells[place:place] = [*(cell for _, _, cell in wrong), *right]
         exercise.stub.source += f"\n\n\n{exercise.solution}"
-        tried.append((exercise, wrong, after))
+        tried.append((exercise, wrong, right))
     with contextlib.suppress(nbclient.exceptions.DeadKernelError):
         nbclient.NotebookClient(notebook, allow_errors=True, resources={"metadata": {"path": FOLDER}}).execute()
 
     found = []
-    for exercise, wrong, after in tried:
-        for cell in (exercise.check, after):
+    for exercise, wrong, right in tried:
+        for cell in (exercise.check, *right):
             if not said(cell).startswith("Right, in all"):
-                found.append(f"{exercise.name}: its solution isn't right: {said(cell)}")
+                found.append(f"{exercise.name}: this isn't right: {cell.source}\nbut hears:\n{said(cell)}")
         for hint, code, cell in wrong:
             if hint in (READS, OTHER) and qk.device() == "cuda":
                 continue  # nobody watches a compiled kernel's loads
@@ -429,6 +445,9 @@ def test_checks_know_right_from_wrong(name):
                 found.append(f"{exercise.name}: this {problem}:\n{code}\nbut hears:\n{said(cell)}")
         if exercise.is_kernel and not any(said(cell).rstrip().endswith(MASK) for *_, cell in wrong):
             found.append(f"{exercise.name}: no wrong answer forgets the mask")
+    heard = [said(cell) for _, wrong, _ in tried for *_, cell in wrong]
+    if sum(map(is_named, heard)) < NAMED * len(heard):
+        found.append(f"{sum(map(is_named, heard))} of {len(heard)} refusals name the mistake, but must be {NAMED:.0%}")
     if found:
         pytest.fail("\n\n".join(found), pytrace=False)
 

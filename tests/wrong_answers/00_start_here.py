@@ -10,3 +10,17 @@ ANSWERS = {
         ("scale of its own", "def bytes_in_4_bits(rows, columns):\n    return int(rows * columns * 0.5) + 2"),
     ]
 }
+
+# kinds that were once called right, or whose words were wrong
+ANSWERS["bytes_in_4_bits"] += [
+    ("exit()", "def bytes_in_4_bits(rows, columns):\n    exit()"),
+    ("`return`", "def bytes_in_4_bits(rows, columns):\n    total = rows * (columns // 2 + 2)\n    print(total)"),
+    ("off by one", "def bytes_in_4_bits(rows, columns):\n    return rows * (columns // 2 + 2) - 1"),
+]
+OTHERS = {
+    "bytes_in_4_bits": [
+        "import numpy as np\n\n\ndef bytes_in_4_bits(rows, columns):\n    return np.int64(rows) * (columns // 2 + 2)",
+        "from fractions import Fraction\n\n\n"
+        "def bytes_in_4_bits(rows, columns):\n    return rows * (Fraction(columns, 2) + 2)",
+    ]
+}

@@ -158,3 +158,80 @@ ANSWERS = {
         ("", walk(keep="    largest += tl.abs(x)")),
     ],
 }
+
+# kinds that were once called right, or whose words were wrong
+ANSWERS["add_one"] += [
+    ("a race", one(OFFS, "tl.store(out_ptr + offs + BLOCK, 7.0, mask=offs + BLOCK < n)", ADD)),
+    ("course.launch", "def add_one(x, BLOCK):\n    return x + 1"),
+    ("exit()", "def add_one(x, BLOCK):\n    exit()"),
+    ("dense", "def add_one(x, BLOCK):\n    return (x + 1).to('meta')"),
+    ("@triton.jit", one(OFFS, ADD).replace("@triton.jit\n", "")),
+    ("tl.constexpr", "import numpy as np\n\n\n" + one(OFFS, ADD.replace("+ 1", "+ int(np.ones(1)[0])"))),
+    (
+        "float16" if INTERPRETED else "",
+        one(OFFS, ADD.replace("mask=offs < n) + 1", "mask=offs < n).to(tl.float16) + 1")),
+    ),
+    ("", one(OFFS, ADD.replace("mask=offs < n) + 1", "mask=offs < n).to(tl.int32) + 1"))),
+    ("", one(OFFS.replace("BLOCK", "32"), ADD)),
+    ("far from", one(OFFS, "tl.atomic_cas(out_ptr + 1000000000, 0.0, 1.0)", ADD)),
+]
+ANSWERS["reverse"] += [
+    ("a race", turned(OFFS, "tl.store(out_ptr + n - 1 - offs, 0.0, mask=offs < n)", TURN)),
+    ("course.launch", "def reverse(x, BLOCK):\n    return x.flip(0)"),
+    ("", turned(OFFS.replace("BLOCK", "16"), TURN)),
+]
+ANSWERS["add_bias"] += [
+    ("a race", bias(*TILE, TILE_LOAD, TILE_BIAS, "tl.store(out_ptr + offs_r + 0 * offs_c, x, mask=mask)", TILE_STORE)),
+    ("course.launch", "def add_bias(x, bias, ROWS, COLUMNS):\n    return x + bias"),
+    ("", bias(*TILE, TILE_LOAD, TILE_BIAS, TILE_STORE.replace("x + b", "x.to(tl.int32) + b"))),
+    (
+        "",
+        bias(TILE_R.replace("ROWS", "4"), TILE_C.replace("COLUMNS", "16"), TILE_MASK, TILE_LOAD, TILE_BIAS, TILE_STORE),
+    ),
+]
+ANSWERS["row_max"] += [
+    ("minus infinity" if INTERPRETED else "", longest(MAX, load=ROW_LOAD.replace(LOWEST, "-1000"))),
+    ("", longest(MAX, load=ROW_LOAD.replace(LOWEST, "-1e9"))),
+    ("course.launch", "def row_max(x):\n    return x.amax(1)"),
+    ("", longest(MAX.replace("tl.max(x)", "tl.max(x.to(tl.int32))"))),
+]
+ANSWERS["row_absmax"] += [
+    ("", walk(ZERO.replace("float32", "float16"), keep=KEEP + ".to(tl.float16)")),
+    ("tl.constexpr", walk(ZERO.replace("float32", "int32"))),
+    ("a race", walk(end="tl.store(out_ptr + row + 1, 0.0, mask=row < tl.num_programs(0) - 1)\n    " + END)),
+    ("", walk(loop=WALK.replace("columns", "min(columns, 10 * BLOCK)"))),
+    ("course.launch", "def row_absmax(x, BLOCK):\n    return x.abs().amax(1)"),
+]
+
+
+def tiles(*lines):
+    return kernel("tile_of", "program, M, N, BLOCK: tl.constexpr, GROUP: tl.constexpr", *lines)
+
+
+SIZES, FIRST = "down, across = M // BLOCK, N // BLOCK", "first = program // (GROUP * across) * GROUP"
+HEIGHT, INSIDE = "height = tl.minimum(GROUP, down - first)", "inside = program % (GROUP * across)"
+ANSWERS["grouped_matmul"] = [
+    ("whole rows", tiles(SIZES, "return program // across, program % across")),
+    ("whole columns", tiles(SIZES, "return program % down, program // down")),
+    ("whole rows", tiles(SIZES, FIRST, INSIDE, "return first + inside // across, inside % across")),
+    ("missing or too wide?", tiles(SIZES, FIRST, INSIDE, "return first + inside % GROUP, inside // GROUP")),
+    ("missing or too wide?", tiles(SIZES, "return program % across, program // across")),
+    (
+        "missing or too wide?",
+        tiles(SIZES, FIRST, HEIGHT, INSIDE, "return first + inside % height + 1, inside // height"),
+    ),
+    ("", tiles(SIZES, FIRST, HEIGHT, INSIDE, "return first + inside % height, 0 * inside")),
+]
+OTHERS = {
+    "add_one": [one("first = tl.program_id(0).to(tl.int64) * BLOCK", "offs = first + tl.arange(0, BLOCK)", ADD)],
+    "reverse": [
+        turned(
+            "first = n - (tl.program_id(0) + 1) * BLOCK",
+            "back = first + tl.arange(0, BLOCK)",
+            "x = tl.flip(tl.load(x_ptr + back, mask=back >= 0, other=0), 0)",
+            OFFS,
+            "tl.store(out_ptr + offs, x, mask=offs < n)",
+        )
+    ],
+    "row_max": [longest(MAX, load=ROW_LOAD.replace(f"other={LOWEST}", f"other={LOWEST}").replace("x =", "x = 1.0 *"))],
+}

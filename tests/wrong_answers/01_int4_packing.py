@@ -105,3 +105,33 @@ ANSWERS["unpack"] = [
     ("", RIGHT.replace("byte >> 4", "byte >> 3")),
     ("", RIGHT.replace("* BLOCK", "* (BLOCK - 1)").replace("byte & 15", "byte & 7")),
 ]
+
+# kinds that were once called right, or whose words were wrong
+ANSWERS["decode"] += [
+    ("exit()", "def decode(packed):\n    exit()"),
+    (
+        "dense",
+        "def decode(packed):\n    n = torch.stack([packed & 15, packed >> 4], dim=1).to(torch.int8)\n"
+        "    return ((n ^ 8) - 8).to_sparse()",
+    ),
+    ("`return`", "def decode(packed):\n    n = torch.stack([packed & 15, packed >> 4], dim=1).to(torch.int8)"),
+]
+ANSWERS["unpack"] += [
+    (
+        "a race",
+        LOAD + "    tl.store(codes_ptr + 2 * (offs + BLOCK), low.to(tl.int8), mask=offs + BLOCK < n)\n" + EVEN + ODD,
+    ),
+    ("course.launch", "def unpack(packed, BLOCK):\n    return qk.unpack_int4_ref(packed[None], 2 * len(packed))[0]"),
+    ("tl.constexpr", "import numpy as np\n\n\n" + (LOAD + EVEN + ODD).replace("15", "int(np.int64(15))", 1)),
+    ("", (LOAD + EVEN + ODD).replace("* BLOCK + tl.arange(0, BLOCK)", "* 64 + tl.arange(0, 64)")),
+]
+OTHERS = {
+    "unpack": [
+        LOAD + "    at = 2 * tl.program_id(0) * BLOCK + tl.arange(0, 2 * BLOCK)\n"
+        "    tl.store(codes_ptr + at, tl.interleave(low, high).to(tl.int8), mask=at < 2 * n)\n"
+    ],
+    "bits_per_weight": [
+        "from fractions import Fraction\n\n\ndef bits_per_weight(columns, group_size):\n"
+        "    return 4 + Fraction(16 * -(-columns // (group_size or columns)), columns)"
+    ],
+}

@@ -86,3 +86,24 @@ ANSWERS = {
         ("", OFFSET + "(i * columns + j) // block_size"),
     ],
 }
+
+# kinds that were once called right, or whose words were wrong
+ANSWERS["steps_of"] += [
+    (
+        "absmax may be small",
+        STEPS + "    inverse = 127 / absmax\n"
+        "    return torch.where((absmax > 1e-8) & absmax.isfinite(), x * inverse, 0)",
+    ),
+    (
+        "divide first",
+        STEPS + "    usable = (127 / absmax).isfinite() & absmax.isfinite()\n"
+        "    return torch.where(usable, x * 127 / absmax, 0)",
+    ),
+]
+ANSWERS["round_codes"] += [
+    ("a race", KERNEL + "    tl.store(q_ptr + offs + BLOCK, (code * 0).to(tl.int8), mask=offs + BLOCK < n)\n"),
+    ("course.launch", "def round_codes(x, BLOCK):\n    return qk.act_quant_ref(x[None], 32)[0][0]"),
+    ("", KERNEL.replace("* BLOCK + tl.arange(0, BLOCK)", "* 32 + tl.arange(0, 32)")),
+    ("", code("x.to(tl.float16) * inverse")),
+    ("", code("(x * 127.0 / tl.max(tl.abs(x), 0) + 12582912.0) - 12582912.0")),
+]

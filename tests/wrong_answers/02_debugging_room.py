@@ -112,7 +112,7 @@ ANSWERS = {
         ("", changed(GATHER, "tl.int64", "tl.int8")),
     ],
     "row_absmax": [
-        ("another order", changed(ABSMAX, ATOMIC, "tl.store(")),
+        ("another program may store", changed(ABSMAX, ATOMIC, "tl.store(")),
         (
             "another program may store",
             changed(ABSMAX, f"{ATOMIC}absmax_ptr + row, largest)", "old = tl.load(absmax_ptr + row)")
@@ -143,4 +143,32 @@ ANSWERS = {
         ("", changed(UNPACK, "nibble > 7", "nibble > 8")),
         ("", changed(UNPACK, "nibble - 16, nibble", "nibble - 8, nibble")),
     ],
+}
+
+# kinds that were once called right, or whose words were wrong
+HELPER = "@triton.jit\ndef keep(ptr, value):\n    tl.store(ptr, tl.maximum(tl.load(ptr), value))\n\n\n"
+ANSWERS["row_absmax"] += [
+    ("another program may store", HELPER + changed(ABSMAX, ATOMIC, "keep(")),
+    ("course.launch", "def row_absmax(x, order, size):\n    return x.float().abs().amax(1)"),
+]
+ANSWERS["restore"] += [
+    ("", changed(RESTORE, "offs // QUANT_BLOCK", "offs // 64", "tl.cdiv(K, QUANT_BLOCK)", "tl.cdiv(K, 64)")),
+    ("", changed(RESTORE, "code.to(tl.float32) * scale", "code.to(tl.float16) * scale.to(tl.float16)")),
+]
+ANSWERS["round_trips"] += [
+    ("", changed(TRIP, "block * BLOCK + tl.arange(0, BLOCK)", "block * 128 + tl.arange(0, 128)"))
+]
+ANSWERS["token_codes"] += [("course.launch", "def token_codes(x):\n    return qk.quantize_per_token(x)[0]")]
+OTHERS = {
+    "row_absmax": [
+        kernel(
+            "absmax_kernel(x_ptr, absmax_ptr, tile, K, TILE: tl.constexpr)",
+            "row = tl.program_id(0)",
+            "for half in tl.static_range(2):",
+            "    offs = tile * TILE + half * (TILE // 2) + tl.arange(0, TILE // 2)",
+            "    x = tl.load(x_ptr + row * K + offs, offs < K, other=0.0).to(tl.float32)",
+            "    tl.atomic_max(absmax_ptr + row, tl.max(tl.abs(x), 0))",
+        ),
+    ],
+    "gather_codes": [changed(GATHER, "tl.int64", "tl.int32")],
 }

@@ -92,3 +92,16 @@ ANSWERS = {
         ("", changed(GATED, ("tl.max(tl.abs(x), 0)", "tl.max(x, 0)"))),
     ],
 }
+
+# kinds that were once called right, or whose words were wrong
+ANSWERS["softplus_codes"] += [
+    ("", changed(SOFTPLUS, (LOG, LOG + WHERE), ("* GROUP + tl.arange(0, GROUP)", "* 32 + tl.arange(0, 32)"))),
+    ("", changed(SOFTPLUS, (LOG, LOG + WHERE + "    x = x.to(tl.float16)\n"))),
+    ("course.launch", "def softplus_codes(x, GROUP):\n    return torch.zeros(len(x), dtype=torch.int8)"),
+]
+ANSWERS["gated"] += [
+    ("", changed(GATED, ("* GROUP + tl.arange(0, GROUP)", "* 32 + tl.arange(0, 32)"))),
+    ("", changed(GATED, (SILU, f"({SILU}).to(tl.float16)"))),
+    ("", changed(GATED, (SILU, f"({SILU}) + 1e-8"))),
+    ("course.launch", "def gated(gate, up, GROUP):\n    return (F.silu(gate) * up).to(torch.int8), gate[:1]"),
+]

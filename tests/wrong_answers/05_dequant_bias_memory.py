@@ -41,7 +41,7 @@ ANSWERS = {
     "sliced": [
         ("r * stride", kernel("tl.load(g_ptr + row * N + n, mask=n < N, other=0.0)")),
         ("a neighbour's", kernel("tl.load(g_ptr + row * stride + n, mask=n < stride, other=0.0)")),
-        ("missing or too wide?", kernel("tl.load(g_ptr + row * stride + n)")),
+        ("a neighbour's", kernel("tl.load(g_ptr + row * stride + n)")),
         ("missing or too wide?", kernel(to="out_ptr + row * N + n, out")),
         ("missing or too wide?", kernel(to="out_ptr + row * N + n, out, mask=n < stride")),
         ("missing or too wide?", kernel(to="out_ptr + row * stride + n, out, mask=n < N")),
@@ -62,4 +62,30 @@ ANSWERS = {
         ("a million bytes", tokens("-(-launch * tb * 10**12 // (4 * N))")),
         ("", tokens("round(launch * tb * 10**6 / (4 * N))")),
     ],
+}
+
+# kinds that were once called right, or whose words were wrong
+ANSWERS["sliced"] += [
+    (
+        "a race",
+        kernel(to="out_ptr + (row + 1) * N + n, out, mask=(n < N) & (row + 1 < tl.num_programs(0))")
+        + """
+    tl.store(out_ptr + row * N + n, out, mask=n < N)
+""",
+    ),
+    (
+        "course.launch",
+        "def sliced(g, a, N, BLOCK):\n    out = g[:, :N] * a[:, None]\n"
+        "    return torch.cat([out, out.abs().amax(1, keepdim=True)], 1)",
+    ),
+    ("", kernel(out="(g * tl.load(a_ptr + row)).to(tl.float16)")),
+    ("", kernel(out="g * tl.load(a_ptr + row).to(tl.int32)")),
+]
+ANSWERS["break_even"] += [("exit()", "def break_even(N, tb, launch):\n    quit()")]
+OTHERS = {
+    "break_even": [
+        "import numpy as np\n\n\n"
+        "def break_even(N, tb, launch):\n    return np.int64(-(-launch * tb * 10**6 // (4 * N)))",
+    ],
+    "variant_bytes": ["def variant_bytes(M, N):\n    return 30.0 * M * N + 4 * (M + N)"],
 }

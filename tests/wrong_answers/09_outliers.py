@@ -30,7 +30,7 @@ def changed(answer, old, new):
 
 ANSWERS = {
     "best_fraction": [
-        ("as its place in counts says", changed(FRACTION, "counts * (restored", "(restored")),
+        ("by its entry of counts", changed(FRACTION, "counts * (restored", "(restored")),
         ("clamp them", changed(FRACTION, ".clamp(-7, 7)", "")),
         ("not at -8", changed(FRACTION, "clamp(-7", "clamp(-8")),
         ("this truncates", changed(FRACTION, "round()", "trunc()")),
@@ -40,7 +40,7 @@ ANSWERS = {
             "both signs cancel",
             changed(FRACTION, "(counts * (restored - x) ** 2).sum()", "(counts * (restored - x)).sum().abs()"),
         ),
-        ("not the largest error", changed(FRACTION, ".sum()", ".max()")),
+        ("the largest alone", changed(FRACTION, ".sum()", ".max()")),
         ("have a magnitude too", changed(FRACTION, "x.abs().max()", "x.max()")),
         ("loses most", changed(FRACTION, "return min(", "return max(")),
         (
@@ -48,7 +48,20 @@ ANSWERS = {
             changed(FRACTION, "return min(fractions, key=lost)", "return fractions.index(min(fractions, key=lost))"),
         ),
         ("not what it loses", changed(FRACTION, "return min(fractions, key=lost)", "return min(map(lost, fractions))")),
-        ("", "def best_fraction(x, counts, fractions):\n    return 1.0"),
+        ("1 isn't always best", "def best_fraction(x, counts, fractions):\n    return 1.0"),
+        ("the first fraction", "def best_fraction(x, counts, fractions):\n    return fractions[0]"),
+        ("the last fraction", "def best_fraction(x, counts, fractions):\n    return fractions[-1]"),
+        ("not at 8", changed(FRACTION, "clamp(-7, 7)", "clamp(-7, 8)")),
+        ("this rounds down", changed(FRACTION, "round()", "floor()")),
+        ("", changed(FRACTION, "x.abs().max()", "x.abs().max().clamp(min=1e-3)")),
+        (
+            "",
+            changed(FRACTION, ".clamp(-7, 7)", ".clamp(-7, 7).to(torch.int8)").replace(
+                "* (7 / absmax)", "* (7 / absmax).half()"
+            ),
+        ),
+        ("", changed(FRACTION, "    def lost", "    x = x[:64]\n    counts = counts[:64]\n\n    def lost")),
+        ("", changed(FRACTION, ".sum()", ".half().sum()")),
         ("", changed(FRACTION, "absmax = fraction * x.abs().max()", "absmax = fraction * x.std()")),
     ],
     "stage": [
@@ -66,6 +79,21 @@ ANSWERS = {
         ("no factor here", changed(KERNEL, "partner - x)", "partner - x) * 0.7071067811865476")),
         ("where does yours begin?", changed(KERNEL, "tl.program_id(0) * BLOCK + ", "")),
         ("", changed(KERNEL, "(offs ^ APART)", "(offs + APART) % n")),
+        ("swapped, not added", changed(KERNEL, "tl.where((offs & APART) == 0, x + partner, partner - x)", "partner")),
+        ("BLOCK isn't always 64", KERNEL.replace("* BLOCK", "* 64").replace("tl.arange(0, BLOCK)", "tl.arange(0, 64)")),
+        (
+            "",
+            changed(KERNEL, "mask=mask, other=0.0)\n    partner", "mask=mask, other=0.0).to(tl.float16)\n    partner"),
+        ),
+        ("", changed(KERNEL, "x + partner, partner - x", "(x + partner).to(tl.int32), (partner - x).to(tl.int32)")),
+        ("", changed(KERNEL, "x + partner, partner - x", "x + partner + 1e-8, partner - x")),
+        ("", changed(KERNEL, "tl.store(", "tl.store(out_ptr + (offs ^ APART), partner, mask=mask)\n    tl.store(")),
+        (
+            "torch alone doesn't count",
+            "def stage(x, apart, block=64):\n    a, b = x.view(-1, 2, apart).unbind(1)\n"
+            "    return torch.stack([a + b, a - b], 1).flatten()",
+        ),
+        ("a kernel can use tl", changed(KERNEL, "    x = ", "    import numpy\n    numpy.ones(1)\n    x = ")),
         ("", changed(KERNEL, "(offs & APART) == 0", "offs < APART")),
     ],
     "gptq_step": [
@@ -75,6 +103,31 @@ ANSWERS = {
         ),
         ("must make up for the error", changed(STEP, "U[k, k + 1 :]", "U[k + 1 :, k]")),
         ("divide the error by U[k, k]", changed(STEP, " / U[k, k]", "")),
+        ("don't multiply", changed(STEP, " / U[k, k]", " * U[k, k]")),
+        ("not at -8", changed(STEP, "clamp(-7, 7)", "clamp(-8, 8)")),
+        ("each row has its own scale", STEP.replace("/ scale)", "/ scale[0])").replace("* scale", "* scale[0]")),
+        (
+            "before k stay",
+            changed(
+                STEP,
+                "    return now",
+                "    now[:, :k] = (now[:, :k] / scale[:, None]).round() * scale[:, None]\n    return now",
+            ),
+        ),
+        ("", changed(STEP, "-= error", "-= error.half()")),
+        (
+            "",
+            changed(STEP, "    now[:, k + 1 :]", "    error = error.where(error.abs() > 1e-5, 0)\n    now[:, k + 1 :]"),
+        ),
+        (
+            "",
+            changed(
+                STEP,
+                "now[:, k + 1 :] -= error[:, None] * U[k, k + 1 :]",
+                "now[:, k + 1 : 33] -= error[:, None] * U[k, k + 1 : 33]",
+            ),
+        ),
+        ("", changed(STEP, ".round()", ".to(torch.int8)")),
         ("move the other way", changed(STEP, "-= error", "+= error")),
         ("clamp them", changed(STEP, ".clamp(-7, 7)", "")),
         ("this truncates", changed(STEP, "round()", "trunc()")),
@@ -86,7 +139,11 @@ ANSWERS = {
         ("multiply by the scale", changed(STEP, "    return now", "    now[:, k] /= scale\n    return now")),
         (
             "not the next one alone",
-            changed(STEP, "now[:, k + 1 :] -= error[:, None] * U[k, k + 1 :]", "now[:, k + 1] -= error * U[k, k + 1]"),
+            changed(
+                STEP,
+                "now[:, k + 1 :] -= error[:, None] * U[k, k + 1 :]",
+                "now[:, k + 1 : k + 2] -= error[:, None] * U[k, k + 1 : k + 2]",
+            ),
         ),
         (
             "only column k is rounded",

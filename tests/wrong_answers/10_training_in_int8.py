@@ -1,10 +1,13 @@
-SCALES = """def transposed_square_scale(scale, B):
-    return torch.stack([rows.amax(0) for rows in scale.split(B)]).t().contiguous()
+SCALES = """@triton.jit
+def square_scale_kernel(scale_ptr, out_ptr, M, groups, B: tl.constexpr):
+    rows, group = tl.program_id(0) * B + tl.arange(0, B), tl.program_id(1)
+    scales = tl.load(scale_ptr + rows * groups + group, mask=rows < M, other=0.0)
+    tl.store(out_ptr + group * tl.num_programs(0) + tl.program_id(0), tl.max(scales, 0))
 """
 GRADIENT = """def weight_gradient_of(g, g_scale, x, x_scale, B):
-    total = torch.zeros(g.shape[1], x.shape[1])
+    total = torch.zeros(g.shape[1], x.shape[1], device=g.device)
     for a, b, p, q in zip(g.split(B), x.split(B), g_scale, x_scale, strict=True):
-        sums = a.int().T @ b.int()
+        sums = a.float().T @ b.float()  # exact: whole numbers below 2**24
         p, q = p.repeat_interleave(B)[: g.shape[1]], q.repeat_interleave(B)[: x.shape[1]]
         total += sums * p[:, None] * q
     return total
@@ -26,26 +29,55 @@ def changed(answer, old, new):
 
 ANSWERS = {
     "transposed_square_scale": [
-        ("those of its transpose are transposed", changed(SCALES, ".t().contiguous()", "")),
         (
-            "not read off in another order",
-            changed(SCALES, ".t().contiguous()", ".view(scale.shape[1], -1)"),
+            "another order",
+            changed(
+                SCALES,
+                "group * tl.num_programs(0) + tl.program_id(0)",
+                "tl.program_id(0) * groups + group",
+            ),
         ),
-        ("are a short square", changed(SCALES, "scale.split(B)", "scale[: max(len(scale) // B, 1) * B].split(B)")),
-        ("not the mean", changed(SCALES, "amax(0)", "mean(0)")),
-        ("not their sum", changed(SCALES, "amax(0)", "sum(0)")),
-        ("not the smallest", changed(SCALES, "amax(0)", "amin(0)")),
-        ("a square has B rows", "def transposed_square_scale(scale, B):\n    return scale[::B].t().contiguous()"),
+        ("load's mask", changed(SCALES, ", mask=rows < M, other=0.0", "")),
+        ("missing or too wide?", changed(SCALES, "rows < M", "rows < M + B")),
+        ("short block", changed(SCALES, "rows < M", "rows < M // B * B")),
+        ("with other=", changed(SCALES, ", other=0.0", "")),
+        ("", changed(SCALES, "tl.max(", "tl.sum(")),
+        ("not the smallest", changed(SCALES, "other=0.0", "other=1e38").replace("tl.max(", "tl.min(")),
+        ("divided by 127 already", changed(SCALES, "tl.max(scales, 0)", "tl.max(scales, 0) / 127")),
+        ("read the first block", changed(SCALES, "tl.program_id(0) * B + tl.arange", "tl.arange")),
         (
-            "that lie next to each other",
-            """def transposed_square_scale(scale, B):
-    squares = (len(scale) + B - 1) // B
-    return torch.stack([scale[i::squares].amax(0) for i in range(squares)], 1)""",
+            "tl.program_id(1)",
+            changed(SCALES, "rows * groups + group", "rows * groups").replace("tl.load(", "0 * group + tl.load("),
         ),
-        ("in parts of 127 already", changed(SCALES, "amax(0)", "amax(0) / 127")),
-        ("not for each of its rows", changed(SCALES, ".t()", ".t().repeat_interleave(B, 0)")),
-        ("", "def transposed_square_scale(scale, B):\n    return scale.t()"),
-        ("", changed(SCALES, "scale.split(B)", "scale.view(-1, B, scale.shape[1])")),
+        ("B isn't always 32", SCALES.replace("tl.arange(0, B)", "tl.arange(0, 32)")),
+        ("load 0 there", changed(SCALES, "other=0.0", "other=1.0")),
+        ("", changed(SCALES, "other=0.0", "other=1e-8")),
+        ("rounds to float16", changed(SCALES, "tl.max(scales, 0)", "tl.max(scales.to(tl.float16), 0)")),
+        ("", changed(SCALES, "tl.max(scales, 0)", "tl.max(scales.to(tl.int32), 0)")),
+        (
+            "",  # a race: each program also stores into its neighbor's place, before the neighbor does
+            changed(
+                SCALES,
+                "    tl.store(",
+                "    count = tl.num_programs(0)\n"
+                "    tl.store(out_ptr + group * count + (tl.program_id(0) + 1) % count, 0.0)\n"
+                "    tl.store(",
+            ),
+        ),
+        ("too many or too few", "def transposed_square_scale(scale, B):\n    return scale.t()"),
+        (
+            "torch alone doesn't count",
+            "def transposed_square_scale(scale, B):\n"
+            "    return torch.stack([rows.amax(0) for rows in scale.split(B)]).t().contiguous()",
+        ),
+        (
+            "a kernel can use tl",
+            changed(
+                SCALES,
+                "    scales = tl.load",
+                "    import numpy\n    numpy.zeros(1)\n    scales = tl.load",
+            ),
+        ),
     ],
     "weight_gradient_of": [
         ("the codes need their scales", changed(GRADIENT, " * p[:, None] * q", "")),
@@ -54,15 +86,15 @@ ANSWERS = {
         ("as the weight is", changed(GRADIENT, "return total", "return total.T.contiguous()")),
         ("not their mean", changed(GRADIENT, "return total", "return total / len(g)")),
         (
-            "make the codes wider first",
-            changed(GRADIENT, "a.int().T @ b.int()", "(a.int().T @ b.int()).to(torch.int8)"),
+            "convert the codes first",
+            changed(GRADIENT, "a.float().T @ b.float()", "(a.float().T @ b.float()).int().to(torch.int8)"),
         ),
         (
-            "each B tokens have scales of their own",
+            "each block of B tokens has scales of its own",
             changed(GRADIENT, "p, q = p.repeat", "p, q = g_scale[0], x_scale[0]\n        p, q = p.repeat"),
         ),
         (
-            "each B columns have scales of their own",
+            "each block of B columns has scales of its own",
             changed(
                 GRADIENT,
                 "p, q = p.repeat",
@@ -71,30 +103,65 @@ ANSWERS = {
         ),
         ("multiply by the scales", changed(GRADIENT, "* p[:, None] * q", "/ p[:, None] / q")),
         (
-            "don't fill a square",
+            "don't fill a block",
             changed(GRADIENT, "        sums =", "        if len(a) < B:\n            continue\n        sums ="),
         ),
         ("", changed(GRADIENT, "p[:, None] * q", "(p[:, None] + q)")),
-        ("", changed(GRADIENT, ".T @ b.int()", " @ b.int().T")),
+        ("int16", changed(GRADIENT, "a.float().T @ b.float()", "(a.float().T @ b.float()).int().to(torch.int16)")),
+        ("float16", changed(GRADIENT, "a.float().T @ b.float()", "(a.double().T @ b.double()).half()")),
+        ("bfloat16", changed(GRADIENT, "a.float().T @ b.float()", "(a.double().T @ b.double()).bfloat16()")),
+        ("", changed(GRADIENT, "a.float().T @ b.float()", "(a.half().double().T @ b.double()).clamp(-1e5, 1e5)")),
+        ("", changed(GRADIENT, "    total +=", "    p, q = p + 1e-6, q + 1e-6\n        total +=")),
+        ("rounds to float16", changed(GRADIENT, "    total +=", "    p, q = p.half(), q.half()\n        total +=")),
+        (
+            "",
+            GRADIENT.replace("split(B)", "split(32)")
+            .replace("leave(B)", "leave(32)")
+            .replace("strict=True", "strict=False"),
+        ),
+        ("rounds to bfloat16", changed(GRADIENT, "return total", "return total.bfloat16().float()")),
+        ("", changed(GRADIENT, ".T @ b.float()", " @ b.float().T")),
     ],
     "round_by_chance": [
         ("missing or too wide?", KERNEL.replace(", mask=mask, other=0.0", "").replace(", mask=mask)", ")")),
         ("past the end of codes_ptr", changed(KERNEL, "tl.int8), mask=mask)", "tl.int8))")),
         ("load's mask", KERNEL.replace(", mask=mask, other=0.0", "")),
-        ("what does the last step do to it?", changed(KERNEL, "tl.floor(value + u)", "(value + u)")),
+        ("in which direction does the last step round?", changed(KERNEL, "tl.floor(value + u)", "(value + u)")),
         ("half a step too much", changed(KERNEL, "value + u", "value + u + 0.5")),
         ("u must decide", changed(KERNEL, "value + u", "value + 0.5")),
         ("where is u?", changed(KERNEL, "value + u", "value")),
         ("a whole step", changed(KERNEL, "tl.floor", "tl.ceil")),
-        ("nothing needs to be taken away", changed(KERNEL, "value + u", "value + u - 0.5")),
+        ("nothing has to be subtracted", changed(KERNEL, "value + u", "value + u - 0.5")),
         ("add it after scaling", changed(KERNEL, "value + u", "value + u * inverse")),
         ("must be scaled", changed(KERNEL, ") * inverse", ")")),
         (
-            "also for negative values",
+            "for negative values as well",
             changed(KERNEL, "tl.floor(value + u)", "tl.where(value < 0, -1, 1) * tl.floor(tl.abs(value) + u)"),
         ),
-        ("what comes before the noise", changed(KERNEL, "value + u", "value.to(tl.int32) + u")),
+        ("cut off before the noise", changed(KERNEL, "value + u", "value.to(tl.int32) + u")),
         ("where does yours begin?", changed(KERNEL, "tl.program_id(0) * BLOCK + ", "")),
-        ("", changed(KERNEL, "value + u", "value - u")),
+        ("not value - u", changed(KERNEL, "value + u", "value - u")),
+        (
+            "moves whole numbers too",
+            changed(KERNEL, "tl.floor(value + u)", "((value + u).to(tl.int32) - (value + u < 0))"),
+        ),
+        ("", changed(KERNEL, "tl.floor(value + u)", "((value + u + 128).to(tl.int32) - 127)")),
+        ("", changed(KERNEL, "tl.floor(value + u)", "tl.floor((value + u).to(tl.float16).to(tl.float32))")),
+        ("", changed(KERNEL, "tl.floor(value + u)", "tl.floor(value + u + 1e-4)")),
+        ("", changed(KERNEL, "tl.floor(value + u)", "tl.minimum(tl.floor(value + u), 99)")),
+        ("", KERNEL.replace("* BLOCK", "* 64").replace("tl.arange(0, BLOCK)", "tl.arange(0, 64)")),
+        (
+            "",  # a race: the next program's first element, before that program stores it
+            changed(
+                KERNEL,
+                "    tl.store(",
+                "    tl.store(codes_ptr + (offs + BLOCK) % n, (value * 0).to(tl.int8), mask=mask)\n    tl.store(",
+            ),
+        ),
+        (
+            "torch alone doesn't count",
+            "def round_by_chance(x, u, inverse, block=64):\n    return (x * inverse + u).floor().to(torch.int8)",
+        ),
+        ("a kernel can use tl", changed(KERNEL, "    value =", "    import numpy\n    numpy.ones(1)\n    value =")),
     ],
 }

@@ -1,0 +1,104 @@
+"""01_int4_packing: the exercises' right answers, cases and mistakes."""
+
+import math
+
+import torch
+
+import qk
+from qk.course.exercises import Exercise
+
+_BYTES = [0xD7], [0x9F, 0x09, 0x31], list(range(256)), [0x70, 0x88, 0x1E], list(range(255, 0, -1)), [0x80, 0x08] * 300
+
+
+def _decoded(packed):
+    return qk.unpack_int4_ref(packed[:, None], 2)
+
+
+def _by_nibble(function):
+    return lambda packed: function(torch.stack([packed & 15, packed >> 4], dim=1).int()).to(torch.int8)
+
+
+def _unpacked(packed, BLOCK):
+    return _decoded(packed).flatten()
+
+
+def _changed(change):
+    """A wrong unpack: change(right codes, their places, BLOCK)."""
+    return lambda packed, BLOCK: change(
+        _unpacked(packed, BLOCK), torch.arange(2 * len(packed), device=packed.device), BLOCK
+    )
+
+
+def _bits(columns, group_size):
+    return 4 + 16 * math.ceil(columns / (group_size or columns)) / columns
+
+
+EXERCISES = {
+    "decode": Exercise(
+        expected=_decoded,
+        cases=lambda: [(torch.tensor(each, dtype=torch.uint8),) for each in _BYTES],
+        mistakes={
+            "the two nibbles are swapped": lambda packed: _decoded(packed).flip(1),
+            "nibbles above 7 stand for negative codes": _by_nibble(lambda n: n),
+            "nibbles above 7 stand for negative codes, and the even column comes first": _by_nibble(
+                lambda n: n.flip(1)
+            ),
+            "the nibbles 0 to 7 are the codes 0 to 7: nothing is shifted by 8": _by_nibble(lambda n: n - 8),
+            "1111 is -1, and 1001 is -7: subtract 16, not 15": _by_nibble(lambda n: n - 15 * (n > 7)),
+            "the top bit is no sign beside a magnitude: 1111 is -1": _by_nibble(lambda n: (n & 7) * (1 - 2 * (n > 7))),
+            "8 stands for a negative code too: it is above 7": _by_nibble(lambda n: n - 16 * (n > 8)),
+        },
+        note="any number of bytes, and all 256 of them",
+    ),
+    "unpack": Exercise(
+        expected=_unpacked,
+        cases=lambda: [
+            (torch.tensor(each, dtype=torch.uint8), BLOCK)
+            for each, BLOCK in zip([*_BYTES, list(range(130))], (64, 16, 64, 32, 32, 128, 16), strict=True)
+        ],
+        mistakes={
+            "the two nibbles are swapped": _changed(lambda codes, at, B: codes.view(-1, 2).flip(1).flatten()),
+            "nibbles above 7 stand for negative codes": _changed(lambda codes, at, B: codes & 15),
+            "nothing is shifted by 8: the nibbles 0 to 7 are the codes 0 to 7": _changed(
+                lambda codes, at, B: (codes & 15) - 8
+            ),
+            "all programs do the part of the first: where does yours begin?": _changed(
+                lambda codes, at, B: codes.where(at < 2 * B, 99)
+            ),
+            "the odd columns are missing; 99 was there before": _changed(
+                lambda codes, at, B: codes.where(at % 2 == 0, 99)
+            ),
+            "the even columns are missing; 99 was there before": _changed(
+                lambda codes, at, B: codes.where(at % 2 == 1, 99)
+            ),
+            "the codes of a byte lie side by side, not n apart": _changed(
+                lambda codes, at, B: codes.view(-1, 2).T.flatten()
+            ),
+            "the mask counts bytes, not codes": _changed(
+                lambda codes, at, B: codes.where(at // 2 * 2 < len(at) // 2, 99)
+            ),
+            "1111 is -1, and 1001 is -7: subtract 16, not 15": _changed(lambda codes, at, B: codes + (codes < 0)),
+        },
+        kernel=True,
+        note="any number of bytes, all 256 of them, and any BLOCK",
+    ),
+    "bits_per_weight": Exercise(
+        expected=_bits,
+        cases=lambda: [
+            *((2048, group_size) for group_size in (None, 128)),
+            *((columns, 32) for columns in (384, 100)),
+            *[(130, 128), (48, 64), (2, None), (11008, 96), (6, 1)],
+        ],
+        mistakes={
+            "each group also stores an absmax": lambda c, g: 4.0,
+            "a short last group has a whole absmax too": lambda c, g: 4 + 16 / (g or c),
+            "a short last group has an absmax too: round up": lambda c, g: 4 + 16 * (c // (g or c)) / c,
+            "where the groups fill the row, there is no other": lambda c, g: 4 + 16 * (c // (g or c) + 1) / c,
+            "an absmax has 16 bits": lambda c, g: 4 + 2 * -(-c // (g or c)) / c,
+            "each group has an absmax, not only the row": lambda c, g: 4 + 16 / c,
+            "that is all bits of the row: divide by its weights": lambda c, g: 4.0 * c + 16 * -(-c // (g or c)),
+            "those are bytes": lambda c, g: 0.5 + 2 * -(-c // (g or c)) / c,
+        },
+        note="any even number of columns, and groups of any size, or None",
+    ),
+}

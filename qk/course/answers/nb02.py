@@ -1,0 +1,158 @@
+"""02_block_quantization: the exercises' right answers, cases and mistakes."""
+
+import torch
+import torch.nn.functional as F
+
+from qk.course.exercises import Exercise
+
+_INF, _NAN = float("inf"), float("nan")
+_BLOCKS = (
+    [[-254.0, 2, 8], [63.5, 1, -0.25]],
+    [[0.0, 0, 0], [31.75, -4, 0], [-508, 4, 127]],
+    [[1e-37, -1e-37, 0], [127, 5, -5]],
+    [[_INF, 1, 2], [_NAN, 1, 2], [2, -_INF, _NAN], [-15.875, 1, 3]],
+    [[1e-9, 5e-10, -2e-10, 0], [3e-30, -1e-30, 0, 1e-33], [3e38, -1e38, 5e37, 1]],
+    [[3.6e-37, 1e-37, 0, -1e-38, 2e-38], [3.9e-37, 1e-37, 0, -1e-38, 3e-37], [1e-42, 0, 0, 0, -1e-42]],
+)
+
+
+def _largest(x):
+    return x.abs().amax(-1, keepdim=True)
+
+
+def _with_inverse(choose):
+    """x * (127 / absmax) where choose(absmax, 127 / absmax), else 0."""
+    return lambda x: torch.where(choose(_largest(x), 127 / _largest(x)), x * (127 / _largest(x)), 0)
+
+
+_steps_of = _with_inverse(lambda absmax, inverse: inverse.isfinite() & absmax.isfinite())
+
+
+def _offset(i, j, rows, columns, block_size):
+    return i // block_size * -(-columns // block_size) + j // block_size
+
+
+def _rounded(function, absmax=_largest):
+    """function(blocks, absmax) -> codes."""
+
+    def codes(x, BLOCK):
+        blocks = F.pad(x, (0, -len(x) % BLOCK)).view(-1, BLOCK)
+        return function(blocks, absmax(blocks)).flatten()[: len(x)].to(torch.int8)
+
+    return codes
+
+
+def _steps(blocks, absmax):
+    return blocks * (torch.full_like(absmax, 127) / absmax)
+
+
+def _right(x, BLOCK):
+    return _rounded(lambda blocks, absmax: _steps(blocks, absmax).round())(x, BLOCK)
+
+
+def _block(absmax, step, size=32):
+    """Multiples of a step, from -9 on, and absmax in the middle."""
+    at = torch.arange(size)
+    return torch.where(at == size // 2, absmax, (at - 9) * step)
+
+
+def _rounding_cases():
+    """Ties, and blocks whose largest magnitude is negative, huge or tiny."""
+    many = torch.cat([_block(-31.75, 0.125), _block(3.96875, 0.07), _block(-15.875, 0.0625, 11)])
+    wide = torch.cat([_block(-7.9375, 0.3), _block(127.0, 2.5), _block(-63.5, 0.75), _block(1.984375, 0.015625, 30)])
+    huge = torch.cat([_block(-(2.0**127), 1.31e36, 16), _block(2.0**-119, 1.27e-37, 16), _block(254.0, 9.0, 5)])
+    small = torch.cat([_block(127 * 2.0**-40, 2.0**-41, 64), _block(-127 * 2.0**60, 2.0**59, 64), _block(1.0, 0.01, 9)])
+    return [(_block(63.5, 0.25), 32), (many, 32), (wide, 32), (huge, 16), (small, 64), (_block(127.0, 2.5, 7), 16)]
+
+
+def _first_only(x, BLOCK):
+    return _right(x, BLOCK).where(torch.arange(len(x), device=x.device) < BLOCK, -128)
+
+
+EXERCISES = {
+    "steps_of": Exercise(
+        expected=_steps_of,
+        cases=lambda: [(torch.tensor(each),) for each in _BLOCKS],
+        mistakes={
+            "127 / 0 is infinite, and 0 times infinity is NaN": lambda x: x * (127 / _largest(x)),
+            "0 / 0 is NaN, and so is infinity / infinity": lambda x: x / _largest(x) * 127,
+            "absmax is above 0, but 127 / absmax is infinite": _with_inverse(lambda a, i: (a > 0) & a.isfinite()),
+            "absmax is above 0, but too small: such a block must become zeros": lambda x: torch.where(
+                (_largest(x) > 0) & _largest(x).isfinite(), x / _largest(x) * 127, 0
+            ),
+            "zeros are caught; what about tiny values, NaN and infinity?": _with_inverse(lambda a, i: a != 0),
+            "127 / infinity is 0, and finite; but infinity times 0 is NaN": _with_inverse(lambda a, i: i.isfinite()),
+            "a block whose steps are infinite must become zeros too": lambda x: (x * (127 / _largest(x))).nan_to_num(),
+            "each block has an absmax of its own, along the last axis": lambda x: x * (127 / x.abs().amax()),
+            "a tiny absmax made larger gives tiny steps, not zeros": lambda x: torch.where(
+                _largest(x).isfinite(), x * (127 / _largest(x).clamp(min=1e-12)), 0
+            ),
+            "a block that is fine keeps its values": torch.zeros_like,
+            "x * 127 is infinite where x is large: divide first": lambda x: torch.where(
+                (127 / _largest(x)).isfinite() & _largest(x).isfinite(), x * 127 / _largest(x), 0
+            ),
+            "absmax is above 0, but too small; and x * 127 is infinite where x is large": lambda x: torch.where(
+                (_largest(x) > 0) & _largest(x).isfinite(), x * 127 / _largest(x), 0
+            ),
+            "nothing is rounded yet": lambda x: _steps_of(x).round(),
+            "that is upside down: multiply by 127 / absmax": lambda x: torch.where(
+                (_largest(x) > 0) & _largest(x).isfinite(), x * (_largest(x) / 127), 0
+            ),
+            "absmax may be small, as long as 127 / absmax is finite": _with_inverse(
+                lambda a, i: (a > 1e-8) & a.isfinite()
+            ),
+        },
+        bound=1e-6,
+        note="blocks of any size, and any float32 numbers: huge, tiny, NaN and infinite ones too",
+    ),
+    "scale_offset": Exercise(
+        expected=_offset,
+        cases=lambda: [
+            (130, 1000, 384, 1536, 128),
+            (299, 199, 300, 600, 128),
+            (299, 199, 300, 200, 32),
+            (64, 5, 256, 128, 64),
+            (99_999, 69, 100_000, 70, 32),
+            (5, 0, 7, 9, 4),
+        ],
+        mistakes={
+            "a short last block has a scale too: round up": lambda i, j, m, n, b: i // b * (n // b) + j // b,
+            "where the blocks fill the row, there is no other": lambda i, j, m, n, b: i // b * (n // b + 1) + j // b,
+            "a row of scales is as long as there are blocks in a row": lambda i, j, m, n, b: (
+                i // b * -(-m // b) + j // b
+            ),
+            "rows of elements are not rows of scales": lambda i, j, m, n, b: i * -(-n // b) + j // b,
+            "columns of elements are not columns of scales": lambda i, j, m, n, b: i // b * -(-n // b) + j,
+            "that counts elements, not scales": lambda i, j, m, n, b: i * n + j,
+            "a row of scales is not as long as one of elements": lambda i, j, m, n, b: i // b * n + j // b,
+            "i counts rows, j columns: you swapped them": lambda i, j, m, n, b: j // b * -(-n // b) + i // b,
+            "going down a row of scales passes a whole row of them": lambda i, j, m, n, b: i // b + j // b,
+        },
+        note="any sizes, also those that end in short blocks",
+    ),
+    "round_codes": Exercise(
+        expected=_right,
+        cases=_rounding_cases,
+        mistakes={
+            "this truncates: the cast cuts the fraction off": _rounded(lambda x, a: _steps(x, a).trunc()),
+            "this rounds down: negative values move away from zero": _rounded(lambda x, a: _steps(x, a).floor()),
+            "ties go up here, but belong to the even neighbour": _rounded(lambda x, a: (_steps(x, a) + 0.5).floor()),
+            "adding a half before the cast is right for positive values only": _rounded(
+                lambda x, a: (_steps(x, a) + 0.5).trunc()
+            ),
+            "ties go away from zero, but belong to the even neighbour": _rounded(
+                lambda x, a: (_steps(x, a).abs() + 0.5).floor() * x.sign()
+            ),
+            "absmax is the largest magnitude, and may belong to a negative value": _rounded(
+                lambda x, a: _steps(x, a).round(), lambda blocks: blocks.amax(-1, keepdim=True)
+            ),
+            "there is no scale here: 127 / absmax makes steps of the values": _rounded(lambda x, a: x.round()),
+            "there is no scale here, and the cast truncates": _rounded(lambda x, a: x.trunc()),
+            "that is upside down: multiply by 127 / absmax": _rounded(lambda x, a: (x * (a / 127)).round()),
+            "all programs do the block of the first: where does yours begin?": _first_only,
+            "x * 127 is infinite where x is large: divide first": _rounded(lambda x, a: (x * 127 / a).round()),
+        },
+        kernel=True,
+        note="any length and BLOCK, huge and tiny numbers, and ties",
+    ),
+}

@@ -1,0 +1,139 @@
+"""03_scaled_int8_gemm: the exercises' right answers, cases and mistakes."""
+
+import torch
+
+from qk.course.exercises import Exercise
+
+_TILES = (8, 4, 4), (16, 4, 8), (20, 4, 8), (8, 8, 4), (6, 4, 4), (7, 5, 3), (0, 1, 128), (999, 256, 128)
+
+
+def _scale_rows(column, BLOCK_N, QUANT_BLOCK):
+    return torch.tensor([n // QUANT_BLOCK for n in range(column, column + BLOCK_N)])
+
+
+def _small_cases():
+    """(a, a_scale, b, b_scale, block): codes up to 127, and scales of all sizes."""
+    random = torch.Generator().manual_seed(3)
+    sizes = (
+        (16, 16, 32, 32),
+        (32, 48, 70, 32),
+        (16, 64, 128, 64),
+        (48, 32, 400, 16),
+        (16, 80, 1100, 64),
+        (32, 16, 9, 16),
+    )
+    for M, N, K, block in sizes:
+        blocks, size = -(-K // block), 10.0 ** torch.randint(-12, 13, (2,), generator=random)
+        a, b = (torch.randint(-127, 128, (rows, K), generator=random, dtype=torch.int8) for rows in (M, N))
+        if K == 400:
+            a, b = a.clamp(min=120), b.clamp(max=-119)  # all sums are large
+        shapes = (M, blocks), (-(-N // block), blocks)
+        scales = [(0.01 + torch.rand(shape, generator=random)) * size[i] for i, shape in enumerate(shapes)]
+        yield a, scales[0], b, scales[1], block
+
+
+def _sums(a, a_scale, b, b_scale, block):
+    """Sums of each block [M, N, blocks], scales of rows [M, 1, blocks] and of columns [1, N, blocks]."""
+    a, b, K = a.double(), b.double(), a.shape[1]
+    sums = torch.stack([a[:, k : k + block] @ b[:, k : k + block].T for k in range(0, K, block)], -1)
+    return sums, a_scale.double()[:, None], b_scale.double().repeat_interleave(block, 0)[None, : len(b)]
+
+
+def _by(scaled):
+    return lambda *case: scaled(*_sums(*case)).float()
+
+
+def _turned(sums, a, b):
+    m = torch.arange(sums.shape[0], device=sums.device)[:, None]
+    n = torch.arange(sums.shape[1], device=sums.device)[None, :]
+    return (sums * a[m // 16 * 16 + n % 16, 0] * b).sum(-1)
+
+
+def _without_short(a, a_scale, b, b_scale, block):
+    whole = a.shape[1] // block
+    return _by(lambda sums, a, b: (sums * a * b)[..., :whole].sum(-1))(a, a_scale, b, b_scale, block)
+
+
+def _bound(*case):
+    """Float32 sums of a few hundred products, in any order."""
+    sums, a, b = _sums(*case)
+    return 2e-6 * (sums * a * b).abs().sum(-1)
+
+
+def _token_cases():
+    """(x, w, BLOCK_K): random codes, and codes whose sums need more than 24 bits."""
+    random = torch.Generator().manual_seed(4)
+    for K, channels, BLOCK_K in (64, 32, 64), (100, 48, 64), (10, 16, 64), (257, 32, 128), (1000, 16, 32), (90, 16, 16):
+        codes = torch.randint(-127, 128, (1 + channels, K), generator=random, dtype=torch.int8)
+        yield codes[0], codes[1:], BLOCK_K
+    x, w = torch.full((2201,), 127, dtype=torch.int8), torch.full((16, 2201), -127, dtype=torch.int8)
+    x[::7], w[:, 3] = 126, -125
+    yield x, w, 128
+
+
+def _where(keep):
+    """Sums over the columns k where keep(k, K, BLOCK_K)."""
+
+    def sums(x, w, BLOCK_K):
+        k = torch.arange(len(x), device=x.device)
+        return (x.int() * w.int() * keep(k, len(x), BLOCK_K)).sum(1).int()
+
+    return sums
+
+
+_one_token = _where(lambda k, K, B: k >= 0)
+
+
+EXERCISES = {
+    "scale_rows": Exercise(
+        expected=_scale_rows,
+        cases=lambda: list(_TILES),
+        mistakes={
+            "a tile can start inside a block: add first, then divide": lambda c, n, q: c // q + torch.arange(n) // q,
+            "a tile can cover several blocks": lambda c, n, q: torch.full((n,), c // q),
+            "the number of the tile isn't the number of the block": lambda c, n, q: torch.full((n,), c // n),
+            "the tile starts at `column`, not at 0": lambda c, n, q: torch.arange(n) // q,
+            "% gives the place inside the block; which block is it?": lambda c, n, q: (c + torch.arange(n)) % q,
+            "round down: the first block is 0": lambda c, n, q: -(-(c + torch.arange(n)) // q),
+            "a block is QUANT_BLOCK columns long, whatever the tile": lambda c, n, q: (c + torch.arange(n)) // n,
+        },
+        note="tiles that start anywhere, and tiles and blocks of any width",
+    ),
+    "small_gemm": Exercise(
+        expected=_by(lambda sums, a, b: (sums * a * b).sum(-1)),
+        cases=lambda: [*_small_cases()],
+        mistakes={
+            "nothing is added to acc yet": _by(lambda sums, a, b: 0 * sums.sum(-1)),
+            "no scale is used": _by(lambda sums, a, b: sums.sum(-1)),
+            "b has scales, too": _by(lambda sums, a, b: (sums * a).sum(-1)),
+            "a has scales, too": _by(lambda sums, a, b: (sums * b).sum(-1)),
+            "each block has scales of its own: the column of a scale is the block": _by(
+                lambda sums, a, b: (sums * a[..., :1] * b[..., :1]).sum(-1)
+            ),
+            "the scales belong inside the loop: each block has its own": _by(
+                lambda sums, a, b: sums.sum(-1) * a[..., -1] * b[..., -1]
+            ),
+            "only the last block is left: add to acc": _by(lambda sums, a, b: (sums * a * b)[..., -1]),
+            "a's scale belongs to a row of the tile: [:, None]": _by(_turned),
+            "the last, short block is missing": _without_short,
+        },
+        kernel=True,
+        bound=_bound,
+        note="codes up to 127, scales of any size, any K, and M and N that are multiples of 16",
+    ),
+    "one_token": Exercise(
+        expected=_one_token,
+        cases=lambda: [*_token_cases()],
+        mistakes={
+            "the last, short step is missing": _where(lambda k, K, B: k < K // B * B),
+            "the last column is missing": _where(lambda k, K, B: k < K - 1),
+            "in a full step, K % BLOCK_K is 0": _where(lambda k, K, B: k % B < K % B),
+            "only the last step is left: add them up": _where(lambda k, K, B: k >= (K - 1) // B * B),
+            "each program has 16 channels of its own: its number says which": lambda x, w, B: (
+                _one_token(x, w, B) * (torch.arange(len(w), device=w.device) < 16)
+            ),
+        },
+        kernel=True,
+        note="any K and BLOCK_K, and sums that need all 32 bits",
+    ),
+}

@@ -1,0 +1,148 @@
+"""04_fused_epilogues: the exercises' right answers, cases and mistakes."""
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+
+from qk.course.exercises import Exercise
+
+
+def _moved(M, N, block_size):
+    return 2 * M * N + 2 * M * N + M * N + 4 * M * -(-N // block_size)
+
+
+# (N, GROUP, the largest softplus of the last group)
+_SOFTPLUS = (
+    (64, 32, 0.001),
+    (95, 32, 8.0),
+    (40, 32, 0.2),
+    (5, 32, 1e-6),
+    (100, 32, 0.001),
+    (70, 16, 0.02),
+    (90, 64, 3.0),
+)
+
+
+def _softplus_cases():
+    """(x, GROUP): softplus(x) is a code times the group's largest value / 127; tiny ones are all equal."""
+    for N, GROUP, last in _SOFTPLUS:
+        codes = torch.randint(1, 127, (N,), generator=torch.Generator().manual_seed(N)).double()
+        codes[::GROUP] = 127
+        tops = torch.tensor([*itertools.islice(itertools.cycle((3.0, 0.5, 8.0, 0.02)), -(-N // GROUP))]).double()
+        tops[-1] = last
+        values = codes / 127 * tops.repeat_interleave(GROUP)[:N]
+        if last == 1e-6:
+            values[:] = last
+        yield values.expm1().log().float(), GROUP
+
+
+def _softplus(x, GROUP, padding=0.0):
+    """padding: the value beyond N that takes part in the last group's maximum."""
+    values = F.pad(F.softplus(x.double(), threshold=50), (0, -len(x) % GROUP)).view(-1, GROUP)
+    largest = values.amax(1, keepdim=True)
+    if len(x) % GROUP:
+        largest[-1].clamp_(min=padding)
+    return (values / largest * 127).round().to(torch.int8).flatten()[: len(x)]
+
+
+def _padded(value):
+    return lambda x, GROUP: _softplus(x, GROUP, F.softplus(torch.tensor(value)).item())
+
+
+def _gated_cases():
+    """(gate, up, GROUP): the gated values of a group are near integers, times a size of its own."""
+    for N, GROUP in (32, 32), (64, 32), (70, 32), (137, 32), (5, 16), (50, 16), (150, 64):
+        random = torch.Generator().manual_seed(N)
+        codes = torch.randint(-126, 127, (N,), generator=random).double()
+        codes += torch.where(torch.rand(N, generator=random) < 0.5, -0.3, 0.3)
+        codes[::GROUP] = 127 - 254 * (torch.arange(len(codes[::GROUP])) % 2)
+        gate = (0.5 + 2 * torch.rand(N, generator=random)) * torch.where(torch.arange(N) % 3 == 0, -1, 1)
+        powers = torch.tensor([0.0, -1, -12, 20, -30, 3, 30, -5, 0, 1])[: -(-N // GROUP)]
+        size = (10.0**powers).repeat_interleave(GROUP)[:N]
+        yield gate, (codes * size / F.silu(gate.double())).float(), GROUP
+
+
+def _gated(gating=lambda gate, up: F.silu(gate) * up, rounding=torch.round, scaling=lambda absmax: absmax / 127):
+    def codes_and_scales(gate, up, GROUP):
+        values = F.pad(gating(gate.double(), up.double()), (0, -len(gate) % GROUP)).view(-1, GROUP)
+        absmax = values.abs().amax(1, keepdim=True)
+        codes = rounding(values * (127 / absmax)).clamp(-127, 127)
+        return codes.flatten()[: len(gate)].to(torch.int8), scaling(absmax[:, 0]).float()
+
+    return codes_and_scales
+
+
+def _first_group(gate, up, GROUP):
+    codes, scales = _gated()(gate, up, GROUP)
+    n, g = (torch.arange(len(part), device=part.device) for part in (codes, scales))
+    return codes * (n < GROUP), scales * (g < 1)
+
+
+def _in_place_of(codes=None, scales=None):
+    """The right codes and scales, one of them changed."""
+
+    def changed(*case):
+        right = _gated()(*case)
+        return (codes or torch.clone)(right[0]), (scales or torch.clone)(right[1])
+
+    return changed
+
+
+_why = "what was loaded beyond N became the largest value"
+
+EXERCISES = {
+    "moved": Exercise(
+        expected=_moved,
+        cases=lambda: [(256, 1536, 128), (10, 300, 128), (1, 31, 32), (7, 64, 64), (4096, 11008, 96)],
+        mistakes={
+            "what the product writes, the next kernel reads again": lambda M, N, b: 3 * M * N + 4 * M * -(-N // b),
+            "a short last block has a scale too: round up": lambda M, N, b: 5 * M * N + 4 * M * (N // b),
+            "there are scales, too": lambda M, N, b: 5 * M * N,
+            "a scale has four bytes": lambda M, N, b: 5 * M * N + M * -(-N // b),
+            "a scale is a float32: four bytes": lambda M, N, b: 5 * M * N + 2 * M * -(-N // b),
+            "bias and GELU are fused: they move nothing": lambda M, N, b: 9 * M * N + 4 * M * -(-N // b),
+            "a code has one byte": lambda M, N, b: 6 * M * N + 4 * M * -(-N // b),
+            "each row has blocks of its own": lambda M, N, b: 5 * M * N + 4 * -(-N // b),
+            "that is a fused kernel; here the output is written in bfloat16 and read again": lambda M, N, b: (
+                M * N + 4 * M * -(-N // b)
+            ),
+        },
+        note="any sizes, also where N ends in a short block",
+    ),
+    "softplus_codes": Exercise(
+        expected=_softplus,
+        cases=lambda: [*_softplus_cases()],
+        mistakes={
+            f"softplus(0) is 0.69: {_why}": _padded(0.0),
+            f"softplus(-1) isn't 0: {_why}": _padded(-1.0),
+            f"softplus(-5) isn't 0: {_why}": _padded(-5.0),
+            f"softplus(-10) isn't 0: {_why}": _padded(-10.0),
+            "tl.abs makes 1 of -1: put there what never is the largest magnitude": lambda x, GROUP: _softplus(
+                x, GROUP, 1.0
+            ),
+        },
+        kernel=True,
+        note="any N and GROUP, and values down to a softplus of a millionth",
+    ),
+    "gated": Exercise(
+        expected=_gated(),
+        cases=lambda: [*_gated_cases()],
+        mistakes={
+            "the gate goes through SiLU, not up": _gated(gating=lambda gate, up: gate * F.silu(up)),
+            "SiLU is of the gate alone, before the product": _gated(gating=lambda gate, up: F.silu(gate * up)),
+            "silu(v) is v * sigmoid(v)": _gated(gating=lambda gate, up: gate.sigmoid() * up),
+            "up is missing": _gated(gating=lambda gate, up: F.silu(gate)),
+            "the gate isn't gated: SiLU is missing": _gated(gating=lambda gate, up: gate * up),
+            "to(tl.int8) cuts off: round first": _gated(rounding=lambda t: (t + 1e-4 * t.sign()).trunc()),
+            "a scale is absmax / 127": _gated(scaling=lambda absmax: absmax),
+            "a scale is absmax / 127, not its inverse": _gated(scaling=lambda absmax: 127 / absmax),
+            "the scales are missing": _in_place_of(scales=torch.zeros_like),
+            "the codes are missing": _in_place_of(codes=torch.zeros_like),
+            "each program has a group of its own: program_id": _first_group,
+        },
+        kernel=True,
+        bound=[0.0, 1e-5],
+        note="any N and GROUP, negative gates, and groups of huge and of tiny values",
+    ),
+}

@@ -1,0 +1,164 @@
+"""07_int4_gemm: the exercises' right answers, cases and mistakes."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+import qk
+from qk.course.exercises import Exercise
+
+
+def _word_cases():
+    """(words, BLOCK): any 32 bits, and all codes in all places."""
+    random = torch.Generator().manual_seed(7)
+    for n, BLOCK in (3, 64), (64, 64), (1, 16), (128, 32), (150, 64), (40, 16):
+        yield torch.randint(-(2**31), 2**31, (n,), generator=random).to(torch.int32), BLOCK
+    nibbles = torch.arange(16)[:, None].expand(16, 8) << 4 * torch.arange(8)
+    yield (nibbles.sum(1) + 2**31) % 2**32 - 2**31, 16
+
+
+def _codes(words):
+    return torch.stack([(words.long() >> 4 * i & 15 ^ 8) - 8 for i in (0, 4, 1, 5, 2, 6, 3, 7)], 1).float()
+
+
+def _unpacked(words, BLOCK):
+    return _codes(words)
+
+
+def _by_pairs(pair_of_words, place=lambda pairs, BLOCK: pairs):
+    """pair_of_words: called with (words, p). place: moves pairs to wrong places."""
+
+    def floats(words, BLOCK):
+        pairs = torch.stack([pair_of_words(words, p) for p in range(4)], dim=1)
+        return place(pairs, BLOCK).contiguous().view(torch.float16).float() - 1032
+
+    return floats
+
+
+def _pairs(shift=4, mask=0x000F000F, magic=0x64086408):
+    return lambda words, p: ((words >> shift * p) & mask) ^ magic
+
+
+def _first_block(pairs, BLOCK):
+    return pairs.where(torch.arange(len(pairs), device=pairs.device)[:, None] < BLOCK, 99)
+
+
+def _crossover(bits, other_bits, bandwidth, speed, other_speed):
+    # B waits for its memory when A, by its arithmetic, comes to take as long
+    return math.ceil(speed * other_bits / 8 / bandwidth / 2)
+
+
+_FORMATS = (
+    (4, 16, 4000, 700_000, 700_000),
+    (4.125, 8, 4000, 700_000, 1_100_000),
+    (4, 16, 320, 65_000, 65_000),
+    (8, 16, 2000, 600_000, 600_000),
+    (4.5, 8, 3350, 800_000, 1_600_000),
+    (3, 4.25, 9000, 1_000, 2_000),
+)
+
+
+def _gemv_cases():
+    """(x, words, scale, GROUP): fractions, and rows whose scales are huge and tiny."""
+    random = torch.Generator().manual_seed(8)
+    for N, K, GROUP in (16, 64, 32), (40, 136, 64), (5, 24, 32), (33, 256, 128), (7, 1000, 64), (50, 400, 16):
+        codes = torch.randint(-7, 8, (N, K), generator=random, dtype=torch.int8)
+        size = 10.0 ** torch.randint(-12, 13, (N, 1), generator=random)
+        scale = (0.1 + torch.rand(N, -(-K // GROUP), generator=random)) * size
+        yield 3 * torch.randn(K, generator=random), qk.pack_int4_ref(codes, "int32"), scale, GROUP
+
+
+def _products(x, words, scale, GROUP, keep=lambda column, row: True):
+    """Sums of each group [N, groups], of the products that keep lets count."""
+    codes = qk.unpack_int4_ref(words, len(x)).double()
+    rows, columns = (torch.arange(size, device=x.device) for size in codes.shape)
+    products = F.pad(codes * x.double() * keep(columns[None, :], rows[:, None]), (0, -len(x) % GROUP))
+    return products.view(len(codes), -1, GROUP).sum(-1)
+
+
+def _gemv(combine=lambda sums, scale: (sums * scale).sum(1), **keep):
+    def result(x, words, scale, GROUP):
+        return combine(_products(x, words, scale, GROUP, **keep), scale.double()).float()
+
+    return result
+
+
+def _without_short(x, words, scale, GROUP):
+    whole = len(x) // GROUP
+    return _gemv(lambda sums, scale: (sums * scale)[:, :whole].sum(1))(x, words, scale, GROUP)
+
+
+def _gemv_bound(x, words, scale, GROUP):
+    """Float32 sums of the products, in any order."""
+    codes = qk.unpack_int4_ref(words, len(x)).double().abs()
+    products = F.pad(codes * x.double().abs(), (0, -len(x) % GROUP)).view(len(codes), -1, GROUP)
+    return 2e-6 * (products.sum(-1) * scale.double()).sum(1)
+
+
+EXERCISES = {
+    "unpack": Exercise(
+        expected=_unpacked,
+        cases=lambda: [(words.to(torch.int32), BLOCK) for words, BLOCK in _word_cases()],
+        mistakes={
+            "the sign is missing: flip the top bit of each code": _by_pairs(_pairs(magic=0x64006400)),
+            "`|` can set a bit, but not flip one": _by_pairs(lambda words, p: _pairs(magic=0)(words, p) | 0x64086408),
+            "that is bfloat16's constant": _by_pairs(_pairs(magic=0x43084308)),
+            "a code has four bits: what does your mask keep?": _by_pairs(_pairs(mask=0x00FF00FF)),
+            "without a mask, other codes get into the number": _by_pairs(_pairs(mask=-1)),
+            "a code has four bits: how far is it to the next pair?": _by_pairs(_pairs(shift=8)),
+            "a code has four bits, so a pair lies 4 p bits up, not p": _by_pairs(_pairs(shift=1)),
+            "the mask must keep a code in the high half, too": _by_pairs(_pairs(mask=0x0000000F)),
+            "the pairs of a word lie side by side, not n apart": _by_pairs(
+                _pairs(), lambda pairs, B: pairs.T.contiguous().view(-1, 4)
+            ),
+            "all programs do the part of the first: where does yours begin?": _by_pairs(_pairs(), _first_block),
+        },
+        kernel=True,
+        note="any words, their number and any BLOCK",
+    ),
+    "crossover": Exercise(
+        expected=_crossover,
+        cases=lambda: list(_FORMATS),
+        mistakes={
+            "there A stops waiting for its memory; it is still the faster one": lambda a, b, w, s, o: math.ceil(
+                s * a / 16 / w
+            ),
+            "a multiply-add is two operations": lambda a, b, w, s, o: math.ceil(s * b / 8 / w),
+            "bandwidth is in bytes, and a byte has eight bits": lambda a, b, w, s, o: math.ceil(s * b / 2 / w),
+            "with that many tokens, B is still slower: round up": lambda a, b, w, s, o: int(s * b / 16 / w),
+            "a whole number of tokens: round up": lambda a, b, w, s, o: s * b / 16 / w,
+            "where both take the same time, B is no slower": lambda a, b, w, s, o: int(s * b / 16 / w) + 1,
+            "where they cross, it is A that multiplies, at its own speed": lambda a, b, w, s, o: math.ceil(
+                o * b / 16 / w
+            ),
+            "A reads while it multiplies: its bits don't matter here": lambda a, b, w, s, o: math.ceil(
+                s * (b - a) / 16 / w
+            ),
+            "the crossover doesn't depend on A's bits": lambda a, b, w, s, o: math.ceil(s * (b + a) / 16 / w),
+        },
+        note="any formats and speeds, also where both take the same time",
+    ),
+    "small_gemv": Exercise(
+        expected=_gemv(),
+        cases=lambda: [*_gemv_cases()],
+        mistakes={
+            "nothing is added to acc yet": _gemv(lambda sums, scale: 0 * sums.sum(1)),
+            "no scale is used": _gemv(lambda sums, scale: sums.sum(1)),
+            "each group has a scale of its own: its column is the group": _gemv(
+                lambda sums, scale: (sums * scale[:, :1]).sum(1)
+            ),
+            "the scale belongs inside the loop: each group has its own": _gemv(
+                lambda sums, scale: sums.sum(1) * scale[:, -1]
+            ),
+            "only the last group is left: add to acc": _gemv(lambda sums, scale: (sums * scale)[:, -1]),
+            "a word holds eight codes, and all of them count": _gemv(keep=lambda column, n: column % 8 == 0),
+            "the eighth code of each word is missing": _gemv(keep=lambda column, n: column % 8 < 7),
+            "each program has 16 rows of its own: its number says which": _gemv(keep=lambda column, n: n < 16),
+            "the last, short group is missing": _without_short,
+        },
+        kernel=True,
+        bound=_gemv_bound,
+        note="any N and GROUP, any K that is a multiple of 8, and scales of any size",
+    ),
+}

@@ -1,0 +1,198 @@
+"""Notebook 9: outliers."""
+
+import torch
+
+from qk.course.exercises import Exercise
+
+# best_fraction(x, counts, fractions)
+
+
+def _clipped(rounded=torch.round, low=-7, high=7, largest=lambda x: x.abs().max()):
+    return lambda x, f: rounded(x * (7 / (f * largest(x)))).clamp(low, high) * (f * largest(x) / 7)
+
+
+def _pick(restored=None, loss=lambda error, counts: counts * error**2, answer=lambda fractions, lost: None):
+    restored = restored or _clipped()
+
+    def answered(x, counts, fractions):
+        x, counts = x.double(), counts.double()
+        lost = [loss(restored(x, f) - x, counts).sum().abs().item() for f in fractions]
+        other = answer(fractions, lost)
+        return fractions[lost.index(min(lost))] if other is None else other
+
+    return answered
+
+
+def _groups():
+    """Groups whose best fraction is clearly ahead of the others, whatever the order of the operations."""
+    random = torch.Generator().manual_seed(65)
+    calm, wild = torch.randn(32, generator=random), torch.randn(64, generator=random)
+    wild[5], wild[6] = 3, -5
+    silent = (4 * torch.rand(64, generator=random)).scatter(0, torch.tensor([6]), 0)
+    loud, steps = silent.scatter(0, torch.tensor([6]), 20), [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3]
+    odd = torch.randn(101, generator=random) * torch.rand(101, generator=random)
+    few = (torch.arange(101) % 10 == 3).float()
+    return [
+        (calm, torch.ones(32), steps), (wild, silent, steps[::-1]), (-wild, loud, steps),
+        (1e-10 * wild, silent, steps), (1e10 * calm, 1e-3 * torch.ones(32), steps), (odd, few, steps[1:] + [1.0]),
+        (-odd.abs(), torch.rand(101, generator=random), [0.95, 0.65, 0.85, 0.75]),
+        (torch.tensor([-2.5]), few[3:4], steps),
+    ]  # fmt: skip
+
+
+_FRACTION = Exercise(
+    expected=_pick(),
+    cases=_groups,
+    bound=1e-5,
+    mistakes={
+        "each square error is weighted by its entry of counts": _pick(loss=lambda e, counts: e**2),
+        "codes end at 7 and -7: clamp them": _pick(_clipped(low=-1e9, high=1e9)),
+        "codes end at -7, not at -8": _pick(_clipped(low=-8)),
+        "codes end at 7, not at 8": _pick(_clipped(high=8)),
+        "round to nearest: this truncates": _pick(_clipped(torch.trunc)),
+        "round to nearest: this rounds down": _pick(_clipped(torch.floor)),
+        "square the errors": _pick(loss=lambda e, counts: counts * e.abs()),
+        "counts multiplies the square; it isn't squared itself": _pick(loss=lambda e, counts: (counts * e) ** 2),
+        "errors of both signs cancel: square each": _pick(loss=lambda e, counts: counts * e),
+        "add the errors up; the largest alone doesn't count": _pick(loss=lambda e, counts: (counts * e**2).amax()),
+        "negative weights have a magnitude too": _pick(_clipped(largest=torch.max)),
+        "that fraction loses most": _pick(answer=lambda f, lost: f[lost.index(max(lost))]),
+        "return the fraction, not its place": _pick(answer=lambda f, lost: lost.index(min(lost))),
+        "return the fraction, not what it loses": _pick(answer=lambda f, lost: min(lost)),
+        "that is the first fraction: compare them": _pick(answer=lambda f, lost: f[0]),
+        "that is the last fraction: compare them": _pick(answer=lambda f, lost: f[-1]),
+        "1 isn't always best, and not always among the fractions": lambda x, counts, fractions: 1.0,
+    },
+    note="groups of any length, sign and magnitude, counts of 0, and fractions in any order",
+)
+
+# stage(x, apart, block)
+
+
+def _stage(x, apart, block=64):
+    a, b = x.view(-1, 2, apart).unbind(1)
+    return torch.stack([a + b, a - b], 1).flatten()
+
+
+def _wrong(change):
+    return lambda x, apart, block: change(_stage(x, apart), *x.view(-1, 2, apart).unbind(1))
+
+
+def _pairs(make):
+    return _wrong(lambda out, a, b: torch.stack(make(a, b), 1).flatten())
+
+
+def _values(n, power=0):
+    random = torch.Generator().manual_seed(n)
+    return torch.randn(n, generator=random) * 10.0 ** (power + torch.randint(-2, 3, (n,), generator=random))
+
+
+_STAGE = Exercise(
+    expected=_stage,
+    cases=lambda: [
+        (_values(4), 1, 64),
+        (_values(8), 2, 64),
+        (_values(96), 16, 64),
+        (_values(160, 30), 1, 32),
+        (_values(768), 128, 64),
+        (_values(96, -30), 4, 128),
+        (_values(1000, 2), 4, 32),
+        (_values(320, -4), 32, 64),
+    ],  # fmt: skip
+    mistakes={
+        "the second of a pair is the first minus the second, not the other way": _pairs(lambda a, b: [a + b, b - a]),
+        "both of a pair became the sum": _pairs(lambda a, b: [a + b, a + b]),
+        "both of a pair became the difference": _pairs(lambda a, b: [a - b, a - b]),
+        "sum and difference are swapped": _pairs(lambda a, b: [a - b, a + b]),
+        "the pairs are swapped, not added": _pairs(lambda a, b: [b, a]),
+        "neighbors are a pair only if APART is 1": lambda x, apart, block: _stage(x, 1),
+        "no factor here: it comes at the end": _wrong(lambda out, a, b: out * 2**-0.5),
+        "all programs do the first program's part: where does yours begin?": lambda x, apart, block: _stage(
+            x, apart
+        ).where(torch.arange(len(x), device=x.device) < block, 99),
+        "BLOCK isn't always 64": lambda x, apart, block: _stage(x, apart).where(
+            torch.arange(len(x), device=x.device) % max(block, 64) < 64, 99
+        ),
+    },
+    kernel=True,
+    note="any APART that is a power of two, any BLOCK, and values from 1e-32 to 1e32",
+)
+
+# gptq_step(w, U, k, scale)
+
+
+def _step(rounded=torch.round, end=7, spread=lambda error, U, k: error[:, None] * U[k, k + 1 :] / U[k, k]):
+    def step(w, U, k, scale):
+        now = w.clone()
+        column = rounded(now[:, k] / scale).clamp(-end, end) * scale
+        now[:, k + 1 :] -= spread(now[:, k] - column, U, k)
+        now[:, k] = column
+        return now
+
+    return step
+
+
+def _other(change):
+    return lambda w, U, k, scale: change(_step()(w, U, k, scale), w, k, scale[:, None])
+
+
+def _put(now, k, column):
+    return now.index_copy(1, torch.tensor([k], device=now.device), column)
+
+
+def _bound(w, U, k, scale):
+    """Of float32 sums, in any order: next to the terms, as they may cancel."""
+    error = w[:, [k]] - _step()(w, U, k, scale)[:, [k]]
+    return 1e-5 * (w.abs() + (error * U[k] / U[k, k]).abs() + 7 * scale[:, None]).double()
+
+
+def _steps():
+    cases = []
+    for rows, k, K, size in (
+        (1, 0, 3, 1),
+        (4, 1, 5, 1),
+        (3, 4, 8, 1e-6),
+        (33, 39, 40, 1),
+        (50, 17, 70, 1e5),
+        (2, 0, 1, 1),
+    ):
+        random = torch.Generator().manual_seed(rows)
+        U = torch.randn(K, K, generator=random).triu(1) + (0.2 + 3 * torch.rand(K, generator=random)).diag()
+        scale = size * (0.1 + torch.rand(rows, generator=random))
+        cases.append((4 * scale[:, None] * torch.randn(rows, K, generator=random), U, k, scale))
+        cases[-1][0][0, k] = -9.3 * scale[0]
+    return cases
+
+
+_GPTQ = Exercise(
+    expected=_step(),
+    cases=_steps,
+    bound=_bound,
+    mistakes={
+        "later columns must make up for the error": _step(spread=lambda e, U, k: 0 * e[:, None]),
+        "divide the error by U[k, k]": _step(spread=lambda e, U, k: e[:, None] * U[k, k + 1 :]),
+        "divide by U[k, k], don't multiply": _step(spread=lambda e, U, k: e[:, None] * U[k, k + 1 :] * U[k, k]),
+        "later columns move the other way": _step(spread=lambda e, U, k: -e[:, None] * U[k, k + 1 :] / U[k, k]),
+        "codes end at 7: clamp them": _step(end=1e9),
+        "codes end at -7, not at -8": _step(end=8),
+        "round to nearest: this truncates": _step(torch.trunc),
+        "round to nearest: this rounds down": _step(torch.floor),
+        "column k must have its rounded values": _other(lambda now, w, k, scale: _put(now, k, w[:, [k]])),
+        "column k holds codes now: multiply by the scale": _other(
+            lambda now, w, k, scale: _put(now, k, now[:, [k]] / scale)
+        ),
+        "all later columns change, not the next one alone": _other(
+            lambda now, w, k, scale: torch.cat([now[:, : k + 2], w[:, k + 2 :]], 1)
+        ),
+        "only column k is rounded": _other(
+            lambda now, w, k, scale: torch.cat([now[:, : k + 1], (now / scale).round()[:, k + 1 :]], 1)
+        ),
+        "the columns before k stay as they were": _other(
+            lambda now, w, k, scale: torch.cat([(now / scale).round()[:, :k] * scale, now[:, k:]], 1)
+        ),
+        "each row has its own scale": lambda w, U, k, scale: _step()(w, U, k, scale[:1].expand(len(scale))),
+    },
+    note="any column k, the last one too; weights beyond 7 times the scale; any magnitude",
+)
+
+EXERCISES = {"best_fraction": _FRACTION, "stage": _STAGE, "gptq_step": _GPTQ}

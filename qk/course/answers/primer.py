@@ -1,0 +1,199 @@
+"""00_triton_primer: the exercises' right answers, cases and mistakes."""
+
+import torch
+import triton
+
+from qk.course.exercises import Exercise
+
+_ODD = [0.0, -0.5, 1e30, -1e30, 1e-30, 65521.5, float("inf"), float("-inf"), float("nan"), -1.0]
+
+
+def _numbers(*shape, seed=0):
+    """Large, tiny, negative and fractional numbers."""
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=random) * 10.0 ** torch.randint(-30, 31, shape, generator=random)
+
+
+def _vectors():
+    """(x, BLOCK) of lengths that are and aren't multiples."""
+    for seed, (n, BLOCK) in enumerate([(64, 32), (100, 32), (33, 16), (129, 64), (7, 16), (300, 16)]):
+        x = _numbers(n, seed=seed)
+        odd = torch.tensor(_ODD)[:n]
+        x[torch.randperm(n, generator=torch.Generator().manual_seed(n))[: len(odd)]] = odd
+        yield x, BLOCK
+
+
+def _first_of(count):
+    """x + 1 in the first count(n, BLOCK) elements; the others stay 99."""
+    return lambda x, B: torch.where(torch.arange(len(x), device=x.device) < count(len(x), B), x + 1, 99)
+
+
+def _matrix_and_bias():
+    wide, tall, bias = _numbers(20, 40), _numbers(50, 18, seed=1), _numbers(70, seed=2)
+    yield wide[:7, :33], bias[:33], 4, 16
+    yield tall.t(), bias[9:59], 8, 16
+    yield wide[:8, :32], bias[-32:], 2, 32
+    yield tall[:, ::3], bias[:6], 16, 4
+    yield wide[3:4], bias[20:60], 4, 16
+
+
+def _packed(x):
+    """x as a kernel reads it that takes its rows for dense."""
+    return x.as_strided(x.shape, (x.shape[1], 1))
+
+
+def _rows():
+    """Matrices whose rows have gaps: large and tiny numbers, some rows without a positive one."""
+    x = _numbers(12, 1000, seed=3)
+    low = -2000 - 100 * torch.rand(9, 12, generator=torch.Generator().manual_seed(4))
+    few = -(torch.rand(9, 40, generator=torch.Generator().manual_seed(5)) + 0.25)
+    few[2, :30] = float("-inf")
+    return x, low, few
+
+
+def _maximum_cases():
+    x, low, few = _rows()
+    return [(low[:, :11],), (x[:6, :16],), (few[:3, 7:30],), (x[3:5, :300],), (low[:1, :1],), (few[:, :32] * 1e-30,)]
+
+
+def _absmax_cases():
+    x, low, few = _rows()
+    x[0, 3], x[1, 40], x[2, 98], x[5, 200] = -9e36, 8e36, -7e35, -6e37
+    few[1, 33] = float("-inf")
+    return [(x[:3, :99], 32), (x[4:8, :256], 32), (x[2:3, :33], 16), (low[:4, :10], 16), (x[6:9], 64), (few / 3, 16)]
+
+
+def _matmul_cases():
+    """(a, b, BLOCK, GROUP): the last group may have fewer rows."""
+    random = torch.Generator().manual_seed(6)
+    for M, N, K, BLOCK, GROUP in (128, 256, 16, 16, 4), (96, 128, 48, 16, 4), (64, 96, 32, 32, 2), (48, 64, 16, 16, 5):
+        yield *(torch.randn(shape, generator=random).half() for shape in ((M, K), (K, N))), BLOCK, GROUP
+
+
+def _in_order(tile_of):
+    """The product, and the bytes that waves of 16 programs load, whose tiles are tile_of(program, down, across)."""
+
+    def result(a, b, BLOCK, GROUP):
+        down, across = len(a) // BLOCK, b.shape[1] // BLOCK
+        loaded = {}
+        for program in range(down * across):
+            row, column = tile_of(program, down, across, GROUP)
+            loaded.setdefault(program // 16, set()).update((("a", row), ("b", column)))
+        return (a.double() @ b.double()).half(), sum(map(len, loaded.values())) * 2 * BLOCK * a.shape[1]
+
+    return result
+
+
+def _grouped(program, down, across, GROUP):
+    first = program // (GROUP * across) * GROUP
+    height = min(GROUP, down - first)
+    return first + program % (GROUP * across) % height, program % (GROUP * across) // height
+
+
+def _matmul_bound(a, b, BLOCK, GROUP):
+    """Half's rounding of a float32 sum, and orders that are as good."""
+    return [2e-3 * (a.double().abs() @ b.double().abs()), 0.1]
+
+
+EXERCISES = {
+    "add_one": Exercise(
+        expected=lambda x, BLOCK: x + 1,
+        cases=lambda: [*_vectors()],
+        mistakes={
+            "that is x; nothing was added": lambda x, B: x,
+            "all programs took the first block: where is program_id?": _first_of(lambda n, B: B),
+            "blocks overlap: program p begins at p * BLOCK": _first_of(lambda n, B: triton.cdiv(n, B) + B - 1),
+            "the last element is missing: offsets below n are allowed": _first_of(lambda n, B: n - 1),
+            "that adds the program's number": lambda x, B: x + torch.arange(len(x), device=x.device) // B,
+            "that adds the element's number": lambda x, B: x + torch.arange(len(x), device=x.device),
+        },
+        kernel=True,
+        note="any length and BLOCK, and any float32 numbers, NaN and infinity too",
+    ),
+    "reverse": Exercise(
+        expected=lambda x, BLOCK: x.flip(0),
+        cases=lambda: [*_vectors()],
+        mistakes={
+            "nothing was turned around": lambda x, B: x.clone(),
+            "each block is turned around, but stays in its place": lambda x, B: torch.cat(
+                [block.flip(0) for block in x.split(B)]
+            ),
+            "the blocks change places, but in each of them nothing is turned around": lambda x, B: torch.cat(
+                [block.flip(0) for block in x.flip(0).split(B)]
+            ),
+            "all programs took the first block: where is program_id?": lambda x, B: torch.where(
+                torch.arange(len(x), device=x.device) < B, x.flip(0), 99
+            ),
+        },
+        kernel=True,
+        note="any length and BLOCK, and any float32 numbers, NaN and infinity too",
+    ),
+    "add_bias": Exercise(
+        expected=lambda x, bias, ROWS, COLUMNS: x + bias,
+        cases=lambda: [*_matrix_and_bias()],
+        mistakes={
+            "the bias is missing": lambda x, bias, R, C: x.contiguous(),
+            "bias has an element for each column, not for each row": lambda x, bias, R, C: x + bias[: len(x), None],
+            "x isn't always dense: use its strides": lambda x, bias, R, C: _packed(x) + bias,
+            "each program adds the first COLUMNS of the bias": lambda x, bias, R, C: (
+                x + bias[torch.arange(x.shape[1], device=x.device) % C]
+            ),
+        },
+        kernel=True,
+        note="any sizes, strides and blocks, and any float32 numbers",
+    ),
+    "row_max": Exercise(
+        expected=lambda x: x.amax(1),
+        cases=_maximum_cases,
+        mistakes={
+            "masked-off elements take part: of negative numbers, 0 is the largest": lambda x: x.amax(1).clamp(min=0),
+            "that is the largest magnitude": lambda x: x.abs().amax(1),
+            "that is the sum of the row": lambda x: x.sum(1),
+            "that is the smallest of the row": lambda x: x.amin(1),
+            "that is where the largest is": lambda x: x.argmax(1).to(x.dtype),
+            "each program took row 0": lambda x: x[:1].amax(1).expand(len(x)),
+            "rows are `stride` apart, not `columns`": lambda x: _packed(x).amax(1),
+            "masked-off elements take part: only minus infinity is below all numbers": lambda x: x.amax(1).clamp(
+                min=-1000
+            ),
+        },
+        kernel=True,
+        note="rows of any length and stride; their numbers may all be below -1000, or minus infinity",
+    ),
+    "row_absmax": Exercise(
+        expected=lambda x, BLOCK: x.abs().amax(1),
+        cases=_absmax_cases,
+        mistakes={
+            "that is the largest value; a negative one can have a larger magnitude": lambda x, B: x.amax(1),
+            "that is the largest value, or 0: magnitudes are wanted": lambda x, B: x.amax(1).clamp(min=0),
+            "take magnitudes first, then the largest of them": lambda x, B: x.amax(1).abs(),
+            "only the first BLOCK columns were looked at": lambda x, B: x[:, :B].abs().amax(1),
+            "the last tile's result replaces those before: keep the larger": lambda x, B: (
+                x.split(B, 1)[-1].abs().amax(1)
+            ),
+            "the last, short tile is missing": lambda x, B: (
+                x[:, : x.shape[1] // B * B].abs().amax(1) if x.shape[1] >= B else x.new_zeros(len(x))
+            ),
+            "that is the sum of the tiles' results": lambda x, B: sum(t.abs().amax(1) for t in x.split(B, 1)),
+            "rows are `stride` apart, not `columns`": lambda x, B: _packed(x).abs().amax(1),
+            "each program took row 0": lambda x, B: x[:1].abs().amax(1).expand(len(x)),
+        },
+        kernel=True,
+        note="rows of any length and stride, any BLOCK, and large, tiny and infinite numbers",
+    ),
+    "grouped_matmul": Exercise(
+        expected=_in_order(_grouped),
+        cases=lambda: [*_matmul_cases()],
+        mistakes={
+            "the product is right, but programs still go along whole rows of tiles": _in_order(
+                lambda p, down, across, GROUP: (p // across, p % across)
+            ),
+            "the product is right, but a wave goes down whole columns of tiles": _in_order(
+                lambda p, down, across, GROUP: (p % down, p // down)
+            ),
+        },
+        kernel=True,
+        bound=_matmul_bound,
+        note="any number of tiles, also where the last group has fewer than GROUP rows, and few bytes",
+    ),
+}

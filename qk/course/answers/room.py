@@ -1,0 +1,258 @@
+"""02_debugging_room: the right answers, cases and mistakes of its six kernels."""
+
+import torch
+import torch.nn.functional as F
+
+import qk
+from qk import data
+from qk.course.exercises import Exercise
+
+
+def _activations():
+    return data.load("activations")
+
+
+def _in_steps(function):
+    """Codes are this function of the steps."""
+
+    def codes(x):
+        absmax = x.float().abs().amax(1, keepdim=True)
+        return function(x.float() * (torch.full_like(absmax, 127) / absmax)).to(torch.int8)
+
+    return codes
+
+
+def _rounding_cases():
+    x = _activations()
+    ties = torch.tensor([[127, 0.3, -0.3, 1.5, 2.5, -1.5, -2.5], [3, -254, 5, 7, -5, -7, 10.6]], dtype=torch.float16)
+    wide = x[20:22].flatten()[:600][None].float() * 1e30
+    return [(x[:3],), (x[5:9, :300] / 100,), (ties,), (wide,), (-x[30:33, :65].float() * 1e-33,), (ties.float() * 256,)]
+
+
+def _scaled(block_of):
+    """Column j has the scale of block_of(j, tile, block)."""
+
+    def restored(codes, scales, tile, block):
+        blocks = block_of(torch.arange(codes.shape[1], device=codes.device), tile, block)
+        return codes.float() * scales[:, blocks.clamp(max=scales.shape[1] - 1)]
+
+    return restored
+
+
+_restored = _scaled(lambda j, tile, block: j // block)
+
+
+def _restore_cases():
+    random = torch.Generator().manual_seed(0)
+    sizes = [(3, 384, 64, 64), (5, 300, 128, 64), (2, 330, 256, 64), (3, 200, 32, 64), (2, 130, 64, 32)]
+    for rows, columns, tile, block in [*sizes, (4, 400, 64, 128)]:
+        codes = torch.randint(-127, 128, (rows, columns), generator=random, dtype=torch.int8)
+        shape = rows, -(-columns // block)
+        scales = (0.5 + torch.rand(shape, generator=random)) * 10.0 ** torch.randint(-30, 30, shape, generator=random)
+        yield codes, scales, tile, block
+
+
+def _trips(seen):
+    """A block's absmax is that of seen(memory from the row's start on, block start, block end, block size)."""
+
+    def trips(batch, tokens, block):
+        K, flat, out = batch.shape[1], batch.float().flatten(), batch[:tokens].float().clone()
+        for row in range(tokens):
+            for start in range(0, K, block):
+                absmax = seen(flat[row * K :], start, min(start + block, K), block).abs().max()
+                part = out[row, start : start + block]
+                part.copy_((part * (torch.full_like(absmax, 127) / absmax)).round() * (absmax / 127))
+        return out
+
+    return trips
+
+
+def _trip_cases():
+    x = _activations()
+    return [
+        (x[:5, :272].contiguous(), 4, 128),
+        (x[20:24, :130].contiguous() / 100, 3, 128),
+        (x[30:33].contiguous(), 2, 64),
+        (x[40:44, :100].contiguous().float() * -1e-30, 3, 32),
+        (x[50:54, :70].contiguous().float() * 1e30, 4, 64),
+    ]
+
+
+def _gathered(start_of):
+    """A row is read from element start_of(row, K) on; places before the tensor give zeros."""
+
+    def codes(x, rows):
+        inverse, K, columns = 127 / x.float().abs().max(), x.shape[1], torch.arange(x.shape[1], device=x.device)
+        place = start_of(rows.long(), K)[:, None] + columns
+        values = x.float().flatten()[place.clamp(0, x.numel() - 1)]
+        return torch.where(place < 0, 0, values * inverse).round().to(torch.int8)
+
+    return codes
+
+
+def _gather_cases():
+    x = _activations()
+
+    def rows(*numbers):
+        return torch.tensor(numbers, dtype=torch.int16)
+
+    return [
+        (x, rows(0, 85, 86, -1, 700, 300)),
+        (x[:150, :300].contiguous() / 9, rows(149, -1, 3, 120)),
+        (x[:, :40].contiguous(), rows(-1, 767)),
+        (x[:, :257].contiguous().float() * 1e30, rows(0, 127, 128, 255, 256, 767, 1, -1)),
+    ]
+
+
+def _combined(tiles, values=torch.abs):
+    """tiles(the largest of `values` in each tile of a row, in launch order)."""
+
+    def absmax(x, order, size):
+        largest = [values(x[:, size * i : size * i + size].float()).amax(1) for i in order]
+        return tiles(torch.stack(largest))
+
+    return absmax
+
+
+def _absmax_cases():
+    x = _activations()
+    return [
+        (x[:4], (0, 1, 2), 128),
+        (x[90:93, :300].contiguous() / 100, (2, 1, 0), 128),
+        (-x[5:10, :200].contiguous(), (1, 0), 128),
+        (x[7:9, :200].contiguous().float() * 1e-30, (3, 0, 2, 1), 64),
+        (-x[9:11, :70].contiguous().float().abs() * 1e30, (0, 2, 1), 32),
+    ]
+
+
+def _unpacked(shift, low=lambda nibble: (nibble ^ 8) - 8, stride=lambda K: -(-K // 2)):
+    """The byte of column j is shifted by shift(j)."""
+
+    def codes(packed, K):
+        j, flat = torch.arange(K, device=packed.device), packed.flatten().int()
+        byte = flat[(torch.arange(len(packed), device=packed.device) * stride(K))[:, None] + j // 2]
+        return low(byte >> shift(j) & 15).to(torch.int8)
+
+    return codes
+
+
+def _packed_cases():
+    weight = data.load("ffn_in.weight")
+    every_byte = torch.arange(256, dtype=torch.uint8)
+    parts = weight[:3, :16], weight[7:12, :33], weight[2:4, :7], weight[5:6, :300]
+    packed = [(qk.quantize_int4_ref(part.contiguous())[0], part.shape[1]) for part in parts]
+    return [*packed, (every_byte.view(32, 8), 16), (every_byte.flip(0).view(2, 128), 255)]
+
+
+_WRAP = 2**15
+
+EXERCISES = {
+    "token_codes": Exercise(
+        expected=_in_steps(torch.round),
+        cases=_rounding_cases,
+        mistakes={
+            "the stairs below zero lie a step too high": _in_steps(lambda t: (t + 0.5).trunc()),
+            "the stairs above zero lie a step too low": _in_steps(lambda t: (t - 0.5).trunc()),
+            "the cast cuts the fraction off, and nothing rounds before it": _in_steps(torch.trunc),
+            "this rounds down": _in_steps(torch.floor),
+            "there is no scale here: multiply by 127 / absmax": lambda x: x.float().round().to(torch.int8),
+            "ties go up here, but belong to the even neighbour": _in_steps(lambda t: (t + 0.5).floor()),
+            "ties go away from zero, but belong to the even neighbour": _in_steps(
+                lambda t: (t.abs() + 0.5).floor() * t.sign()
+            ),
+        },
+        kernel=True,
+        note="rows of any length, huge and tiny activations, and ties",
+    ),
+    "restore": Exercise(
+        expected=_restored,
+        cases=lambda: [*_restore_cases()],
+        mistakes={
+            "all is well where a tile is one block; where it is two, which are right?": _scaled(
+                lambda j, tile, block: j // tile
+            ),
+            "a tile may hold several blocks, and each has its scale": _scaled(
+                lambda j, tile, block: j // tile * tile // block
+            ),
+            "counted from the start of the tile; but where does the tile start?": _scaled(
+                lambda j, tile, block: j % tile // block
+            ),
+            "the codes come back as they are, without their scale": lambda codes, scales, tile, block: codes.float(),
+            "each row has scales of its own": lambda codes, scales, tile, block: _restored(
+                codes, scales[:1], tile, block
+            ),
+        },
+        kernel=True,
+        note="any tile, larger or smaller than a block, any block size, and rows that end in short blocks",
+    ),
+    "round_trips": Exercise(
+        expected=_trips(lambda row, start, end, block: row[start:end]),
+        cases=_trip_cases,
+        mistakes={
+            "the last block is wrong: what lies behind the last column of a row?": _trips(
+                lambda row, start, end, block: row[start : start + block]
+            ),
+            "one column too many: the last one is K - 1": _trips(
+                lambda row, start, end, block: row[start : min(end + 1, start + block)]
+            ),
+            "what the mask leaves out must not be the largest": _trips(
+                lambda row, start, end, block: F.pad(row[start:end], (0, start + block - end), value=1.0)
+            ),
+        },
+        kernel=True,
+        bound=1e-6,
+        note="rows and blocks of any length, huge and tiny activations",
+    ),
+    "gather_codes": Exercise(
+        expected=_gathered(lambda row, K: row * K),
+        cases=_gather_cases,
+        mistakes={
+            "find the first wrong token and multiply its number by K; a cast after that is too late": _gathered(
+                lambda row, K: (row * K + _WRAP) % (2 * _WRAP) - _WRAP
+            ),
+            "the list says which row; this takes the slot's number": _gathered(
+                lambda row, K: torch.arange(len(row), device=row.device) * K
+            ),
+            "row by row: which element does a row start with?": _gathered(lambda row, K: row),
+        },
+        kernel=True,
+        note="any token of the batch, empty slots anywhere, and rows of any length",
+    ),
+    "row_absmax": Exercise(
+        expected=_combined(lambda tiles: tiles.amax(0)),
+        cases=_absmax_cases,
+        mistakes={
+            "another order gives another result": _combined(lambda tiles: tiles[-1]),
+            "one tile of a row has a say, the others have none": lambda x, order, size: (
+                x[:, :size].float().abs().amax(1)
+            ),
+            "that is the sum of the tiles": _combined(lambda tiles: tiles.sum(0)),
+            "absmax starts at 0, so that is the smallest": _combined(lambda tiles: tiles.amin(0) * 0),
+            "absmax is the largest magnitude": _combined(
+                lambda tiles: tiles.amax(0).clamp(min=0), values=lambda tile: tile
+            ),
+        },
+        kernel=True,
+        together=True,
+        note="tiles of any size, in any order or at the same time",
+    ),
+    "unpack": Exercise(
+        expected=_unpacked(lambda j: j % 2 * 4),
+        cases=_packed_cases,
+        mistakes={
+            "the picture: each weight comes back in its neighbour's place": _unpacked(lambda j: 4 - j % 2 * 4),
+            "nibbles above 7 stand for negative codes": _unpacked(lambda j: j % 2 * 4, low=lambda nibble: nibble),
+            "both columns of a byte get its low nibble": _unpacked(lambda j: j * 0),
+            "both columns of a byte get its high nibble": _unpacked(lambda j: j * 0 + 4),
+            "8 stands for a negative code too: it is above 7": _unpacked(
+                lambda j: j % 2 * 4, low=lambda nibble: nibble - 16 * (nibble > 8)
+            ),
+            "1111 is -1: subtract 16": _unpacked(lambda j: j % 2 * 4, low=lambda nibble: nibble - 8 * (nibble > 7)),
+            "an odd row ends with half a byte, and still takes it all": _unpacked(
+                lambda j: j % 2 * 4, stride=lambda K: K // 2
+            ),
+        },
+        kernel=True,
+        note="any number of columns, odd ones too, and all 256 bytes",
+    ),
+}

@@ -1,0 +1,245 @@
+"""What wrong results have in common with the right ones: the mistake, in words."""
+
+import contextlib
+import inspect
+import numbers
+
+import torch
+
+
+def diagnosis(answer, wrong, right):
+    """The mistake that explains all wrong cases, or "". wrong, right: [(arguments, result, expected), ...]."""
+    with contextlib.suppress(Exception):  # a result can be anything: a tensor without data, an object of one's own
+        return _diagnosis(answer, wrong, right)
+    return ""
+
+
+def _diagnosis(answer, wrong, right):
+    pairs = [_first_difference(got, want) for _, got, want in wrong]
+    if all(isinstance(want, torch.Tensor) for _, want in pairs):
+        said = _of_tensors(pairs, [case for case, _, _ in wrong])
+    else:
+        said = _of_numbers(pairs)
+    return said or _of_cases(answer, wrong, right)
+
+
+def _first_difference(got, want):
+    """Of several tensors, the first two that differ."""
+    if isinstance(want, list | tuple) and isinstance(got, list | tuple) and len(got) == len(want):
+        for pair in zip(got, want, strict=True):
+            if not (isinstance(pair[0], torch.Tensor) and _equal(*pair)):
+                return pair
+    return got, want
+
+
+def _equal(got, want):
+    return got.shape == want.shape and bool(_same(got.cpu(), want.cpu()).all())
+
+
+def _same(got, want):
+    return (got == want) | (got.isnan() & want.isnan())
+
+
+def _of_numbers(pairs):
+    known = {
+        "the number is right, but a whole number is wanted: round": lambda g, w: (
+            isinstance(w, int) and isinstance(g, float) and g != int(g) and abs(g - w) < 1
+        ),
+        "off by one: one too few (round up? start at 1?)": lambda g, w: w - g == 1,
+        "off by one: one too many (round down? start at 0?)": lambda g, w: g - w == 1,
+        "the sign is wrong": lambda g, w: g == -w,
+        "upside down: that is 1 divided by the right number": lambda g, w: abs(g * w - 1) < 1e-9,
+        "it is twice as much: is something counted twice?": lambda g, w: g == 2 * w,
+        "it is half as much: is something counted only once?": lambda g, w: 2 * g == w,
+        "bits and bytes: a byte has eight bits": lambda g, w: g == 8 * w or 8 * g == w,
+        "it is 1000 or 1024 times too much or too little: which unit is wanted?": lambda g, w: any(
+            abs(g * f - w) <= 1e-9 * abs(w) for f in (1e3, 1e6, 1e9, 1e-3, 1e-6, 1e-9, 1024, 1 / 1024)
+        ),
+    }
+    if not all(isinstance(part, numbers.Real) and not isinstance(part, bool) for pair in pairs for part in pair):
+        return "return a plain number" if all(isinstance(want, numbers.Real) for _, want in pairs) else ""
+    return next((hint for hint, holds in known.items() if all(holds(*pair) for pair in pairs)), "")
+
+
+def _of_tensors(pairs, cases):
+    if not all(isinstance(got, torch.Tensor) for got, _ in pairs):
+        return "return a tensor"
+    if any(got.shape != want.shape for got, want in pairs):
+        if all(_equal(got.mT, want) for got, want in pairs if got.ndim > 1 == want.ndim - 1):
+            return "rows and columns are swapped: transpose it"
+        same = all(got.numel() == want.numel() for got, want in pairs)
+        return "give it the right shape, with reshape or keepdim" if same else "it has too many or too few elements"
+    if any(got.dtype != want.dtype for got, want in pairs):
+        return f"convert the result: .to({pairs[0][1].dtype})"
+    known = [(got.cpu(), want.cpu(), ~_same(got.cpu(), want.cpu())) for got, want in pairs]
+    for hint, holds in _TENSORS.items():
+        if all(holds(*each) for each in known):
+            return hint
+    return _of_places(known) or _of_inputs(known, cases)
+
+
+def _relative(got, want):
+    got, want = got.double(), want.double()
+    return ((got - want).abs() / want.abs().clamp(min=1e-300)).nan_to_num(9.0, 9.0)
+
+
+def _wraps(bits):
+    def holds(got, want, bad):
+        if got.dtype.is_floating_point and not (got == got.round()).all():
+            return False
+        apart = (got.double() - want.double())[bad].abs()
+        return bool((apart % 2**bits == 0).all() and (want[bad].double().abs() >= 2 ** (bits - 1)).any())
+
+    return holds
+
+
+def _factor(got, want, bad):
+    got, want = got.double(), want.double()
+    used = (want != 0) & want.isfinite() & got.isfinite()
+    ratio = (got / want)[used]
+    usable = used.sum() > 2 and bool(((got == 0) == (want == 0))[used].all())
+    return bool(usable and (ratio / ratio[0] - 1).abs().max() < 1e-6 and ratio[0] not in (0, 1))
+
+
+def _shifted(got, want, bad):
+    if got.shape[-1:].numel() < 4 or not got.ndim:
+        return False
+    return any(bool(_same(a[..., 1:], b[..., :-1]).all()) for a, b in ((got, want), (want, got)))
+
+
+def _narrow(dtype):
+    def holds(got, want, bad):
+        return got.dtype.is_floating_point and bool(_same(got, want.to(dtype).to(want.dtype))[bad].all())
+
+    return holds
+
+
+# what holds for all wrong results: hint -> (result, expected, which elements are wrong)
+_TENSORS = {
+    "NaN where a number is due: is something divided by zero, or infinity minus infinity?": lambda g, w, bad: bool(
+        g[bad].isnan().all()
+    ),
+    "a number where NaN is due: bad input must stay visible": lambda g, w, bad: bool(w[bad].isnan().all()),
+    "infinity where a number is due: does a step overflow, or divide by almost zero?": lambda g, w, bad: bool(
+        g[bad].isinf().all() or (g[bad].isinf() | g[bad].isnan()).all()
+    ),
+    "no element changes: is the result stored, at the right place?": lambda g, w, bad: bool(
+        bad.all() and g.numel() > 2 and (g == g.flatten()[0]).all()
+    ),
+    "rows and columns are swapped": lambda g, w, bad: g.ndim > 1 and g.shape == g.mT.shape and _equal(g.mT, w),
+    "the order is reversed": lambda g, w, bad: any(_equal(g.flip(d), w) for d in range(g.ndim) if g.shape[d] > 1),
+    "the sign is wrong everywhere": lambda g, w, bad: bool(_same(-g, w).all()) if g.is_signed() else False,
+    "negative numbers become 0": lambda g, w, bad: _equal(g, w.clamp(min=0)),
+    "magnitudes are right, but signs are lost": lambda g, w, bad: _equal(g, w.abs()),
+    "off by one: each element holds its neighbour's value": _shifted,
+    "overflow: the values don't fit into 8 bits": _wraps(8),
+    "overflow: the values don't fit into 16 bits": _wraps(16),
+    "overflow: the values don't fit into 32 bits": _wraps(32),
+    "the fraction is cut off: is there a cast to an integer?": lambda g, w, bad: (
+        w.dtype.is_floating_point and _equal(g, w.trunc())
+    ),
+    "a step rounds to float16": _narrow(torch.float16),
+    "a step rounds to bfloat16": _narrow(torch.bfloat16),
+    "each is one too small in magnitude: truncated instead of rounded?": lambda g, w, bad: bool(
+        not g.dtype.is_floating_point and ((w.double().abs() - g.double().abs())[bad] == 1).all()
+    ),
+    "off by one: rounded in another way, such as ties up, down or away from zero?": lambda g, w, bad: bool(
+        not g.dtype.is_floating_point and ((w.double() - g.double())[bad].abs() == 1).all()
+    ),
+    "a constant factor: is a scale missing, used twice, or upside down?": _factor,
+    "the scale is upside down: divide, or multiply by its inverse": lambda g, w, bad: bool(
+        g.dtype.is_floating_point and _relative(g * w, torch.ones_like(w))[w != 0].lt(1e-5).all() and (w != 0).any()
+    ),
+    "nearly right: does a step use a narrower type, or round twice?": lambda g, w, bad: bool(
+        g.dtype.is_floating_point and _relative(g, w)[bad].max() < 0.02
+    ),
+    "numbers are missing: 0 where something else is due (tiny values, or no store?)": lambda g, w, bad: bool(
+        (g[bad] == 0).all()
+    ),
+    "something where 0 is due": lambda g, w, bad: bool((w[bad] == 0).all()),
+    "the right values, in the wrong places": lambda g, w, bad: (
+        g.numel() > 2 and _equal(g.flatten().sort().values, w.flatten().sort().values)
+    ),
+}
+
+
+def _of_places(known):
+    """Where in their tensors all wrong elements are."""
+    flat = [bad.flatten() for _, _, bad in known]
+    firsts = [int(bad.nonzero()[0]) for bad in flat]
+    if all(first and bad[first:].double().mean() > 0.8 for bad, first in zip(flat, firsts, strict=True)):
+        if all(2 * first <= len(bad) for bad, first in zip(flat, firsts, strict=True)) or len({*firsts}) == 1:
+            return f"the first {firsts[0]} elements are right: does each program, or each step, take the first part?"
+        return "only the end is wrong: is the last, short block right?"
+    if all(bad[1::2].any() and not bad[::2].any() for bad in flat):
+        return "every second element is wrong: the odd ones"
+    if all(bad[::2].any() and not bad[1::2].any() for bad in flat):
+        return "every second element is wrong: the even ones"
+    if all(bad.ndim == 2 and min(bad.shape) > 1 for _, _, bad in known):
+        columns, rows = ([bad.any(dim) for _, _, bad in known] for dim in (0, 1))
+        if all(not row[0] and row[1:].any() for row in rows):
+            return "row 0 is right and others aren't: where does a row begin, and which strides does x have?"
+        if all(not column[0] and column[-1] for column in columns):
+            return "the first columns are right, the last ones aren't: is the last, short block right?"
+        if all(not row[0] and row[-1] for row in rows):
+            return "the first rows are right, the last ones aren't: is the last, short block right?"
+    return ""
+
+
+def _of_inputs(known, cases):
+    """What the inputs of all wrong elements have in common, where results are as large as an input."""
+    pairs = []
+    for (_, _, bad), case in zip(known, cases, strict=True):
+        given = [arg.cpu() for arg in case if isinstance(arg, torch.Tensor) and arg.shape == bad.shape]
+        if not given:
+            return ""
+        pairs.append((given[0], bad))
+    for words, holds in {
+        "negative": lambda x: x < 0,
+        "positive": lambda x: x > 0,
+        "0": lambda x: x == 0,
+        "NaN or infinity": lambda x: ~x.isfinite(),
+        "no whole number": lambda x: x != x.round() if x.dtype.is_floating_point else torch.zeros_like(x, dtype=bool),
+        "large, above a thousand": lambda x: x.abs() > 1000,
+        "tiny, below a thousandth": lambda x: x.abs() < 1e-3,
+    }.items():
+        if all(holds(x)[bad].all() and not holds(x).all() for x, bad in pairs):
+            return f"all wrong elements are those whose input is {words}"
+    return ""
+
+
+def _sizes(answer, case):
+    """{name: integer} of the arguments of a case, and of the sizes of its tensors."""
+    try:
+        names = [*inspect.signature(answer).parameters]
+    except (TypeError, ValueError):
+        names = []
+    found = {}
+    for name, arg in zip(names, case, strict=False):
+        if isinstance(arg, int) and not isinstance(arg, bool):
+            found[name] = arg
+        elif isinstance(arg, torch.Tensor) and arg.ndim:
+            words = ["the length"] if arg.ndim == 1 else ["the number of rows", "the number of columns"]
+            found |= {f"{word} of {name}": size for word, size in zip(words, arg.shape, strict=False)}
+    return found
+
+
+def _of_cases(answer, wrong, right):
+    """What sets the cases apart that are wrong."""
+    bad, good = ([_sizes(answer, case) for case, _, _ in cases] for cases in (wrong, right))
+    if not good or not all(each.keys() == bad[0].keys() for each in bad + good):
+        return ""
+    for a in bad[0]:
+        for b in (*bad[0], 16, 32, 64):
+            step = (lambda each, b=b: each[b]) if isinstance(b, str) else (lambda each, b=b: b)
+            if a == b or not all(step(each) > 1 for each in bad + good):
+                continue
+            if all(each[a] % step(each) for each in bad) and not any(each[a] % step(each) for each in good):
+                return f"right only where {a} is a multiple of {b}: what of a short last block?"
+            if all(each[a] > step(each) for each in bad) and all(each[a] <= step(each) for each in good):
+                return f"right only where {a} is at most {b}: what comes after the first block?"
+    for a in bad[0]:
+        values = {each[a] for each in good}
+        if len(values) == 1 and not values & {each[a] for each in bad}:
+            return f"right only where {a} is {values.pop()}: is that number written into the answer?"
+    return ""
