@@ -8,6 +8,7 @@ import importlib
 import inspect
 import math
 import numbers
+import re
 import signal
 import threading
 from pathlib import Path
@@ -28,6 +29,7 @@ __all__ = ["Exercise", "check", "explore", "source"]
 
 LIMIT = 20  # seconds that an answer may take for a case,
 COMPILING = 60  # and compiling it, with the start of a process
+_LAUNCH = "launch your kernel with course.launch; torch alone doesn't count"
 _PACKAGE = Path(__file__).parent.parent
 
 
@@ -120,7 +122,7 @@ def _judge(answer, exercise):
     with Session(exercise.together) as session, _kept_alive():
         failure, results = _run(answer, exercise, cases, session)
     if failure is None and exercise.kernel and not session.launches:
-        failure = "Not yet: no kernel was launched.\nHint: launch yours with course.launch; torch alone doesn't count"
+        failure = f"Not yet: no kernel was launched.\nHint: {_LAUNCH}"
     if failure is None:
         failure, checked = _compiles(session) if exercise.kernel and INTERPRETED.value else (None, True)
     if failure is None:
@@ -183,7 +185,8 @@ def _run(answer, exercise, cases, session):
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a learner's mistake of any kind is explained, not raised
-            hint = failure and _hint(exercise, cases[: len(results)], results)
+            # one case may look like a mistake by chance
+            hint = failure and len(results) > 1 and _hint(exercise, cases[: len(results)], results)
             said = f"Hint: {hint}" if hint else _raised(call, error)
             return "\n".join(filter(None, (failure, said))), results
         written = [i for i, (arg, before) in enumerate(zip(given, case, strict=True)) if not _unchanged(arg, before)]
@@ -201,7 +204,9 @@ def _run(answer, exercise, cases, session):
     if unanswered := _unanswered(answer, name, results, session):
         return unanswered, results
     hint = _hint(exercise, cases, results)
-    if not hint and session.launches and not session.stored:
+    if exercise.kernel and not session.launches:
+        hint = _LAUNCH
+    elif not hint and session.launches and not session.stored:
         hint = "the kernel stores nothing, or only what was there before"
     hint = hint or diagnosis(answer, wrong, right)
     note = exercise.note and f"It must hold for {exercise.note}."
@@ -244,7 +249,7 @@ def _hint(exercise, cases, results):
         for i, case in enumerate(cases):
             with contextlib.suppress(Exception):  # a mistake may not know all cases
                 given[hint, i] = mistake(*case)
-    for like in (lambda got, want: _difference(got, want, 1e-6) is None), _alike:
+    for like in (lambda got, want: _difference(got, want, 1e-5) is None), _alike:
         for places in (range(len(cases)), bad):
             for hint in exercise.mistakes:
                 wrong = {i: given[hint, i] for i in places if (hint, i) in given}
@@ -275,7 +280,11 @@ def _compiles(session):
         return None, False
     except RuntimeError as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        if not lines or not lines[0].startswith(("CompilationError", "CompileTime", "Unsupported", "NameError")):
+        # a name that the kernel's copy lacks, or no compiler, says nothing about the kernel
+        told = (
+            lines and "NameError" not in str(error) and re.match(r"(Compil|Unsupp|Type|Value|Runtime)\w+: ", lines[0])
+        )
+        if not told:
             return None, False
         said = f"Not yet: right in the interpreter, but it doesn't compile for a GPU: {lines[0]} {lines[-1]}"
         return f"{said}\nHint: a kernel can use tl, its arguments, and constants that are tl.constexpr", True

@@ -16,7 +16,7 @@ def _numbers(*shape, seed=0):
 
 def _vectors():
     """(x, BLOCK) of lengths that are and aren't multiples."""
-    for seed, (n, BLOCK) in enumerate([(64, 32), (100, 32), (33, 16), (129, 64), (7, 16), (300, 16)]):
+    for seed, (n, BLOCK) in enumerate([(64, 32), (100, 32), (33, 16), (129, 64), (7, 16), (300, 16), (600, 256)]):
         x = _numbers(n, seed=seed)
         odd = torch.tensor(_ODD)[:n]
         x[torch.randperm(n, generator=torch.Generator().manual_seed(n))[: len(odd)]] = odd
@@ -35,6 +35,7 @@ def _matrix_and_bias():
     yield wide[:8, :32], bias[-32:], 2, 32
     yield tall[:, ::3], bias[:6], 16, 4
     yield wide[3:4], bias[20:60], 4, 16
+    yield wide, bias[:40], 32, 64
 
 
 def _packed(x):
@@ -44,7 +45,10 @@ def _packed(x):
 
 def _rows():
     """Matrices whose rows have gaps: large and tiny numbers, some rows without a positive one."""
-    x = _numbers(12, 1000, seed=3)
+    random = torch.Generator().manual_seed(3)
+    x = torch.randn(12, 1000, generator=random)
+    x[0, 3], x[1, 40], x[2, 98], x[5, 200] = -9, 8, -7, -6
+    x *= 10.0 ** torch.randint(-30, 37, (12, 1), generator=random)
     low = -2000 - 100 * torch.rand(9, 12, generator=torch.Generator().manual_seed(4))
     few = -(torch.rand(9, 40, generator=torch.Generator().manual_seed(5)) + 0.25)
     few[2, :30] = float("-inf")
@@ -58,7 +62,6 @@ def _maximum_cases():
 
 def _absmax_cases():
     x, low, few = _rows()
-    x[0, 3], x[1, 40], x[2, 98], x[5, 200] = -9e36, 8e36, -7e35, -6e37
     few[1, 33] = float("-inf")
     return [(x[:3, :99], 32), (x[4:8, :256], 32), (x[2:3, :33], 16), (low[:4, :10], 16), (x[6:9], 64), (few / 3, 16)]
 
