@@ -13,10 +13,12 @@ import nbclient
 import nbformat
 import pytest
 from exercises import (
+    CHECK,
     MASK,
     NAMED,
     OTHER,
     READS,
+    STUB,
     code_cells,
     complaint,
     exercises,
