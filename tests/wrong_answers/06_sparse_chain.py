@@ -1,5 +1,11 @@
 """Wrong answers to the exercises of the notebook of this name: (a part of the hint that must be printed, code)."""
 
+import qk
+
+# who comes first in a race, and what doesn't compile, is told in the interpreter only
+INTERPRETED = qk.device() == "cpu"
+RACES = "a race: " if INTERPRETED else ""
+
 
 def column(expression):
     return f"def column_at(p, L):\n    return {expression}"
@@ -9,21 +15,54 @@ def windows(expression):
     return f"def windows_over(column, L):\n    half = column % L // 2\n    return {expression}"
 
 
+def words(
+    middle="((a >> 16) & 0xFFFF) | (b << 16)", group="tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)",
+    mask="mask=group < groups", other=", other=0", stores=("a", "middle", "b"), before="",
+):  # fmt: skip
+    load = ", ".join(filter(None, [mask])) + other if mask else ""
+    load = f", {load}" if load else ""
+    store = f", {mask}" if mask else ""
+    return f"""@triton.jit
+def slide_words_kernel(words_ptr, out_ptr, groups, BLOCK: tl.constexpr):
+    group = {group}
+    a = tl.load(words_ptr + 2 * group{load})
+    b = tl.load(words_ptr + 2 * group + 1{load})
+    middle = {middle}
+    {before}
+    tl.store(out_ptr + 3 * group, {stores[0]}{store})
+    tl.store(out_ptr + 3 * group + 1, {stores[1]}{store})
+    tl.store(out_ptr + 3 * group + 2, {stores[2]}{store})
+"""
+
+
+NO_KERNEL = """def slide_words(words, BLOCK):
+    a, b = words.unbind(1)
+    return torch.stack([a, ((a >> 16) & 0xFFFF) | (b << 16), b], 1)
+"""
+# a store into the next program's block before the correct one
+RACE = "tl.store(out_ptr + 3 * (group + BLOCK), a, mask=group + BLOCK < groups)"
+# right in the interpreter; but a loop can't change a variable's type
+WIDER = words(before="for _ in range(groups * 0 + 1):\n        middle = middle.to(tl.int64)")
+
+
 def kernel(
-    loads="offs < K", again="column < K", store="out_ptr + row * C + position, code, mask=position < C", program=0
-):
+    loads="offs < K", again="column < K", store="out_ptr + row * C + position, code, mask=position < C", program=0,
+    code="((again * inverse + 12582912.0) - 12582912.0).to(tl.int8)", absmax="tl.max(tl.abs(x), 0)",
+    other=", other=0.0", before="",
+):  # fmt: skip
     """None: no mask."""
-    mask, mask_again = (f", mask={condition}, other=0.0" if condition else "" for condition in (loads, again))
+    mask, mask_again = (f", mask={condition}{other}" if condition else "" for condition in (loads, again))
     return f"""@triton.jit
 def ragged_kernel(x_ptr, out_ptr, K, C, COLUMNS: tl.constexpr, POSITIONS: tl.constexpr):
     row = tl.program_id({program})
     offs = tl.arange(0, COLUMNS)
     x = tl.load(x_ptr + row * K + offs{mask})
-    inverse = 127.0 / tl.max(tl.abs(x), 0)
+    inverse = 127.0 / {absmax}
     position = tl.arange(0, POSITIONS)
     column = position // 12 * 8 + position % 12 // 4 * 2 + position % 4
     again = tl.load(x_ptr + row * K + column{mask_again})
-    code = ((again * inverse + 12582912.0) - 12582912.0).to(tl.int8)
+    code = {code}
+    {before}
     tl.store({store})
 """
 
@@ -39,7 +78,13 @@ ANSWERS = {
         ("2L - 4 positions, not L", column("p // L * L + p % L // 4 * 2 + p % 4")),
         ("begins L columns after", column("p // (2 * L - 4) * (2 * L - 4) + p % (2 * L - 4) // 4 * 2 + p % 4")),
         ("right in the first group", column("2 * (p // 4) + p % 4")),
+        ("the group's first column", column("p % (2 * L - 4) // 4 * 2 + p % 4")),
+        ("right for L = 8", column("p // 12 * 8 + p % 12 // 4 * 2 + p % 4")),
+        ("integer division", column("p / (2 * L - 4) * L + p % (2 * L - 4) // 4 * 2 + p % 4")),
+        ("two columns further", column("p // (2 * L - 4) * L + p % (2 * L - 4) // 4 * 4 + p % 4")),
+        ("off by one", column("p // (2 * L - 4) * L + p % (2 * L - 4) // 4 * 2 + p % 4 + 1")),
         ("", column("p % (2 * L - 4)")),
+        ("", "def column_at(p, L):\n    raise SystemExit"),
     ],
     "windows_over": [
         ("no window to their left", windows("[half - 1, half]")),
@@ -51,21 +96,52 @@ ANSWERS = {
         ("may have two windows", windows("[max(half - 1, 0)]")),
         ("this is the right one", windows("[min(half, L // 2 - 2)]")),
         ("from left to right", windows("[w for w in (half, half - 1) if 0 <= w < L // 2 - 1]")),
+        ("return a list", windows("tuple(w for w in (half - 1, half) if 0 <= w < L // 2 - 1)")),
+        ("the number 0", windows("[w + 1 for w in (half - 1, half) if 0 <= w < L // 2 - 1]")),
+        ("return their numbers", windows("sum(0 <= w < L // 2 - 1 for w in (half - 1, half))")),
+        ("not their numbers", windows("[2 * w for w in (half - 1, half) if 0 <= w < L // 2 - 1]")),
+        ("right for L = 8", windows("[w for w in (column % 8 // 2 - 1, column % 8 // 2) if 0 <= w < 3]")),
         ("", windows("(half - 1, half)")),
-        ("", windows("[w for w in (half, half + 1) if w < L // 2 - 1]")),
+        ("at the column or after it", windows("[w for w in (half, half + 1) if w < L // 2 - 1]")),
+    ],
+    "slide_words": [
+        ("fills in ones", words("(a >> 16) | (b << 16)")),
+        ("a comes first", words("((b >> 16) & 0xFFFF) | (a << 16)")),
+        ("to the other end", words("(a & -65536) | (b & 0xFFFF)")),
+        ("windows 0 and 2 have them", words("(a & 0xFFFF) | (b & -65536)")),
+        ("by bits, not by bytes", words("(a >> 2) | (b << 2)")),
+        ("8 bits are one code", words("((a >> 8) & 0xFFFFFF) | (b << 24)")),
+        ("b's half is missing", words("(a >> 16) & 0xFFFF")),
+        ("between windows 0 and 2", words(stores=("a", "b", "middle"))),
+        ("changed places", words(stores=("b", "middle", "a"))),
+        ("missing or too wide?", words(mask="")),
+        (RACES, words(before=RACE)),
+        ("numbers are missing", words(group="tl.program_id(0) * 64 + tl.arange(0, 64)")),
+        ("numbers are missing", words(group="tl.arange(0, BLOCK)")),
+        ("launch yours", NO_KERNEL),
+        ("tl.constexpr" if INTERPRETED else "", WIDER),
+        ("", words(stores=("a", "middle", "b + 0.5"))),
+        ("a's half is missing", words("b << 16")),
     ],
     "ragged_codes": [
-        ("came into this row's maximum", kernel(f"offs < {END}", f"column < {END}")),
-        ("but not the maximum", kernel(f"offs < {END}")),
-        ("the codes still go on", kernel(again=f"column < {END}")),
+        ("missing or too wide?", kernel(f"offs < {END}", f"column < {END}")),
+        ("missing or too wide?", kernel(f"offs < {END}")),
+        ("missing or too wide?", kernel(again=f"column < {END}")),
         ("the last group is cut off", kernel("offs < K // 8 * 8", "column < K // 8 * 8")),
-        ("< and not <=", kernel("offs <= K", "column <= K")),
-        ("load's mask", kernel(None, None)),
+        ("missing or too wide?", kernel("offs <= K", "column <= K")),
+        ("missing or too wide?", kernel(None, None)),
         ("missing or too wide?", kernel(store="out_ptr + row * C + position, code")),
-        ("without a mask in the first load", kernel(loads=None)),
+        ("missing or too wide?", kernel(loads=None)),
         ("missing or too wide?", kernel(store="out_ptr + row * 64 + position, code, mask=position < C")),
         ("write all C positions", kernel(store="out_ptr + row * C + position, code, mask=position < K")),
-        ("", kernel(program=1)),
-        ("", kernel(store="out_ptr + row * K + position, code, mask=position < C")),
+        ("truncated instead of rounded", kernel(code="(again * inverse).to(tl.int8)")),
+        ("the first 32 elements are right", kernel(program=1)),
+        (RACES, kernel(store="out_ptr + row * K + position, code, mask=position < C")),
+        ("largest magnitude", kernel(absmax="tl.max(x, 0)")),
+        ("a floor under", kernel(absmax="tl.maximum(tl.max(tl.abs(x), 0), 1e-8)")),
+        ("", kernel(absmax="tl.max(tl.abs(x), 0).to(tl.float16)")),
+        ("with other=", kernel(other="")),
+        (RACES, kernel(before="tl.store(out_ptr + (row + 1) * C + position, code, mask=(position < C) & (row == 0))")),
+        ("the last column", kernel("offs < K - 1", "column < K - 1")),
     ],
 }
