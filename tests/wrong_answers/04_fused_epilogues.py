@@ -76,7 +76,7 @@ ANSWERS = {
         ("up is missing", changed(GATED, (SILU, "gate * tl.sigmoid(gate)"))),
         ("SiLU is missing", changed(GATED, (SILU, "gate * up"))),
         (
-            "round first" if INTERPRETED else "",
+            "truncated" if INTERPRETED else "",
             changed(GATED, ("(x * (127.0 / absmax) + 12582912.0) - 12582912.0", "x * (127.0 / absmax)")),
         ),
         ("absmax / 127", changed(GATED, ("absmax / 127.0)", "absmax)"))),

@@ -116,6 +116,11 @@ EXERCISES = {
             "only the last block is left: add to acc": _by(lambda sums, a, b: (sums * a * b)[..., -1]),
             "a's scale belongs to a row of the tile: [:, None]": _by(_turned),
             "the last, short block is missing": _without_short,
+            "a block's sum needs more than 16 bits": _by(
+                lambda sums, a, b: (((sums + 2**15) % 2**16 - 2**15) * a * b).sum(-1)
+            ),
+            "a's scales are cut to whole numbers": _by(lambda sums, a, b: (sums * a.trunc() * b).sum(-1)),
+            "b's scales are cut to whole numbers": _by(lambda sums, a, b: (sums * a * b.trunc()).sum(-1)),
         },
         kernel=True,
         bound=_bound,

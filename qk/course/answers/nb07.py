@@ -156,6 +156,7 @@ EXERCISES = {
             "the eighth code of each word is missing": _gemv(keep=lambda column, n: column % 8 < 7),
             "each program has 16 rows of its own: its number says which": _gemv(keep=lambda column, n: n < 16),
             "the last, short group is missing": _without_short,
+            "scales are cut to whole numbers": _gemv(lambda sums, scale: (sums * scale.trunc()).sum(1)),
         },
         kernel=True,
         bound=_gemv_bound,
