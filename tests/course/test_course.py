@@ -183,6 +183,7 @@ PLOTS = {
     "compiler": lambda: course.compiler_table({"one": COMPILED}),
     "programs": lambda: course.programs(moved(3, 20)),
     "programs of a matrix": lambda: course.programs(moved(2, 16, torch.zeros(4, 8)[:, :6]), "out_ptr", by="step"),
+    "programs beside each other": lambda: course.programs(moved(2, 16, torch.zeros(4, 8)[:, :6]), beside=True),
     "programs of columns": lambda: course.programs(moved(2, 16, torch.zeros(4, 6).t()), cells=60, width=16),
     "two times": lambda: course.two_times(WALL_RECORD, {"a call": ("act_quant", "qk", 1, 8192)}, "t"),
     "roofline without measurements": lambda: course.roofline(None, (16, 8192, 8192)),
@@ -320,9 +321,10 @@ def test_operand_blocks_count_the_scales_of_a_step(block, k_step, scales):
     short = course.operand_blocks(torch.ones(200, 300), block, step=1).axes[1].get_title(loc="left")
     assert short.startswith("x transposed [300, 200]\n72 values")
     marks = [box for ax in fig.axes for box in ax.patches]
-    assert [mark.get_facecolor() == matplotlib.colors.to_rgba(course.BLUE) for mark in marks] == [
+    assert [mark.get_edgecolor() == matplotlib.colors.to_rgba(course.BLUE) for mark in marks] == [
         n == 1 for n in scales
     ]
+    assert all(mark.get_facecolor()[3] == 0 for mark in marks)  # what they frame stays visible
 
 
 def test_benchmark_names_gpu_and_date_and_takes_only_what_was_asked():
@@ -333,6 +335,14 @@ def test_benchmark_names_gpu_and_date_and_takes_only_what_was_asked():
     assert sorted(bar.get_width() for bar in ax.patches if bar.get_width()) == [0.05, 0.05, 0.5, 0.5, 0.97, 0.97]
     with pytest.raises(ValueError, match="different options; say which of {'group_size'"):  # bars over bars
         course.benchmark(RECORD, "quantize_int4")
+
+
+def test_a_variant_has_one_color_in_all_curves():
+    orders = ["int8", "bfloat16", "other"], ["more", "other", "bfloat16", "int8"]
+    charts = [course.curves({name: [(1, 2), (3, 4)] for name in names}, "t", "x", "y", log=False) for names in orders]
+    colors = [{line.get_label(): line.get_color() for line in fig.axes[0].get_lines()} for fig in charts]
+    assert colors[0]["int8"] == colors[1]["int8"] and colors[0]["bfloat16"] == colors[1]["bfloat16"]
+    assert [len({*found.values()}) for found in colors] == [3, 4]
 
 
 @pytest.mark.parametrize("record", [None, RECORD])
