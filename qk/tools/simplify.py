@@ -219,7 +219,7 @@ class _Pass:
                            and function.node.decorator_list}  # fmt: skip
         self.fields = self._find_fields()
         self.cache, self.query, self.assumed, self.busy = {}, {}, {}, set()
-        self.taken, self.groups = [], []
+        self.taken, self.groups, self.inlined = [], [], set()
 
     # what calls what
 
@@ -586,12 +586,13 @@ class _Pass:
             if name not in self.roots or any(key[0] == name for key in self.pins if isinstance(key, tuple)):
                 self._unused_parameters(name, function)
             self._unused_defaults(name, function)
-            if not self.groups:
-                self._inline(name, function)
             self._docstring(name, function)
         self._tables()
         for name, node in self.classes.items():
             self._unused_fields(name, node)
+        if not self.groups:
+            for name, function in self.functions.items():
+                self._inline(name, function)
         return self.groups
 
     def _drops(self, node):
@@ -797,7 +798,7 @@ class _Pass:
                 continue
             text = f'"{value}"' if isinstance(value, str) else repr(value)
             if isinstance(value, torch.dtype) and function.node.decorator_list:
-                text = text.replace("torch", "tl")
+                text = text.replace("torch", "tl" if "triton" in ast.unparse(function.node.decorator_list[0]) else "gl")
             for node in loads:
                 if not isinstance(node.ctx, ast.Load) or node in self.in_text:
                     continue
@@ -905,13 +906,19 @@ class _Pass:
             return
         call = next((each for each in _walk(self.tree) if _is_call_of(each, key)), None)
         caller, statement = self.owner.get(call), self.parents.get(call)
-        if caller is None or caller is function or call in self.in_text:
+        if caller is None or caller is function or call in self.in_text or {caller, function} & self.inlined:
             return
         body = node.body[1:] if _is_docstring(node.body[0]) else node.body
         returns = [each for part in body for each in _walk(part) if isinstance(each, ast.Return)]
         alone = returns == [body[-1]] and returns[0].value is not None
         tail = isinstance(statement, ast.Return)
         expression = alone and len(body) == 1 and not tail
+        above, repeated = call, False
+        while above is not caller.node:
+            above = self.parents[above]
+            repeated = repeated or isinstance(above, ast.For | ast.While)
+        if repeated and any(isinstance(each, ast.AnnAssign) for each in _walk(node)):
+            return  # a constexpr can't be defined again
         if not (tail or expression or isinstance(statement, ast.Assign) and alone or
                 isinstance(statement, ast.Expr) and not returns):  # fmt: skip
             return
@@ -962,6 +969,7 @@ class _Pass:
             inside = ast.BinOp | ast.UnaryOp | ast.Attribute | ast.Compare | ast.BoolOp | ast.Subscript
             if isinstance(value, ast.BinOp | ast.IfExp | ast.BoolOp | ast.Compare) and isinstance(statement, inside):
                 text = f"({text})"
+            self.inlined |= {caller, function}
             self.propose((*self.at(call), text))
             return
         if tail and "Args:" in ast.unparse(node.body[0]) and "Args:" not in ast.unparse(caller.node.body[0]):
@@ -973,6 +981,7 @@ class _Pass:
             if len(body) > 1:
                 lines.append(self._block(body[:-1], len(indent), replacements).rstrip("\n"))
             lines += [f"{indent}{each}" for each in self._bindings(statement.targets[0], body[-1].value, replacements)]
+        self.inlined |= {caller, function}
         self.propose((*self._lines_of(statement.lineno, statement.end_lineno), "\n".join([*about, *lines]) + "\n"))
 
     def _share(self, docstring, other):

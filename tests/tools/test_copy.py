@@ -181,7 +181,7 @@ def test_long_copies_do_not_grow(name):
     assert len(text_of(name).splitlines()) <= TOO_LONG[name]
 
 
-@pytest.mark.parametrize(("name", "arch"), AT_MOST, ids="-".join)
+@pytest.mark.parametrize(("name", "arch"), AT_MOST)
 def test_copies_for_one_instruction_set_do_not_grow(name, arch):
     assert len(text_of(name, arch).splitlines()) <= AT_MOST[name, arch]
 
