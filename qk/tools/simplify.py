@@ -913,11 +913,7 @@ class _Pass:
         alone = returns == [body[-1]] and returns[0].value is not None
         tail = isinstance(statement, ast.Return)
         expression = alone and len(body) == 1 and not tail
-        above, repeated = call, False
-        while above is not caller.node:
-            above = self.parents[above]
-            repeated = repeated or isinstance(above, ast.For | ast.While)
-        if repeated and any(isinstance(each, ast.AnnAssign) for each in _walk(node)):
+        if self._repeated(call, caller.node) and any(isinstance(each, ast.AnnAssign) for each in _walk(node)):
             return  # a constexpr can't be defined again
         if not (tail or expression or isinstance(statement, ast.Assign) and alone or
                 isinstance(statement, ast.Expr) and not returns):  # fmt: skip
@@ -943,7 +939,7 @@ class _Pass:
                 used = used - {name} if sum(name in _names(each) for _, each in given) == 1 else used
             elif any(each in self.in_text for each in loads):
                 return
-            elif name in function.assigned or not simple and len(loads) > 1:
+            elif name in function.assigned or not simple and (len(loads) != 1 or self._repeated(loads[0], node)):
                 users = [each for _, each in given if name in _names(each)]
                 if users == [value] and (tail or name in targets):
                     used = used - {name}
@@ -972,8 +968,6 @@ class _Pass:
             self.inlined |= {caller, function}
             self.propose((*self.at(call), text))
             return
-        if tail and "Args:" in ast.unparse(node.body[0]) and "Args:" not in ast.unparse(caller.node.body[0]):
-            self._share(caller.node.body[0], node.body[0])
         lines = [f"{indent}{head}" for head in heads]
         if not alone or tail:
             lines.append(self._block(body, len(indent), replacements).rstrip("\n"))
@@ -981,8 +975,21 @@ class _Pass:
             if len(body) > 1:
                 lines.append(self._block(body[:-1], len(indent), replacements).rstrip("\n"))
             lines += [f"{indent}{each}" for each in self._bindings(statement.targets[0], body[-1].value, replacements)]
+        text = "\n".join([*about, *lines])
+        if any(len(line) > 120 and not line.lstrip().startswith("#") for line in text.split("\n")):
+            return
+        if tail and "Args:" in ast.unparse(node.body[0]) and "Args:" not in ast.unparse(caller.node.body[0]):
+            self._share(caller.node.body[0], node.body[0])
         self.inlined |= {caller, function}
-        self.propose((*self._lines_of(statement.lineno, statement.end_lineno), "\n".join([*about, *lines]) + "\n"))
+        self.propose((*self._lines_of(statement.lineno, statement.end_lineno), f"{text}\n"))
+
+    def _repeated(self, node, function):
+        """Whether a node is in a loop of a function."""
+        while node is not function:
+            node = self.parents[node]
+            if isinstance(node, ast.For | ast.While | ast.comprehension | ast.GeneratorExp | ast.ListComp):
+                return True
+        return False
 
     def _share(self, docstring, other):
         """Give a docstring without arguments all but the summary of the one that its function is said to be like."""
