@@ -185,7 +185,7 @@ def _ordered(needed):
                 visit(other)
             order.append(where)
 
-    for where in sorted(needed, key=lambda where: MODULES.index(where) if where in MODULES else -1):
+    for where in sorted(needed, key=lambda where: (MODULES.index(where) if where in MODULES else -1, where)):
         visit(where)
     return [where for where in order if where in needed]
 
