@@ -32,7 +32,6 @@ from .core.checks import (
     BLOCKS,
     FLOATS,
     SCALE_LAYOUTS,
-    check_data,
     check_one_of,
     check_rounding,
     check_tensor,
@@ -77,16 +76,14 @@ def _squares(x, block_size):
     return [cdiv(size, block_size) for size in x.shape]
 
 
-def _scale_shape(x, x_scale, block_size):
-    """Returns the shape that x's scales must have: one per square block if they have that, otherwise per 1 x block."""
-    if x.ndim == 2 and x.shape[0] > 1 and list(x_scale.shape) == _squares(x, block_size):
-        return _squares(x, block_size)
-    return [*x.shape[:-1], cdiv(x.shape[-1], block_size)]
+def _has_squares(x, x_scale, block_size):
+    """Whether the scales of x belong to square blocks."""
+    return x.ndim == 2 and x.shape[0] > 1 and list(x_scale.shape) == _squares(x, block_size)
 
 
 def _empty_int8_gelu(x, x_scale, block_size, activation, scale_layout):
     if list(x_scale.shape[:-1]) != list(x.shape[:-1]):
-        return x.new_empty(x.shape), x.new_empty(x_scale.shape, dtype=torch.float32)
+        return x.new_empty(x.shape), x.new_empty(_squares(x, block_size), dtype=torch.float32)
     return x.new_empty(x.shape), empty_scale(x, x_scale.shape[-1], scale_layout)
 
 
@@ -213,8 +210,8 @@ def _int8_gelu_kernel(
     row = (pid // programs).to(tl.int64) * ROWS
     chunk = (pid % programs).to(tl.int64)
     codes = load_tile(x_ptr, row, chunk * BLOCK, M, K, stride_xm, ROWS, BLOCK)
-    x_scale_ptrs, mask = tile_at(x_scale_ptr, row, chunk * GROUPS, M, groups, stride_xsm, stride_xsg, ROWS, GROUPS)
-    scale = tl.load(x_scale_ptrs, mask=mask, other=0.0)  # [ROWS, GROUPS]
+    x_scale_ptrs, has_scale = tile_at(x_scale_ptr, row, chunk * GROUPS, M, groups, stride_xsm, stride_xsg, ROWS, GROUPS)
+    scale = tl.load(x_scale_ptrs, mask=has_scale, other=0.0)  # [ROWS, GROUPS]
     x = tl.reshape(codes.to(tl.float32), (ROWS, GROUPS, QUANT_BLOCK)) * scale[:, :, None]
     x = activate(x, ACTIVATION)
     absmax, inverse, finite = absmax_and_inverse(tl.max(magnitude_bits(x), 2), 127.0, 3.8e-37)
@@ -293,7 +290,7 @@ def int8_gelu(x, x_scale, block_size=128, *, activation="gelu", scale_layout="ro
             block, [ceil(M / block_size), ceil(K / block_size)].
         block_size: 32, 64, 128 or 256.
         activation: "gelu" (exact, with erf), "gelu_tanh" or "silu".
-        scale_layout: "row", or "column" for K-major scales, which square blocks don't have.
+        scale_layout: "row", or "column" for K-major scales. Square blocks have none.
 
     Returns:
         codes, int8 [..., K]; scale, float32, in x_scale's shape: what `act_quant`, or `weight_quant` for square blocks,
@@ -306,11 +303,12 @@ def int8_gelu(x, x_scale, block_size=128, *, activation="gelu", scale_layout="ro
     check_one_of("block_size", block_size, BLOCKS)
     check_one_of("activation", activation, ACTIVATIONS)
     check_one_of("scale_layout", scale_layout, SCALE_LAYOUTS)
-    check_data("x_scale", x_scale, (torch.float32,))
-    shape = _scale_shape(x, x_scale, block_size)
+    shape = [*x.shape[:-1], cdiv(x.shape[-1], block_size)]
+    if isinstance(x_scale, torch.Tensor) and _has_squares(x, x_scale, block_size):
+        shape = _squares(x, block_size)
+        if scale_layout == "column":
+            raise ValueError("scale_layout is 'column'; it takes 'row' where x_scale has square blocks")
     check_tensor("x_scale", x_scale, (torch.float32,), shape, like=("x", x))
-    if shape[:-1] != list(x.shape[:-1]) and scale_layout == "column":
-        raise ValueError("scale_layout is 'column'; it takes 'row' where x_scale has square blocks")
     return _int8_gelu(x, x_scale, block_size, activation, scale_layout)
 
 
@@ -480,7 +478,7 @@ def int8_gelu_backward(
 
 
 def int8_gelu_ref(x, x_scale, block_size=128, *, activation="gelu", scale_layout="row"):
-    if _scale_shape(x, x_scale, block_size)[:-1] != list(x.shape[:-1]):
+    if _has_squares(x, x_scale, block_size):
         return quantize_squares_ref(activate_ref(_dequantized(x, x_scale, block_size), activation), block_size)
     scale = x_scale.detach().repeat_interleave(block_size, -1)[..., : x.shape[-1]]
     return quantize_blocks_ref(activate_ref(x.float() * scale, activation), block_size, scale_layout)

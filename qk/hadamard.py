@@ -106,14 +106,14 @@ def _launch(x, out, scale=None, block_size=1):
     if x.is_contiguous() and x.shape[1] % block_size == 0 and (scale is None or scale.is_contiguous()):
         # viewed as one row: the same bytes, and no tile is cut off at a row's end
         x, scale = x.view(1, -1), None if scale is None else scale.view(1, -1)
-    groups, *strides = (0, 0, 0) if scale is None else (scale.shape[1], *scale.stride())
+    groups, stride_sm, stride_sk = (0, 0, 0) if scale is None else (scale.shape[1], *scale.stride())
     M, K = x.shape
     config = _CONFIGS["interpreted" if INTERPRETING else "compiled"]
     rows, block, num_warps = tile_shape(K, config, max(size, block_size), next_power_of_2(M))
     programs = cdiv(K, block)
     launch(
         x.device, _hadamard_kernel, (cdiv(M, rows) * programs,),
-        x, out, scale, M, K, programs, groups, x.stride(0), *strides,
+        x, out, scale, M, K, programs, groups, x.stride(0), stride_sm, stride_sk,
         STAGES=size.bit_length() - 1, QUANT_BLOCK=block_size, ROWS=rows, BLOCK=block,
         WHOLE=M % rows == 0 and K % block == 0, early=True, num_warps=num_warps,
     )  # fmt: skip

@@ -83,21 +83,22 @@ def _grid(row_blocks, chunks):
     return (row_blocks,) if chunks == 1 else grid(chunks, row_blocks)
 
 
-def _groups_as_rows(matrix, packed, absmax, group_size):
+def _groups_as_rows(x, packed, absmax, group_size):
     """View groups as rows where they fill the rows of a contiguous matrix: the same bytes, and simpler indices."""
-    if group_size is None or matrix.shape[1] % group_size or not matrix.is_contiguous():
-        return matrix, packed, absmax, group_size
-    groups = absmax.numel()
-    return matrix.view(groups, group_size), packed.view(groups, -1), absmax.view(groups, 1), None
+    if group_size is not None and x.shape[1] % group_size == 0 and x.is_contiguous():
+        groups = absmax.numel()
+        x, packed, absmax = x.view(groups, group_size), packed.view(groups, -1), absmax.view(groups, 1)
+        group_size = None
+    return x, packed, absmax, group_size
 
 
 def _as_words(packed):
     """View four bytes of eight codes as one int32, which has the same bits and moves faster."""
-    rows, columns = packed.shape
-    if packed.dtype == torch.int32 or columns % 4 or packed.storage_offset() % 4 or packed.data_ptr() % 4:
-        return packed
-    # flat first: torch checks the row stride even if there is only one row
-    return packed.view(-1).view(torch.int32).view(rows, columns // 4)
+    aligned = (packed.storage_offset() | packed.data_ptr()) % 4 == 0
+    if packed.dtype == torch.uint8 and packed.shape[1] % 4 == 0 and aligned:
+        # flat first: torch checks the row stride even if there is only one row
+        packed = packed.view(-1).view(torch.int32).view(packed.shape[0], packed.shape[1] // 4)
+    return packed
 
 
 def _check_group_size(group_size):
@@ -111,12 +112,6 @@ def _check_packed(packed, columns):
     if packed.shape[1] != words:
         shape = list(packed.shape)
         raise ValueError(f"packed has shape {shape}; {columns} columns take [R, {words}] of {packed.dtype}")
-
-
-@triton.jit
-def _magnitude(x):
-    """Return the bits of |x| as a float32."""
-    return magnitude_bits(to_float32(x))
 
 
 @triton.jit
@@ -188,13 +183,13 @@ def _quantize_int4_kernel(
     held = ()
     for i in tl.static_range(HELD):
         held = held + (tl.load(x_ptrs + i * BLOCK, mask=mask_r & (offs_c < columns - i * BLOCK), other=0),)
-    magnitude = _magnitude(held[0])
+    magnitude = magnitude_bits(to_float32(held[0]))
     for i in tl.static_range(1, HELD):
-        magnitude = tl.maximum(magnitude, _magnitude(held[i]))
+        magnitude = tl.maximum(magnitude, magnitude_bits(to_float32(held[i])))
     if MORE:
         for i in range(HELD, tiles.to(tl.int64)):
             tile = tl.load(x_ptrs + i * BLOCK, mask=mask_r & (offs_c < columns - i * BLOCK), other=0)
-            magnitude = tl.maximum(magnitude, _magnitude(tile))
+            magnitude = tl.maximum(magnitude, magnitude_bits(to_float32(tile)))
 
     bits = tl.max(tl.reshape(magnitude, (ROWS * GROUPS, GROUP)), 1)
     absmax, inverse, finite = absmax_and_inverse(bits, 7.0, 2.1e-38)
@@ -216,24 +211,19 @@ def _quantize_int4_kernel(
 
 def _launch_quantize(x, packed, absmax, group_size):
     """packed and absmax are contiguous."""
-    if packed.numel() == 0:
-        absmax.zero_()  # a row without columns has one absmax, 0
-        return
     x, packed, absmax, group_size = _groups_as_rows(with_contiguous_rows(x), packed, absmax, group_size)
     packed = _as_words(packed)
     R, C = x.shape
-    kind, tiles = "quantize", 1
-    if R * C < _SMALL:
-        kind = "quantize small"
-    elif group_size is None and C > _CONFIGS["quantize"].columns:
-        kind = "quantize wide"
+    kind = "quantize small" if R * C < _SMALL else "quantize"
+    if group_size is None:
+        kind = "quantize wide" if R * C >= _SMALL and C > _CONFIGS["quantize"].columns else kind
+        kind = "quantize long" if C > _CONFIGS[kind].columns else kind
     rows, block, num_warps = _tile(C, group_size, kind)
-    if group_size is None and C > block:
-        rows, block, num_warps = _tile(C, group_size, "quantize long")
-        tiles = cdiv(C, block)
-    chunks = cdiv(C, block * tiles)
+    tiles = cdiv(C, block) if group_size is None else 1
+    chunks = 1 if group_size is None else cdiv(C, block)
+    row_blocks = cdiv(R, rows)
     launch(
-        x.device, _quantize_int4_kernel, _grid(cdiv(R, rows), chunks),
+        x.device, _quantize_int4_kernel, _grid(row_blocks, chunks),
         x, packed, absmax, R, C, tiles, x.stride(0), packed.shape[1], absmax.shape[1],
         PACK=_pack_of(packed), GROUP=group_size or block, ROWS=rows, BLOCK=block, ONE_CHUNK=chunks == 1,
         HELD=min(tiles, _HELD), MORE=tiles > _HELD, num_warps=num_warps,
@@ -253,7 +243,10 @@ def _empty_quantized(x, group_size, packing):
 def _quantize_int4(
     x: torch.Tensor, group_size: int | None, packing: str, packed, absmax
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _launch_quantize(x, packed, absmax, group_size)
+    if packed.numel():
+        _launch_quantize(x, packed, absmax, group_size)
+    else:
+        absmax.zero_()  # a row without columns has one absmax, 0
 
 
 @replayed()
@@ -475,14 +468,16 @@ def unpack_int4(packed, columns):
 
 def quantize_int4_ref(x, group_size=None, packing="uint8"):
     rows, columns = x.shape
-    groups, group = _groups(columns, group_size), group_size or max(columns, 1)
+    groups, group = 1 if group_size is None else -(-columns // group_size), group_size or max(columns, 1)
     x_groups = torch.nn.functional.pad(x.detach().float(), (0, groups * group - columns)).view(rows, groups, group)
     absmax = x_groups.abs().amax(-1, keepdim=True)
     usable = (absmax >= 2.1e-38) & absmax.isfinite()
     # torch.full_like(...) / absmax is a division; 7 / absmax would be a reciprocal and a product
     codes = torch.round(torch.where(usable, x_groups * (torch.full_like(absmax, 7) / absmax), 0)).to(torch.int8)
     absmax = torch.where(usable, absmax, torch.where(absmax.isfinite(), 0, torch.nan)).squeeze(-1)
-    return pack_int4_ref(codes.view(rows, groups * group)[:, :columns], packing), absmax.to(x.dtype)
+    codes = codes.view(rows, groups * group)[:, :columns]
+    packed = pack_int4_ref(codes, packing)
+    return packed, absmax.to(x.dtype)
 
 
 def dequantize_int4_ref(packed, absmax, columns, group_size=None, out_dtype=torch.float16):
@@ -494,11 +489,10 @@ def dequantize_int4_ref(packed, absmax, columns, group_size=None, out_dtype=torc
 
 def pack_int4_ref(codes, packing="uint8"):
     dtype, pack = _PACK[packing]
-    rows, columns = codes.shape
-    nibbles = torch.nn.functional.pad(codes, (0, -columns % pack)).view(rows, -(-columns // pack), pack).int() & 15
-    return (
-        (nibbles << 4 * torch.arange(pack, device=codes.device, dtype=torch.int32)).sum(-1, dtype=torch.int32).to(dtype)
-    )
+    R, C = codes.shape
+    nibbles = torch.nn.functional.pad(codes, (0, -C % pack)).view(R, -(-C // pack), pack).int() & 15
+    shifts = 4 * torch.arange(pack, device=codes.device, dtype=torch.int32)
+    return (nibbles << shifts).sum(-1, dtype=torch.int32).to(dtype)
 
 
 def unpack_int4_ref(packed, columns):

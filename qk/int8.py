@@ -11,7 +11,9 @@
     | s10 | s11 | s12 |            |     |     |     |                | s1
     +-----+-----+-----+-           +-----+-----+-----+-               +------------------
 
-Short blocks at the right and lower edges have their own scales. FP8 (e4m3, per token) uses 448 in place of 127.
+Short blocks at the right and lower edges have their own scales.
+
+`quantize_per_token` also quantizes to FP8 (e4m3), with 448 in place of 127.
 
 `square_quant` quantizes like `weight_quant` and also writes the codes transposed, which training needs: int8 GEMMs read
 both operands along K, and K in a gradient's GEMM is what was a row index in the forward GEMM. A square block is still
@@ -113,8 +115,8 @@ def _quantize_int8_kernel(
     GROUPS: tl.constexpr,  # scales in a row of a program
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    HELD: tl.constexpr,
-    MORE: tl.constexpr,  # there are more than HELD tiles
+    HELD: tl.constexpr,  # tiles that stay in registers until absmax is known; the others of a program are read twice
+    MORE: tl.constexpr,  # there are others
     EARLY: tl.constexpr,  # may start before the previous kernel ends: see launch.launch
 ):
     wait_if_early(EARLY)
@@ -128,16 +130,16 @@ def _quantize_int8_kernel(
     row = scale_row * ROWS * tiles if SQUARE else scale_row
     column = chunk * BLOCK
 
-    held = ()
+    x = ()
     for i in tl.static_range(HELD):
-        held = held + (load_tile(x_ptr, row + i * DOWN, column + i * RIGHT, M, K, stride_xm, ROWS, BLOCK),)
-    magnitudes = magnitude_bits(held[0])
+        x = x + (load_tile(x_ptr, row + i * DOWN, column + i * RIGHT, M, K, stride_xm, ROWS, BLOCK),)
+    magnitudes = magnitude_bits(x[0])
     for i in tl.static_range(1, HELD):
-        magnitudes = tl.maximum(magnitudes, magnitude_bits(held[i]))
+        magnitudes = tl.maximum(magnitudes, magnitude_bits(x[i]))
     if MORE:
         for i in range(HELD, tiles.to(tl.int64)):
-            x = load_tile(x_ptr, row + i * DOWN, column + i * RIGHT, M, K, stride_xm, ROWS, BLOCK)
-            magnitudes = tl.maximum(magnitudes, magnitude_bits(x))
+            tile = load_tile(x_ptr, row + i * DOWN, column + i * RIGHT, M, K, stride_xm, ROWS, BLOCK)
+            magnitudes = tl.maximum(magnitudes, magnitude_bits(tile))
 
     bits = _group_maximum(magnitudes, GROUPS, dtype)  # [ROWS, GROUPS]
     if SQUARE:
@@ -147,21 +149,17 @@ def _quantize_int8_kernel(
     store_tile(scale_ptr, scale_row, chunk * GROUPS, scale_rows, scale_columns, stride_sm, stride_sk, scale)
 
     for i in tl.static_range(HELD):
-        codes = _quantize_groups(held[i], absmax, inverse, code_dtype)
+        codes = _quantize_groups(x[i], absmax, inverse, code_dtype)
         store_tile(q_ptr, row + i * DOWN, column + i * RIGHT, M, K, K, 1, codes)
     if MORE:
         for i in range(HELD, tiles.to(tl.int64)):
-            x = load_tile(x_ptr, row + i * DOWN, column + i * RIGHT, M, K, stride_xm, ROWS, BLOCK)
-            store_tile(
-                q_ptr, row + i * DOWN, column + i * RIGHT, M, K, K, 1, _quantize_groups(x, absmax, inverse, code_dtype)
-            )
+            tile = load_tile(x_ptr, row + i * DOWN, column + i * RIGHT, M, K, stride_xm, ROWS, BLOCK)
+            codes = _quantize_groups(tile, absmax, inverse, code_dtype)
+            store_tile(q_ptr, row + i * DOWN, column + i * RIGHT, M, K, K, 1, codes)
 
 
 def _launch_quantize(x, q, scale, config, block_size=None):
     """block_size None: one scale per row."""
-    if q.numel() == 0:
-        scale.zero_()  # a row without columns has one scale, 0
-        return
     x, scale = with_contiguous_rows(x), as_matrix(scale)
     if config == "act_quant" and x.shape[1] % block_size == 0 and x.is_contiguous() and scale.is_contiguous():
         # blocks that fill contiguous rows can be viewed as rows: the same bytes, and simpler indices
@@ -177,8 +175,7 @@ def _launch_quantize(x, q, scale, config, block_size=None):
         programs, tiles, groups = chunks, block_size // rows if square else 1, block // block_size
     more = tiles > chosen.held
     largest, smallest = LIMITS[q.dtype]
-    # Tiles wait in registers until absmax is known. A long row or a large block has too many of them: the rest are read
-    # twice, and the loop over them needs registers, too.
+    # the loop over tiles that are read twice needs registers, too
     held = max(chosen.held - 1, 1) if more else tiles
     launch(
         x.device, _quantize_int8_kernel, (cdiv(M, rows * tiles if square else rows) * programs,),
@@ -264,7 +261,10 @@ def _empty_per_token(x, dtype):
 
 @operator(_empty_per_token, check=lambda x, dtype: check_code_dtype(dtype, x.device))
 def _quantize_per_token(x: torch.Tensor, dtype: torch.dtype, q, scale) -> tuple[torch.Tensor, torch.Tensor]:
-    _launch_quantize(x, q, scale, "per_token")
+    if q.numel():
+        _launch_quantize(x, q, scale, "per_token")
+    else:
+        scale.zero_()  # a row without columns has one scale, 0
 
 
 @replayed()

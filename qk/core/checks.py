@@ -3,7 +3,7 @@
 import torch
 import triton
 
-from .launch import INTERPRETING, ORDINARY, gpu
+from .launch import INTERPRETING, ORDINARY
 from .numerics import ROUNDINGS
 
 if triton.__version__.startswith("3.4."):
@@ -134,6 +134,6 @@ def check_code_dtype(dtype, device):
         return
     if INTERPRETING:
         raise ValueError(f"dtype is {dtype}; it takes torch.int8 where kernels are interpreted")
-    if gpu(device).capability < (8, 9):
+    if torch.cuda.get_device_capability(device) < (8, 9):
         name = torch.cuda.get_device_name(device)
         raise ValueError(f"dtype is {dtype}, for GPUs of capability 8.9 or more; on {name} it takes torch.int8")

@@ -17,11 +17,7 @@ def with_contiguous_rows(x):
 
 
 def with_aligned_rows(x, unit=1):
-    """Returns a matrix whose rows start at multiples of 16 bytes.
-
-    Returns x itself if its rows already do, are contiguous, and have a multiple of `unit` columns. Otherwise returns a
-    copy whose rows are padded with zeros to a multiple of 16 bytes.
-    """
+    """Return x if its rows are whole units and start at multiples of 16 bytes; else a copy with zeros at their ends."""
     (rows, columns), size = x.shape, x.itemsize
     aligned = (x.stride(0) * size | x.data_ptr()) % 16 == 0
     if aligned and columns % unit == 0 and x.stride(1) == 1 and x.stride(0) >= columns:
@@ -32,8 +28,7 @@ def with_aligned_rows(x, unit=1):
 
 
 def empty_scale(x, groups, layout):
-    """Allocate the scales of x [..., K], float32 [..., groups]. "column": those of a group are contiguous."""
-    leading = x.shape[:-1]
-    if layout == "row":
-        return x.new_empty((*leading, groups), dtype=torch.float32)
-    return x.new_empty((groups, *leading), dtype=torch.float32).movedim(0, -1)
+    """Allocate the scales of x [..., K], float32 [..., groups]. "column" puts the scales of one group side by side."""
+    sizes = (*x.shape[:-1], groups) if layout == "row" else (groups, *x.shape[:-1])
+    scale = x.new_empty(sizes, dtype=torch.float32)
+    return scale if layout == "row" else scale.movedim(0, -1)

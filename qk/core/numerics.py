@@ -181,8 +181,8 @@ def tile_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     stays in the L2 cache.
     """
     group, in_group = tile // (GROUP_M * tiles_n), tile % (GROUP_M * tiles_n)
-    rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
-    return group * GROUP_M + in_group % rows, in_group // rows
+    tall = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+    return group * GROUP_M + in_group % tall, in_group // tall
 
 
 @triton.jit

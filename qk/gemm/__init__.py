@@ -139,8 +139,8 @@ def _check_operands(a, a_scale, b, b_scale, bias, block_size, path, exact):
         check_tensor("bias", bias, FLOATS, (N,), like=("a", a))
 
 
+# torch.compile and torch.export don't trace this: a comparison would bound a dynamic size in their graphs
 def _check_sizes(a, a_scale, b, *_):
-    # torch.compile and torch.export don't trace this: a comparison would bound a dynamic size in their graphs
     if max(math.prod(a.shape[:-1]), *b.shape) > LARGEST_SIZE:
         shapes = f"a has shape {list(a.shape)}, b {list(b.shape)}"
         raise ValueError(f"{shapes}; they take up to {LARGEST_SIZE} rows or columns")
@@ -171,15 +171,13 @@ def _choose(path, problem):
 def _solve(problem, path):
     """Bring the tensors of a call into the form that `Problem` describes, and solve it."""
     p = problem
-    problem = Problem(
-        with_aligned_rows(as_matrix(p.a)),
-        as_matrix(p.a_scale),
-        with_aligned_rows(p.b),
-        p.b_scale,
-        None if p.bias is None else p.bias.contiguous(),
-        as_matrix(p.out),
-        None if p.out_scale is None else as_matrix(p.out_scale),
-        *p[7:],
+    problem = p._replace(
+        a=with_aligned_rows(as_matrix(p.a)),
+        a_scale=as_matrix(p.a_scale),
+        b=with_aligned_rows(p.b),
+        bias=None if p.bias is None else p.bias.contiguous(),
+        out=as_matrix(p.out),
+        out_scale=None if p.out_scale is None else as_matrix(p.out_scale),
     )
     _choose(path, problem).run(problem)
 
@@ -197,7 +195,7 @@ def _int8_gemm(
 
 
 def int8_gemm(a, a_scale, b, b_scale, block_size=128, out_dtype=torch.float16, *, path=None, exact=True):
-    """Multiply int8 matrices: `int8_addmm` without a bias."""
+    """Multiply int8 matrices with block scales: dequant(a) @ dequant(b).T. All else is as in `int8_addmm`."""
     return int8_addmm(a, a_scale, b, b_scale, None, block_size, out_dtype, path=path, exact=exact)
 
 
@@ -230,8 +228,8 @@ def int8_addmm(a, a_scale, b, b_scale, bias=None, block_size=128, out_dtype=torc
     """
     _check_operands(a, a_scale, b, b_scale, bias, block_size, path, exact)
     check_one_of("out_dtype", out_dtype, FLOATS)
-    operands = a, a_scale.detach(), b, b_scale.detach(), None if bias is None else bias.detach()
-    return _int8_gemm(*operands, block_size, out_dtype, path, exact)
+    a_scale, b_scale, bias = a_scale.detach(), b_scale.detach(), None if bias is None else bias.detach()
+    return _int8_gemm(a, a_scale, b, b_scale, bias, block_size, out_dtype, path, exact)
 
 
 def _empty_gemm_quant(

@@ -35,7 +35,7 @@ class Config(NamedTuple):
     block_n: int
     block_k: int  # columns of K in a dot
     unroll: int  # dots in an iteration
-    group_m: int  # tile rows in a group: see numerics.tile_of
+    group_m: int  # tile rows in a group, which is multiplied column by column
     warps: int
     stages: int
     programs: int | None  # for each multiprocessor; None: one for each tile
@@ -216,8 +216,8 @@ def _int8_gemm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # columns of K in a dot
     UNROLL: tl.constexpr,  # dots in an iteration
-    GROUP_M: tl.constexpr,  # tile rows in a group: see numerics.tile_of
-    EARLY: tl.constexpr,  # may start before the previous kernel ends: see launch.launch
+    GROUP_M: tl.constexpr,  # tile rows in a group, which is multiplied column by column
+    EARLY: tl.constexpr,  # starts before the previous kernel ends: see launch.launch
 ):  # fmt: skip
     wait_if_early(EARLY)
     a = (a_ptr, stride_am, a_scale_ptr, stride_asm, stride_ask)
@@ -257,7 +257,7 @@ def _choose(problem, float_dot):
         block_n = max(block_n, problem.out_block_size)
         warps = max(warps, block_m * block_n // 2048)
         programs = programs and max(programs * 4 // warps, 1)
-    while block_n < (problem.out_block_size or 0):  # a group lies in one tile
+    while problem.out_block_size and block_n < problem.out_block_size:  # a group lies in one tile
         block_n *= 2
         if warps < 8 and block_m < 128:
             warps *= 2
@@ -282,12 +282,12 @@ def int8_gemm_portable(problem, descriptors=True, float_dot=False, config=None):
     device = gpu(p.a.device)
     # on capability 12.0, kernels with descriptors spill
     has_descriptors = device.capability[0] in (9, 10) and TensorDescriptor is not None
-    descriptors = descriptors and has_descriptors and K > 0
+    tma = descriptors and has_descriptors and K > 0
     c = config or _choose(p, float_dot)
     tiles = cdiv(M, c.block_m) * cdiv(N, c.block_n)
-    out_scale_strides = (0, 0) if p.out_scale is None else p.out_scale.stride()
+    stride_osm, stride_osg = (0, 0) if p.out_scale is None else p.out_scale.stride()
     a, b, out_desc = p.a, p.b, None
-    if descriptors:
+    if tma:
         # elsewhere it makes kernels spill
         if device.capability == (9, 0) and N * p.out.itemsize % 16 == 0 and p.out.data_ptr() % 16 == 0:
             out_desc = TensorDescriptor(p.out, [M, N], [N, 1], [c.block_m, c.block_n])
@@ -298,9 +298,9 @@ def int8_gemm_portable(problem, descriptors=True, float_dot=False, config=None):
         p.out.device, _int8_gemm_kernel,
         (min(tiles, device.multiprocessors * c.programs) if c.programs else tiles,),
         a, b, p.a_scale, p.b_scale, p.bias, p.out, out_desc, p.out_scale, M, N, K,
-        p.a.stride(0), p.b.stride(0), *p.a_scale.stride(), *p.b_scale.stride(), *out_scale_strides,
+        p.a.stride(0), p.b.stride(0), *p.a_scale.stride(), *p.b_scale.stride(), stride_osm, stride_osg,
         QUANT_BLOCK=p.block_size, A_SQUARE=p.a_square, OUT_BLOCK=p.out_block_size, OUT_SQUARE=p.out_square,
-        ACTIVATION=p.activation, DESCRIPTORS=descriptors, FLOAT_DOT=float_dot,
+        ACTIVATION=p.activation, DESCRIPTORS=tma, FLOAT_DOT=float_dot,
         PERSISTENT=c.programs is not None, PREFETCH=p.block_size is not None and not wgmma,
         BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, UNROLL=c.unroll, GROUP_M=c.group_m,
         early=M <= 16,  # elsewhere it gains nothing and unbalances a persistent grid

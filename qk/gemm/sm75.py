@@ -170,11 +170,11 @@ def int8_gemm_sm75(problem):
     size = "decode" if M <= 16 else "float32" if p.out.dtype == torch.float32 and p.bias is not None else "large"
     mt, nt, wm, wn = _CONFIGS[size]
     wn = max(wn, (p.out_block_size or 0) // (8 * nt))
-    out_scale_strides = (0, 0) if p.out_scale is None else p.out_scale.stride()
+    stride_osm, stride_osg = (0, 0) if p.out_scale is None else p.out_scale.stride()
     launch(
         p.a.device, _int8_gemm_sm75_kernel, (cdiv(M, 8 * mt * wm) * cdiv(N, 8 * nt * wn),),
         p.a, p.b, p.a_scale, p.b_scale, p.bias, p.out, p.out_scale, M, N, p.a.shape[1],
-        p.a.stride(0), p.b.stride(0), *p.a_scale.stride(), *p.b_scale.stride(), *out_scale_strides,
+        p.a.stride(0), p.b.stride(0), *p.a_scale.stride(), *p.b_scale.stride(), stride_osm, stride_osg,
         OUT_BLOCK=p.out_block_size, A_SQUARE=p.a_square, ACTIVATION=p.activation,
         MT=mt, NT=nt, WM=wm, WN=wn, num_warps=wm * wn,
     )  # fmt: skip

@@ -62,7 +62,7 @@ class _Tile(NamedTuple):
 
     columns: int  # columns of a tile
     stages: int  # pairs of K blocks in the ring
-    group_m: int  # tile rows in a group: see gluon.tile_of
+    group_m: int  # tile rows in a group, which is multiplied column by column
 
 
 _CONFIGS = {

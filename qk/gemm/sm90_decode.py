@@ -194,7 +194,7 @@ class _Tile(NamedTuple):
     dots: int  # products of each stage
     stages: int  # if consumers share K, a multiple of their number, so that each has its own
     registers: int  # for each consumer thread
-    group_m: int = 1  # tile rows in a group: see gluon.tile_of
+    group_m: int = 1  # tile rows in a group, which is multiplied column by column
 
 
 # NVIDIA H100, 2026-11

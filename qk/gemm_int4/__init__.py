@@ -52,8 +52,8 @@ def _as_words(packed):
     return packed if packed.dtype == torch.int32 else packed.view(torch.int32)
 
 
+# torch.compile and torch.export don't trace this: a comparison would bound a dynamic size in their graphs
 def _check_sizes(x, packed, *_):
-    # torch.compile and torch.export don't trace this: a comparison would bound a dynamic size in their graphs
     *leading, K = x.shape
     if max(math.prod(leading), packed.shape[0], K) > LARGEST_SIZE:
         shapes = f"x has shape {list(x.shape)}, packed {list(packed.shape)}"
@@ -94,10 +94,10 @@ def int4_gemm(x, packed, absmax, bias=None, group_size=None, out_dtype=None):
     Raises:
         ValueError: for a bad dtype, shape, device or option, or more than 2**31 - 4096 rows or columns.
 
-    Any strides work. But if rows of x or packed don't start at multiples of 16 bytes (for packed, if K isn't divisible
-    by 32), every call copies that matrix: for a large weight, make the copy once yourself. A call also needs temporary
-    memory: up to 16 float32 matrices [M, N] if K is split, 128 MiB of codes for more than 512 tokens, or, on Hopper,
-    one copy of x. Below compute capability 8.0, bfloat16 is multiplied in float32, exactly.
+    Any strides work. But if rows of x or packed don't start at multiples of 16 bytes (for packed, where K isn't
+    divisible by 32), every call makes a copy: with a large weight, make that copy once. Where K is split, a call
+    needs temporary memory for up to 16 float32 matrices [M, N]. For more than 512 tokens it needs up to 128 MiB of
+    codes. On Hopper it needs one copy of x. Below compute capability 8.0 bfloat16 is multiplied in float32, exactly.
     """
     check_tensor("x", x, (torch.float16, torch.bfloat16), "[..., K]")
     check_tensor("packed", packed, (torch.uint8, torch.int32), "[R, C]", like=("x", x))
@@ -106,9 +106,8 @@ def int4_gemm(x, packed, absmax, bias=None, group_size=None, out_dtype=None):
     pack = 8 if packed.dtype == torch.int32 else 2
     N, words = packed.shape
     if words != cdiv(K, pack):
-        raise ValueError(
-            f"packed has shape {[N, words]}; with x of {K} columns it takes [N, {cdiv(K, pack)}] of {packed.dtype}"
-        )
+        takes = f"with x of {K} columns it takes [N, {cdiv(K, pack)}] of {packed.dtype}"
+        raise ValueError(f"packed has shape {[N, words]}; {takes}")
     groups = 1 if group_size is None else cdiv(K, group_size)
     check_tensor("absmax", absmax, FLOATS, (N, groups), like=("x", x))
     if bias is not None:

@@ -45,7 +45,7 @@ class Tile(NamedTuple):
     block_m: int  # tokens of a tile
     block_n: int  # rows of the weight
     step: int  # columns in an iteration
-    group_m: int  # tile rows in a group: see numerics.tile_of
+    group_m: int  # tile rows in a group, which is multiplied column by column
     warps: int
     stages: int
     programs: int  # per multiprocessor, which splitting K aims at; 0: K is not split
@@ -291,10 +291,10 @@ def _split(config, tiles, K, device):
     """Returns how many programs share a tile, and the iterations of each."""
     steps = max(cdiv(K, config.step), 1)
     split = min(gpu(device).multiprocessors * config.programs // tiles, steps // 4, 16)
-    if split < 2:
-        return 1, steps
-    steps = cdiv(steps, split)
-    return cdiv(cdiv(K, config.step), steps), steps
+    if split > 1:
+        steps = cdiv(steps, split)
+        split = cdiv(cdiv(K, config.step), steps)
+    return max(split, 1), steps
 
 
 def int4_gemm_portable(x, words, absmax, bias, out, group_size, config=None):
@@ -341,7 +341,7 @@ def int4_gemm_portable(x, words, absmax, bias, out, group_size, config=None):
             x_, w, absmax, None if split > 1 else bias, parts, M, N, K, first, here, split, steps,
             x.stride(0), columns if c.scratch else words.stride(0), absmax.stride(0), stride_ag,
             GROUP=group_size, DENSE=c.scratch > 0, DESCRIPTORS=descriptors,
-            FLOAT_DOT=INTERPRETED.value or gpu(x.device).arch < 80, EVEN_K=K % c.step == 0, SPLIT=split > 1,
+            FLOAT_DOT=gpu(x.device).arch < 80 or INTERPRETED.value, EVEN_K=K % c.step == 0, SPLIT=split > 1,
             BLOCK_M=c.block_m, BLOCK_N=c.block_n, DOT_K=dot_k, DOTS=c.step // dot_k, GROUP_M=c.group_m,
             STAGES=c.stages, early=early, num_warps=c.warps, num_stages=c.stages,
         )  # fmt: skip

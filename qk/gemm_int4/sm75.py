@@ -165,7 +165,7 @@ def _int4_gemm_sm75_kernel(
     STEP: tl.constexpr,  # columns of a warp in an iteration, which the tensor cores sum
     EVEN_K: tl.constexpr,  # the warps' last iterations end where K ends
     MT: tl.constexpr, NT: tl.constexpr, WM: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr,
-    GROUP_M: tl.constexpr,  # tile rows in a group: see numerics.tile_of
+    GROUP_M: tl.constexpr,  # tile rows in a group, which is multiplied column by column
 ):  # fmt: skip
     if GROUP is not None:
         tl.static_assert(GROUP % STEP == 0, "a sum's columns share their scale")

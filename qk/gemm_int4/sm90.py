@@ -68,7 +68,7 @@ class _Tile(NamedTuple):
     columns: int  # columns of a stage, in up to four products
     stages: int  # if consumers share K, a multiple of their number, so that each has its own
     registers: int  # for each consumer thread
-    group_m: int = 8  # tile rows in a group: see gluon.tile_of
+    group_m: int = 8  # tile rows in a group, which is multiplied column by column
 
 
 # The fastest of about ten configs each, on an H200 at N = K = 8192, 2026-11-23. For few tokens, more stages were slower

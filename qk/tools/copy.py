@@ -13,6 +13,7 @@ import argparse
 import ast
 import functools
 import importlib
+import inspect
 import io
 import keyword
 import re
@@ -27,7 +28,6 @@ from .simplify import Known, simplified
 
 PACKAGE = Path(__file__).parents[1]
 MODULES = ("int4", "gemm_int4", "int8", "hadamard", "gelu", "dequant", "sparsity", "gemm", "linear")
-ARCHES = ("sm75", "sm80", "sm90")
 WIDTH = 120
 
 
@@ -185,7 +185,7 @@ def _ordered(needed):
                 visit(other)
             order.append(where)
 
-    for where in sorted(needed, key=lambda where: MODULES.index(where) if where in MODULES else -1):
+    for where in sorted(needed, key=lambda where: (MODULES.index(where) if where in MODULES else -1, where)):
         visit(where)
     return [where for where in order if where in needed]
 
@@ -214,8 +214,10 @@ def _clashes(modules, needed, read):
     taken, renamed = set(), {}
     for where in modules:
         bound = {name for i in needed[where] for name in read(where).items[i].binds}
-        suffix = where.removeprefix("core.").replace(".", "_")
-        names = {name: f"{name}_{suffix.upper() if name.isupper() else suffix}" for name in bound & taken}
+        parts, names = where.split("."), {}
+        for name in sorted(bound & taken):
+            suffixes = (part.upper() if name.isupper() else part for part in (parts[-1], "_".join(parts)))
+            names[name] = next(each for each in (f"{name}_{suffix}" for suffix in suffixes) if each not in taken)
         renamed[where] = names
         taken |= bound | set(names.values())
     return renamed
@@ -326,16 +328,15 @@ def full(*names):
 # In place of the package's own. A copy launches as Triton documents it, and its checks say less.
 _LAUNCH = '''
 def launch(device, kernel, grid, *args, **options):
-    """Launch a compiled kernel on a GPU, or run it in Triton's interpreter where TRITON_INTERPRET is 1."""
-    # products and sums become an fma only where the kernel says so by name: the same bits on every GPU
-    options["enable_fp_fusion"] = False
-    if INTERPRETED.value:
-        with triton.runtime.interpreter.np.errstate(all="ignore"):  # numpy would warn of Inf - Inf
-            kernel[grid](*args, **options)
-    else:
-        with torch.cuda.device(device):
-            kernel[grid](*args, **options)
+    """Run a kernel on a GPU, or in Triton's interpreter, where numpy would warn of Inf - Inf."""
+    with triton.runtime.interpreter.np.errstate(all="ignore") if INTERPRETED else torch.cuda.device(device):
+        # a product and a sum become an fma only where the kernel says so by name: the same bits on every GPU
+        kernel[grid](*args, enable_fp_fusion=False, **options)
 '''
+_TEMPORARY = """
+def temporary(x, shape, dtype):
+    return x.new_empty(shape, dtype=dtype)
+"""
 _CHECK_SHAPE = """    if isinstance(shape, str):  # such as "[..., K]"
         ok = x.ndim > 0 if "..." in shape else x.ndim == shape.count(",") + 1
     else:
@@ -354,7 +355,7 @@ def check_data(name, x, dtypes, shape=None):
 _CHECK_TENSOR = f'''
 def check_tensor(name, x, dtypes, shape=None, like=None):
     """Check a tensor that a kernel reads."""
-{_CHECK_DTYPE}{_CHECK_SHAPE}    if x.device.type != "cuda" and not (INTERPRETED.value and x.device.type == "cpu"):
+{_CHECK_DTYPE}{_CHECK_SHAPE}    if x.device.type != "cuda" and not (INTERPRETED and x.device.type == "cpu"):
         raise ValueError(f"{{name}} is on {{x.device}}; it takes a CUDA tensor, or a CPU tensor if TRITON_INTERPRET=1")
     if like is not None and x.device != like[1].device:  # the name of another argument, and that tensor
         raise ValueError(f"{{name}} is on {{x.device}}; it takes {{like[0]}}'s device, {{like[1].device}}")
@@ -371,6 +372,7 @@ if triton.__version__.startswith("3.4."):
 """
 _TEMPLATES = {
     ("core.launch", "launch"): _LAUNCH,
+    ("core.launch", "temporary"): _TEMPORARY,
     ("core.checks", "check_data"): _CHECK_DATA,
     ("core.checks", "check_tensor"): _CHECK_TENSOR,
     ("core.checks", "check_one_of"): _CHECK_ONE_OF,
@@ -383,11 +385,13 @@ class _Plan(NamedTuple):
 
     pins: dict  # {parameter of a public function: its only value}
     dropped: tuple = ()  # functions that only the left out modes call
+    word: str = ""  # docstrings lose the sentences that have it
 
 
 _PLANS = {
-    "gemm": _Plan({"path": None, "exact": True}),
-    "gelu": _Plan({}, dropped=("_launch_square", "_squares", "quantize_squares_ref")),
+    "gemm": _Plan({"path": None, "exact": True}, word="Hopper"),
+    "gemm_int4": _Plan({}, word="512 tokens|Hopper|Below compute"),
+    "gelu": _Plan({}, dropped=("_launch_square", "_squares", "_has_squares", "quantize_squares_ref"), word="quare"),
 }
 
 
@@ -415,10 +419,11 @@ def _without_decorator(text, name):
     return text
 
 
-def _plain_operator(text, fakes):
+def _plain_operator(text, fakes, checks):
     """A function that is an operator in the package, as one that allocates its outputs and fills them.
 
     fakes: {name of a function that allocates outputs: (its parameters, the expression that it returns)}.
+    checks: {name of a function: how many parameters it has, besides `*_`}.
     """
     places = _Places(text)
     node = places.tree.body[0]
@@ -444,14 +449,21 @@ def _plain_operator(text, fakes):
     if isinstance(check, ast.Lambda):
         head.append(f"    {places.segment(check.body)}")
     elif check is not None:
-        head.append(f"    {check.id}({', '.join(arguments)})")
+        head.append(f"    {check.id}({', '.join(arguments[: checks[check.id]])})")
     if "fills" in options:
         return "\n".join([*head, *rest]) + "\n"
     fake = decorator.args[0].id
     parameters, returned = fakes.get(fake, (None, None))
     made = returned if parameters == arguments else f"{fake}({', '.join(arguments)})"
-    head.append(f"    {', '.join(outputs)} = {made}")
+    values = ast.parse(made).body[0].value
+    if isinstance(values, ast.Tuple) and len(values.elts) == len(outputs):
+        head += [f"    {name} = {ast.get_source_segment(made, each)}"
+                 for name, each in zip(outputs, values.elts, strict=True)]  # fmt: skip
+    else:
+        head.append(f"    {', '.join(outputs)} = {made}")
     sizes = " or ".join(f"{each}.numel()" for each in outputs)
+    if isinstance(body[0], ast.If) and ast.unparse(body[0].test) == f"{outputs[0]}.numel()":
+        return "\n".join([*head, *rest, f"    return {', '.join(outputs)}"]) + "\n"
     if any(isinstance(each, ast.Return) for part in body for each in ast.walk(part)):
         into = f"{node.name}_into"
         first = f"def {into}({', '.join([*arguments, *outputs])}):"
@@ -486,15 +498,20 @@ def _fakes(items):
     return found
 
 
-def _implementation(module, arch):
-    """The names of a GEMM's functions for an instruction set: (what says whether it can, what does it, keywords)."""
-    tree = ast.parse(_path(module).read_text(encoding="utf-8"))
-    table = next(
-        each.value for each in tree.body if isinstance(each, ast.Assign) and _bound(each) == {"IMPLEMENTATIONS"}
-    )
-    entries = {each.args[0].value: each.args for each in table.elts}
-    _, supports, *_, run = entries["portable" if arch in (None, "sm80") else arch]
-    return supports.id if isinstance(supports, ast.Name) else None, run.id
+@functools.cache
+def arches(module):
+    """{instruction set: (what says whether it can multiply, what multiplies)} of a GEMM's module; {} of another's."""
+    for node in ast.parse(_path(module).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and _bound(node) == {"IMPLEMENTATIONS"}:
+            named = {each.args[0].value: (each.args[1], each.args[-1]) for each in node.value.elts}
+            named["sm80"] = named["portable"]
+            named = {name: each for name, each in named.items() if re.fullmatch(r"sm\d+", name)}
+            return {name: [getattr(each, "id", None) for each in named[name]] for name in sorted(named)}
+    return {}
+
+
+def _capability(arch):
+    return int(arch[2:-1]), int(arch[-1])
 
 
 def _direct(text, module, arch):
@@ -504,11 +521,18 @@ def _direct(text, module, arch):
         call = node.value if isinstance(node, ast.Expr) else None
         if not isinstance(call, ast.Call) or getattr(call.func, "attr", getattr(call.func, "id", "")) != "run":
             continue
-        supports, run = _implementation(module, arch)
+        supports, run = arches(module)[arch]
         given, first = ", ".join(map(places.segment, call.args)), places.segment(call.args[0])
-        indent, new = " " * node.col_offset, ""
-        if supports:
-            new = f"if not {supports}({first}):\n{indent}    raise ValueError({_quoted(_refusal(arch))})\n{indent}"
+        device = f"torch.cuda.get_device_capability({'x' if first == 'x' else f'{first}.a'}.device)"
+        exactly = arch == "sm90"  # instructions that no other GPU has
+        takes = f"of capability {'.'.join(map(str, _capability(arch)))}{'' if exactly else ' or more'}"
+        unfit = f"{device} {'!=' if exactly else '<'} {_capability(arch)}"
+        unfit = f"not INTERPRETED and {unfit}" if arch == "sm80" else f"INTERPRETED or {unfit}"
+        indent = "\n" + " " * node.col_offset
+        new = f"if {unfit}:{indent}    raise ValueError({_quoted(f'these kernels are for GPUs {takes}')}){indent}"
+        if supports and arch != "sm80":
+            refusal = _quoted(f"{arch}'s kernel can't multiply these operands")
+            new += f"if not {supports}({first}):{indent}    raise ValueError({refusal}){indent}"
         edits = [(*places.of(node), f"{new}{run}({given})")]
         for each in ast.walk(places.tree):
             if isinstance(each, ast.Assign) and getattr(each.targets[0], "id", "") == "run":
@@ -530,27 +554,26 @@ def _without_checks(text, pinned):
     return _replaced(text, edits)
 
 
-def _refusal(arch):
-    if arch in (None, "sm80"):
-        return "this GPU multiplies no int8; it takes one of capability 8.0 or more"
-    return f"{arch}'s kernel can't multiply these operands on this device"
-
-
 @functools.cache
-def _plain_module(name, arch=None):
+def _plain_module(name, arch):
     """A module without operators and early launches, and with this file's plain launch and checks."""
     module = _module(name)
     fakes, items = _fakes(module.items), []
+    defined = [item.node for item in module.items if isinstance(item.node, ast.FunctionDef)]
+    checks = {node.name: len(node.args.args) for node in defined}
     relative = dict(module.relative)
     for item in module.items:
         text = next((_TEMPLATES[key] for key in _TEMPLATES if key[0] == name and item.binds == set(key[1:])), item.text)
-        text = text.lstrip("\n")
-        if name in ("gemm", "gemm_int4"):
+        text = _renamed(text.lstrip("\n"), {"INTERPRETING": "INTERPRETED"})
+        if item.binds == {"INTERPRETING"}:
+            continue
+        if arches(name):
             text = _direct(_without_checks(text, _PLANS.get(name, _Plan({})).pins), name, arch)
         text = _without_early(text)
         text = _without_decorator(text, "replayed")
         if _is_operator(item.node):
-            text = _plain_operator(text, fakes)
+            text = _plain_operator(text, fakes, checks)
+        text = re.sub(r"^(def \w+[(].*), [*]_[)]:", r"\1):", text, flags=re.M)  # what a check takes and ignores
         tree = ast.parse(text)
         uses = {inner.id for inner in ast.walk(tree) if isinstance(inner, ast.Name)}
         items.append(item._replace(text=text, uses=uses, node=tree.body[-1]))
@@ -570,6 +593,10 @@ def _given(modules, needed):
                 for each in item.node.args.args:
                     if each.annotation is not None and "None" not in ast.unparse(each.annotation):
                         known |= {(name, each.arg) for name in (item.node.name, f"{item.node.name}_into")}
+                        public = getattr(importlib.import_module(f"qk.{where}"), item.node.name.lstrip("_"), None)
+                        given = public and inspect.signature(public).parameters.get(each.arg)
+                        if given and given.default is not None:
+                            known.add((f"{item.node.name.lstrip('_')}_ref", each.arg))
     return known
 
 
@@ -593,24 +620,21 @@ def short(*names, arch=None):
 
     Args:
         names: of MODULES, or of public functions.
-        arch: of ARCHES, for the GEMMs; None is what runs on most GPUs.
+        arch: of the GEMMs' `arches`; None is "sm80", which runs on most GPUs.
     """
     known, public = functions(), _public(names, False)
     asked = [where for where in MODULES if where in {known[name] for name in public}]
-    if arch not in (None, *ARCHES):
-        raise ValueError(f"arch is {arch!r}; it takes {', '.join(ARCHES)} or None")
-    if arch and not {"gemm", "gemm_int4"} & set(asked):
-        raise ValueError(f"--arch is {arch!r}; only the GEMMs of gemm and gemm_int4 take one")
+    for where in asked if arch else ():
+        if arch not in arches(where):
+            takes = ", ".join(arches(where)) or "None, since only GEMMs have kernels for one instruction set"
+            raise ValueError(f"--arch is {arch!r}; for {where} it takes {takes}")
+    target = arch or "sm80"
 
     def read(where):
-        return _plain_module(where, arch)
+        return _plain_module(where, target)
 
     roots = [each for name in public for each in (name, f"{name}_ref")]
     needed = _needed([(known[name.removesuffix("_ref")], name) for name in roots], read)
-    # public functions that these call are whole, too
-    everything = {name for where in needed if where in MODULES for name in _module(where).public}
-    bound = {name for where in needed for i in needed[where] for name in read(where).items[i].binds}
-    roots += sorted(everything & bound - set(roots))
     modules = _ordered(needed)
     renamed = _clashes(modules, needed, read)
     parts = []
@@ -623,6 +647,16 @@ def short(*names, arch=None):
         plan = _PLANS.get(where, _Plan({}))
         pins |= {(root, name): [value] for root in roots for name, value in plan.pins.items()}
         dropped += plan.dropped
+        if plan.word and target == "sm80":
+            inside = r"(?:[^.]|[.]\d)*"
+            parts = [
+                re.sub(rf"(?<=[.])\s+(?=[A-Z]){inside}?(?:{plan.word}){inside}[.](?=\s)", "", part) for part in parts
+            ]
+        if arches(where):
+            # of those that have sm80's instructions, many have the shared memory of capability 8.6
+            capability = _capability(target.replace("80", "86"))
+            pins |= {"capability": [capability], "arch": [10 * capability[0] + capability[1]]}
+            pins |= {"scratch": [0]} if target == "sm80" else {}  # many tokens: one kernel, which unpacks in its loop
     constants = _constants(modules, needed, renamed)
     verbatim = {name for where in modules if where.startswith("core.") for i in needed[where]
                 for name in read(where).items[i].binds}  # fmt: skip
@@ -642,7 +676,23 @@ def _laid_out(text):
         if isinstance(node, ast.FunctionDef):
             lines = _joined_header(node, _packed_header(node, text.split("\n")))
             text = "\n".join(lines)
-    return _refilled(text)
+    return _with_short_comments(_refilled(text))
+
+
+def _with_short_comments(text):
+    """The text, with comments that are too long wrapped again."""
+    result, rows = [], text.split("\n")
+    while rows:
+        indent = re.match(r" *(?=# )", rows[0])
+        count = 1
+        while indent and count < len(rows) and rows[count].startswith(f"{indent[0]}# "):
+            count += 1
+        block, rows = rows[:count], rows[count:]
+        if indent and max(map(len, block)) > WIDTH:
+            words = " ".join(row.strip().removeprefix("# ") for row in block)
+            block = textwrap.wrap(words, WIDTH, initial_indent=f"{indent[0]}# ", subsequent_indent=f"{indent[0]}# ")
+        result += block
+    return "\n".join(result)
 
 
 def _joined_header(node, lines):
@@ -674,7 +724,7 @@ def _refilled(text):
         if len(joined) <= WIDTH and (skip or not magic):
             lines[node.lineno - 1 : node.end_lineno] = [joined]
         elif skip:
-            lines[node.lineno - 1 : node.end_lineno] = _packed(rows)
+            lines[node.lineno - 1 : node.end_lineno] = _packed([part for row in rows for part in _cut(row)])
     return "\n".join(lines)
 
 
@@ -700,6 +750,12 @@ def _glue(row):
     return row if row[:1] in ")]}" else f" {row}"
 
 
+def _cut(row):
+    """A row of arguments, as two if it is too long."""
+    place = row.rfind(", ", 0, WIDTH) + 1
+    return [row[:place], row[: len(row) - len(row.lstrip())] + row[place + 1 :]] if len(row) > WIDTH else [row]
+
+
 def _packed(rows):
     """Rows of arguments, those with few of them together."""
     packed = [rows[0]]
@@ -714,31 +770,31 @@ def _packed(rows):
 
 
 def _groups(text, roots):
-    """The statements of a text by what a reader meets first: constants, kernels, what surrounds them, references."""
+    """The statements of a text as a reader meets them: constants; kernels, and what they call; the same of the host."""
     tree = ast.parse(text)
     names = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
 
-    def reached(nodes):
-        found, waiting = set(), list(nodes)
+    def reached(nodes, step):
+        """Functions, each before those that it calls: in the order of the calls, or the last one first."""
+        found, waiting = [], list(nodes)
         while waiting:
             node = waiting.pop()
             if node not in found:
-                found.add(node)
-                waiting += [
-                    names[each.id] for each in ast.walk(node) if isinstance(each, ast.Name) and each.id in names
-                ]
+                found += [node] if isinstance(node, ast.FunctionDef) else []
+                calls = [each for each in ast.walk(node) if isinstance(each, ast.Name) and each.id in names]
+                calls.sort(key=lambda each: (each.lineno, each.col_offset))
+                waiting += [names[each.id] for each in calls[::step]]
         return found
 
-    at_import = reached(node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.ClassDef))
-    kernels = {node for node in names.values() if _is_jit(node)}
-    real = reached([names[root] for root in roots if not root.endswith("_ref") and root in names])
-    groups = [[], [], [], []]
-    for node in tree.body:
-        if node in at_import or not isinstance(node, ast.FunctionDef):
-            groups[0].append(node)
-        else:
-            groups[1 if node in kernels else 2 if node in real else 3].append(node)
-    return groups
+    at_import = reached([node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.ClassDef)], 1)
+    real = reached([names[root] for root in roots[::-1] if not root.endswith("_ref") and root in names], 1)
+    in_turn = reached([names[root] for root in roots[::-1] if not root.endswith("_ref") and root in names], -1)
+    kernels = reached([node for node in in_turn[::-1] if _is_jit(node)], -1)
+    all = reached([names[root] for root in roots[::-1] if root in names], 1)
+    first = [node for node in tree.body if node in at_import or not isinstance(node, ast.FunctionDef)]
+    host = [node for node in real if node not in kernels]
+    groups = [first, kernels, host, [node for node in all if node not in host and node not in kernels]]
+    return [groups[0], *([node for node in group if node not in first] for group in groups[1:])]
 
 
 def _is_jit(node):
@@ -803,7 +859,7 @@ def _about(asked, text):
                 continue
             named = re.findall(r"`(\w+)", paragraph)
             gone = any(name in known and f"def {name}(" not in text for name in named)
-            dropped = gone or "qk/" in paragraph or "`path" in paragraph
+            dropped = gone or "qk/" in paragraph or ".py`" in paragraph or "`path" in paragraph
             if not dropped:
                 kept.append(paragraph)
         first, _, rest = "\n\n".join(kept).partition("\n")
@@ -811,10 +867,14 @@ def _about(asked, text):
     return "\n\n\n".join(parts)
 
 
+def _all_arches():
+    return sorted({arch for module in MODULES for arch in arches(module)})
+
+
 def _listing():
     known = functions()
     lines = [f"{module:10}{', '.join(name for name in known if known[name] == module)}" for module in MODULES]
-    return "\n".join(["file      kernels", *lines, "", f"--arch, for the GEMMs: {', '.join(ARCHES)}"])
+    return "\n".join(["file      kernels", *lines, "", f"--arch, for the GEMMs: {', '.join(_all_arches())}"])
 
 
 def _shadows(path):
@@ -843,7 +903,7 @@ def _parser():
     parser.add_argument("names", nargs="*", metavar="NAME", help="a kernel, such as act_quant, or a file, such as int8")
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="the file to write (default: print)")
     parser.add_argument(
-        "--arch", choices=ARCHES, help="for a GEMM: the kernel for one instruction set (default: portable)"
+        "--arch", choices=_all_arches(), help="for a GEMM: the kernel for one instruction set (default: sm80)"
     )
     parser.add_argument("--full", action="store_true", help="add operators, torch.compile support and the fast launch")
     parser.add_argument("--force", action="store_true", help="overwrite FILE if it exists")

@@ -15,9 +15,11 @@ UNKNOWN = object()
 SOMETHING = object()  # any value but None
 _IMPURE = {"store", "static_assert", "device_assert", "debug_barrier", "inline_asm_elementwise", "atomic_add"}
 _PURE = {"cdiv", "next_power_of_2", "min", "max", "len", "int", "float", "list", "tuple", "gpu", "abs", "as_matrix"}
-_PURE_METHODS = {"stride", "to", "numel", "contiguous", "detach", "view", "expand_dims", "data_ptr", "element_size"}
+_PURE_METHODS = {"stride", "to", "numel", "contiguous", "detach", "view", "expand_dims", "data_ptr", "element_size",
+                 "get_device_capability"}  # fmt: skip
 _TENSOR_METHODS = _PURE_METHODS | {"reshape", "new_empty", "new_zeros", "t", "float", "double", "expand", "permute"}
 _TENSOR_ATTRIBUTES = {"shape", "dtype", "device", "ndim", "itemsize", "type"}
+_LONGEST = 14  # lines of a function that is put in the place of a call
 _SIZES = ("block_size", "group_size")  # parameters that are never 0
 _OPERATORS = {
     ast.Add: lambda a, b: a + b, ast.Sub: lambda a, b: a - b, ast.Mult: lambda a, b: a * b,
@@ -63,7 +65,9 @@ def _join(values):
 
 def _combined(function, *operands):
     """function of all combinations of values."""
-    if any(not isinstance(each, list) or not each or isinstance(each[0], _Tensor) for each in operands):
+    if [] in operands:
+        return []
+    if any(not isinstance(each, list) or isinstance(each[0], _Tensor) for each in operands):
         return UNKNOWN
     try:
         return _join([function(*each)] for each in itertools.product(*operands))
@@ -172,6 +176,10 @@ class _Function:
                 self.loads.setdefault(each.id, []).append(each)
 
 
+def _names(node):
+    return {each.id for each in _walk(node) if isinstance(each, ast.Name)}
+
+
 def _is_store(node):
     return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
 
@@ -210,8 +218,8 @@ class _Pass:
         self.properties = {name.split(".")[1]: function for name, function in self.functions.items() if "." in name
                            and function.node.decorator_list}  # fmt: skip
         self.fields = self._find_fields()
-        self.cache, self.query, self.busy, self.circles = {}, {}, set(), 0
-        self.taken, self.groups = [], []
+        self.cache, self.query, self.assumed, self.busy = {}, {}, {}, set()
+        self.taken, self.groups, self.inlined = [], [], set()
 
     # what calls what
 
@@ -245,17 +253,16 @@ class _Pass:
     def _find_fields(self):
         """{field of a NamedTuple: [(the function that makes one, the node of its value)]}, UNKNOWN for any value."""
         found = {}
-        replaced = {each.arg for node in _walk(self.tree) if isinstance(node, ast.Call)
-                    and getattr(node.func, "attr", "") == "_replace" for each in node.keywords}  # fmt: skip
+        replaced = [each for each in _walk(self.tree) if isinstance(each, ast.Call)
+                    and getattr(each.func, "attr", "") == "_replace"]  # fmt: skip
         for name, node in self.classes.items():
             fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
             if not any(isinstance(base, ast.Name) and base.id == "NamedTuple" for base in node.bases):
                 continue
             calls = [each for each in _walk(self.tree) if _is_call_of(each, name)]
             for i, field in enumerate(fields):
-                values = []
-                if field.target.id in replaced:
-                    values.append((None, UNKNOWN))
+                values = [(self.owner.get(call), each.value) for call in replaced for each in call.keywords
+                          if each.arg == field.target.id]  # fmt: skip
                 for call in calls:
                     given = next((each.value for each in call.keywords if each.arg == field.target.id), None)
                     star = next(
@@ -303,21 +310,29 @@ class _Pass:
         return _join([*values, *map(self._bound, function.assigned.get(name, []))])
 
     def _once(self, key, compute):
-        """What compute returns, computed once; no value at all where it would need itself."""
+        """What compute returns, computed once. A value that needs itself starts as no value, and is computed again."""
         for cache in (self.cache, self.query):
             if key in cache:
                 return cache[key]
         if key in self.busy:
-            self.circles += 1
-            return []
-        self.busy.add(key)
-        circles = self.circles
-        result = compute()
-        self.busy.discard(key)
-        # while other values wait, one that went in a circle holds for them alone
-        (self.cache if circles == self.circles or not self.busy else self.query)[key] = result
-        if not self.busy:
+            self.assumed.setdefault(key, [])
+            return self.assumed[key]
+        outermost = not self.busy
+        for turn in itertools.count():
+            self.busy.add(key)
+            self.query[key] = compute()
+            self.busy.discard(key)
+            wrong = {each for each, value in self.assumed.items() if value is not UNKNOWN}
+            wrong = {each for each in wrong if each in self.query and self.query[each] != self.assumed[each]}
+            if not outermost or not wrong:
+                break
+            self.assumed |= {each: self.query[each] if turn < 2 else UNKNOWN for each in wrong}
             self.query.clear()
+        result = self.query[key]
+        if outermost:
+            self.cache |= self.query
+            self.query.clear()
+            self.assumed.clear()
         return result
 
     def _bound(self, how):
@@ -354,7 +369,10 @@ class _Pass:
         return [tuple(value for _, value in known)] if all(ok for ok, _ in known) else SOMETHING
 
     def _value_IfExp(self, node):
-        truth = _truth(self.value(node.test))
+        test = self.value(node.test)
+        truth = _truth(test)
+        if test == []:
+            return []
         if truth is None:
             return _join((self.value(node.body), self.value(node.orelse)))
         return self.value(node.body if truth else node.orelse)
@@ -399,18 +417,27 @@ class _Pass:
 
     def _value_Call(self, node):
         if isinstance(node.func, ast.Name):
-            if node.func.id == "isinstance" and self.value(node.args[0]) == [None]:
-                return [False]
+            if node.func.id == "isinstance":
+                value, kinds = self.value(node.args[0]), ast.unparse(node.args[1])
+                if kinds == "str" and isinstance(value, list) and not any(isinstance(each, _Tensor) for each in value):
+                    return _join([isinstance(each, str)] for each in value)
+                return [False] if value == [None] else UNKNOWN
             if node.func.id in ("min", "max") and len(node.args) > 1:
                 result = _combined({"min": min, "max": max}[node.func.id], *map(self.value, node.args))
                 return SOMETHING if result is UNKNOWN else result
-            if node.func.id in self.functions and not self.functions[node.func.id].node.decorator_list:
+            plain = {"jit", "triton.jit"}
+            if node.func.id in self.functions and plain.issuperset(
+                map(ast.unparse, self.functions[node.func.id].node.decorator_list)
+            ):
                 returns = self._returns(node.func.id)
                 if _is_generator(self.functions[node.func.id].node):
                     return UNKNOWN
                 return self._once((node.func.id, ""), lambda: _join(map(self.value, returns)))
             return SOMETHING if node.func.id in _PURE or node.func.id in self.classes else UNKNOWN
         if isinstance(node.func, ast.Attribute):
+            if node.func.attr == "get":
+                table = self.value(node.func.value)
+                return _combined(lambda table, *given: table.get(*given), table, *map(self.value, node.args))
             method, base = node.func.attr, self.value(node.func.value) if node.func.attr in _TENSOR_METHODS else UNKNOWN
             dtypes = [each.value for each in node.keywords if each.arg == "dtype"] + node.args[:1]
             dtype = _known(self.value(dtypes[0])) if dtypes else (False, None)
@@ -430,10 +457,12 @@ class _Pass:
         if node.attr in self.properties:
             returns = [each.value for each in _walk(self.properties[node.attr].node) if isinstance(each, ast.Return)]
             return _join(map(self.value, returns))
-        if isinstance(node.value, ast.Name) and node.value.id == "torch":
-            found = getattr(torch, node.attr, None)
+        if isinstance(node.value, ast.Name) and node.value.id in ("torch", "tl", "gl"):
+            found = getattr(torch, node.attr, None)  # a dtype stands for that of Triton, too
             return [found] if isinstance(found, torch.dtype) else SOMETHING
         base = self.value(node.value)
+        if node.attr == "element_ty" and isinstance(base, list):
+            return base
         if node.attr == "dtype" and isinstance(base, list) and base and all(isinstance(x, _Tensor) for x in base):
             return _join([each.dtype] for each in base)
         if (result := _combined(lambda base: getattr(base, node.attr), base)) is not UNKNOWN:
@@ -521,17 +550,21 @@ class _Pass:
     def _block(self, block, indent, replacements=()):
         """The text of a block's lines, at another indentation, with nodes replaced by text."""
         first, last = self._header_line(block[0]) + 1, block[-1].end_lineno
-        start, end = self._lines_of(first, last)
-        data = self.data
-        for node, text in sorted(replacements, key=lambda each: -self.at(each[0])[0]):
-            a, b = self.at(node)
-            data = data[:a] + text.encode() + data[b:]
-            end += len(text.encode()) - (b - a)
-        lines = data[start:end].decode().split("\n")
+        lines = self._with(*self._lines_of(first, last), replacements).split("\n")
         drop = block[0].col_offset - indent
         if drop < 0:
             return "\n".join(" " * -drop + line if line.strip() else line for line in lines)
         return "\n".join(line[drop:] if not line[:drop].strip() else line for line in lines)
+
+    def _with(self, start, end, replacements):
+        """The text from start to end, with nodes replaced by text."""
+        data = self.data
+        for node, text in sorted(replacements, key=lambda each: -self.at(each[0])[0]):
+            a, b = self.at(node)
+            if start <= a < end:
+                data = data[:a] + text.encode() + data[b:]
+                end += len(text.encode()) - (b - a)
+        return data[start:end].decode()
 
     def edits(self):
         for node in _walk(self.tree):
@@ -539,6 +572,8 @@ class _Pass:
                 self._if(node)
             elif isinstance(node, ast.For):
                 self._for(node)
+            elif isinstance(node, ast.While) and self.truth(node.test) is False:
+                self.propose(self.without(node))
         for node in _walk(self.tree):
             handler = getattr(self, f"_edit_{type(node).__name__}", None)
             if handler and node not in self.in_text:
@@ -551,11 +586,13 @@ class _Pass:
             if name not in self.roots or any(key[0] == name for key in self.pins if isinstance(key, tuple)):
                 self._unused_parameters(name, function)
             self._unused_defaults(name, function)
-            if not self.groups:
-                self._tail_call(name, function)
-                self._inline(name, function)
             self._docstring(name, function)
         self._tables()
+        for name, node in self.classes.items():
+            self._unused_fields(name, node)
+        if not self.groups:
+            for name, function in self.functions.items():
+                self._inline(name, function)
         return self.groups
 
     def _drops(self, node):
@@ -607,6 +644,8 @@ class _Pass:
         ):  # fmt: skip
             return
         known = [_known(self.value(each)) for each in call.args]
+        if len(call.args) == 3 and known[0] == (True, 0) and len({self.segment(each) for each in call.args[1:]}) == 1:
+            known = [(True, 0), (True, 1), (True, 1)]  # from 0 to N in steps of N, which isn't 0
         if call.keywords or not all(ok and isinstance(value, int) for ok, value in known):
             return
         values = range(*(value for _, value in known))
@@ -642,6 +681,11 @@ class _Pass:
         if truth is not None:
             self._put(node, node.body if truth else node.orelse)
 
+    def _edit_UnaryOp(self, node):
+        truth = _truth(self.value(node))
+        if isinstance(node.op, ast.Not) and truth is not None:
+            self.propose((*self.at(node), repr(truth)))
+
     def _edit_BoolOp(self, node):
         stops = isinstance(node.op, ast.Or)
         truths = [self.truth(each) for each in node.values]
@@ -658,6 +702,9 @@ class _Pass:
             self._put(node, kept[0], self._grouped(kept[0], node))
         else:
             word = " or " if stops else " and "
+            if "\n" in self.segment(node):  # one operand a line
+                line = self.lines[node.end_lineno - 1]
+                word = "\n" + line[: len(line) - len(line.lstrip())] + word.lstrip()
             self.propose((*self.at(node), word.join(self._grouped(each, node) for each in kept)))
 
     def _is_test(self, node):
@@ -687,7 +734,11 @@ class _Pass:
             self._put(node, node.right, self._grouped(node.right, node))
 
     def _edit_Call(self, node):
-        """min(x, x)"""
+        """min(x, x), and a table's entry."""
+        if getattr(node.func, "attr", "") == "get":
+            ok, value = _known(self.value(node))
+            if ok and type(value) is int:
+                self.propose((*self.at(node), str(value)))
         if isinstance(node.func, ast.Name) and node.func.id in ("min", "max") and len(node.args) == 2:
             if self.segment(node.args[0]) == self.segment(node.args[1]):
                 self._put(node, node.args[0])
@@ -700,7 +751,10 @@ class _Pass:
                 self.propose((*self.at(node), repr(value)))
 
     def _edit_Expr(self, node):
-        """A call of a function that does nothing any more."""
+        """A call of a function that does nothing any more, or an assertion that holds."""
+        if getattr(getattr(node.value, "func", None), "attr", "") == "static_assert":
+            if self.truth(node.value.args[0]):
+                self.propose(self.without(node))
         if isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name):
             function = self.functions.get(node.value.func.id)
             if function and all(_is_docstring(each) or isinstance(each, ast.Pass) for each in function.node.body):
@@ -718,10 +772,14 @@ class _Pass:
             if len(assigned) != 1 or len(assigned[0]) != 1 or name in function.parameters or name in function.foreign:
                 continue
             value = assigned[0][0]
-            if not isinstance(value, ast.Name) or value.id in function.foreign or len(value.id) > len(name):
+            if not isinstance(value, ast.Name) or value.id in function.foreign:
                 continue
             bindings = len(function.assigned.get(value.id, [])) + (value.id in function.parameters)
-            if bindings == 1:
+            if bindings == 1 and len(value.id) > len(name) > 1 and value.id in function.assigned:
+                names = [each for each in _walk(function.node) if isinstance(each, ast.Name) and each.id == value.id]
+                if not any(each in self.in_text for each in names):
+                    self.propose(*((*self.at(each), name) for each in names))
+            elif bindings == 1 and len(value.id) <= len(name):
                 for node in function.loads.get(name, []):
                     if isinstance(node.ctx, ast.Load) and node not in self.in_text:
                         self.propose((*self.at(node), value.id))
@@ -739,6 +797,8 @@ class _Pass:
             if verbatim and (checks or name in function.parameters and isinstance(value, float)):
                 continue
             text = f'"{value}"' if isinstance(value, str) else repr(value)
+            if isinstance(value, torch.dtype) and function.node.decorator_list:
+                text = text.replace("torch", "tl" if "triton" in ast.unparse(function.node.decorator_list[0]) else "gl")
             for node in loads:
                 if not isinstance(node.ctx, ast.Load) or node in self.in_text:
                     continue
@@ -837,80 +897,143 @@ class _Pass:
             nodes = [self._element(each) for each in given]
             self.propose(*(self._element_edit(node) for node in [self._argument(function.node, name), *nodes]))
 
-    def _tail_call(self, key, function):
-        """`return f(...)` as the lines of f, if there is no other call of it."""
-        if key in self.roots or key in self.escaped or len(self.sites[key]) != 1 or function.node.decorator_list:
-            return
-        call = next(each for each in _walk(self.tree) if _is_call_of(each, key))
-        statement, caller = self.parents[call], self.owner[call]
-        if not isinstance(statement, ast.Return) or caller is function or call.keywords or function.variadic:
-            return
-        if len(call.args) != len(function.parameters) or any(isinstance(each, ast.Starred) for each in call.args):
-            return
-        texts = [self.segment(each) for each in call.args]
-        others = (set(caller.assigned) | set(caller.parameters) | set(caller.loads)) - set(texts)
-        new = [(name, text) for name, text in zip(function.parameters, texts, strict=True) if name != text]
-        new = [(name, text) for name, text in new if text != f"{name}.detach()" or name in caller.parameters]
-        own = set(function.assigned) - {name for name, _ in new}
-        used_after = {name for name, text in new if name in others and not text.startswith(f"{name}.")}
-        if own & others or used_after or function.foreign & others or statement.col_offset != 4:
-            return
-        if any(name in text for name, _ in new for _, text in new if not text.startswith(f"{name}.")):
-            return
-        body = function.node.body
-        body = body[1:] if _is_docstring(body[0]) else body
-        first = self._header_line(body[0]) + 1
-        if body is not function.node.body:
-            first = function.node.body[0].end_lineno + 1
-        start, end = self._lines_of(first, body[-1].end_lineno)
-        head = f"    {', '.join(name for name, _ in new)} = {', '.join(text for _, text in new)}\n" if new else ""
-        text = head + self.data[start:end].decode()
-        self.propose((*self._lines_of(statement.lineno, statement.end_lineno), text))
-
     def _inline(self, key, function):
-        """`x = f(...)` as the line or two of f, if there is no other call of it."""
-        body = function.node.body
-        about = body[0].value.value.split("\n")[0] if _is_docstring(body[0]) else ""
-        body = body[1:] if about else body
-        if key in self.roots or key in self.escaped or len(self.sites[key]) != 1 or not 1 <= len(body) <= 2:
+        """Put the body of a function in the place of its only call, if that is short and no name is in the way."""
+        node, sites = function.node, self.sites[key]
+        if key in self.roots or key in self.escaped or len(sites) != 1 or sites[0].launched or function.variadic:
             return
-        if function.foreign or function.variadic or not isinstance(body[-1], ast.Return) or body[-1].value is None:
-            return
-        if len(body) == 2 and not isinstance(body[0], ast.Assign):
+        if any(ast.unparse(each) not in ("triton.jit", "jit") for each in node.decorator_list) or _is_generator(node):
             return
         call = next((each for each in _walk(self.tree) if _is_call_of(each, key)), None)
-        statement, caller = self.parents.get(call), self.owner.get(call)
-        if not isinstance(statement, ast.Assign) or caller is function or call.keywords or call.args == []:
+        caller, statement = self.owner.get(call), self.parents.get(call)
+        if caller is None or caller is function or call in self.in_text or {caller, function} & self.inlined:
             return
-        if len(call.args) != len(function.parameters) or any(isinstance(each, ast.Starred) for each in call.args):
+        body = node.body[1:] if _is_docstring(node.body[0]) else node.body
+        returns = [each for part in body for each in _walk(part) if isinstance(each, ast.Return)]
+        alone = returns == [body[-1]] and returns[0].value is not None
+        tail = isinstance(statement, ast.Return)
+        expression = alone and len(body) == 1 and not tail
+        if self._repeated(call, caller.node) and any(isinstance(each, ast.AnnAssign) for each in _walk(node)):
+            return  # a constexpr can't be defined again
+        if not (tail or expression or isinstance(statement, ast.Assign) and alone or
+                isinstance(statement, ast.Expr) and not returns):  # fmt: skip
             return
-        if statement.lineno != statement.end_lineno or any(each.lineno != each.end_lineno for each in body):
+        size = body[-1].end_lineno - body[0].lineno + 1
+        if size > (60 if tail else _LONGEST) or size + len(caller.node.body[0:1]) > 70:
             return
-        targets = {each.id for each in _walk(statement.targets[0]) if isinstance(each, ast.Name)}
-        given = {each.id for argument in call.args for each in _walk(argument) if isinstance(each, ast.Name)}
-        names = set(caller.assigned) | set(caller.parameters)
-        own = set(function.assigned)
-        if own & (given | names - targets) or own & set(function.parameters):
+        if size + caller.node.end_lineno - caller.node.body[_is_docstring(caller.node.body[0])].lineno > 62:
             return
-        replacements = []
-        for name, argument in zip(function.parameters, call.args, strict=True):
-            simple = isinstance(argument, ast.Name | ast.Constant | ast.Attribute)
-            loads = function.loads.get(name, [])
-            if any(each in self.in_text for each in loads) or (not simple and len(loads) > 1):
+        targets = {each.id for each in _walk(statement) if _is_store(each)} if not expression else set()
+        names = set(caller.assigned) | set(caller.parameters) | caller.foreign
+        given = [(name, self._given(sites[0], function, name)) for name in function.parameters]
+        if any(each is None for _, each in given) or any(isinstance(each, ast.FunctionDef) for each in body):
+            return
+        own, heads, replacements = set(function.assigned) | function.foreign, [], []
+        used = {each.id for _, value in given for each in _walk(value) if isinstance(each, ast.Name)}
+        for name, value in given:
+            text, loads = self.segment(value), function.loads.get(name, [])
+            simple = isinstance(value, ast.Name | ast.Constant) or isinstance(value, ast.Attribute) and len(text) < 20
+            if name not in function.assigned and text == name:
+                continue
+            if name in function.assigned and text == name and (tail or name in targets):
+                used = used - {name} if sum(name in _names(each) for _, each in given) == 1 else used
+            elif any(each in self.in_text for each in loads):
                 return
-            text = self.segment(argument)
-            text = f"({text})" if isinstance(argument, ast.BinOp | ast.IfExp | ast.BoolOp) else text
-            replacements += [(each, text) for each in loads]
-        text = self._block(body, statement.col_offset, replacements)
-        lines = text.rstrip("\n").split("\n")
-        left = self.data[slice(self.at(statement.targets[0])[0], self.at(statement.targets[0])[1])].decode()
-        lines[-1] = lines[-1].replace("return ", f"{left} = ", 1)
-        if about and not statement.col_offset == 0 and any(each.decorator_list for each in [function.node]):
-            lines.insert(0, " " * statement.col_offset + "# " + about[0].lower() * (about[1:2].islower()) +
-                         about[0] * (not about[1:2].islower()) + about[1:].rstrip("."))  # fmt: skip
-        if any(len(line) > 120 for line in lines):
+            elif name in function.assigned or not simple and (len(loads) != 1 or self._repeated(loads[0], node)):
+                users = [each for _, each in given if name in _names(each)]
+                if users == [value] and (tail or name in targets):
+                    used = used - {name}
+                elif name in used or name in names and not tail or expression:
+                    return
+                heads.append(f"{name} = {text}")
+                own = own | {name}
+            else:
+                text = f"({text})" if isinstance(value, ast.BinOp | ast.IfExp | ast.BoolOp | ast.Compare) else text
+                replacements += [(each, text) for each in loads]
+        if own & used or (own - targets & names and not tail):
             return
-        self.propose((*self._lines_of(statement.lineno, statement.end_lineno), "\n".join(lines) + "\n"))
+        indent = " " * self._statement(call).col_offset
+        about = [f"{indent}# {each}" for each in self._about(function) if node.decorator_list or not tail]
+        for name, value in given:
+            if isinstance(value, ast.Constant):
+                about = [re.sub(rf"\b{name}\b", self.segment(value), each) for each in about]
+        if expression:
+            value = body[0].value
+            text = " ".join(self._with(*self.at(value), replacements).split())
+            if "#" in self.data[slice(*self._lines_of(self._header_line(body[0]) + 1, body[0].end_lineno))].decode():
+                return
+            inside = ast.BinOp | ast.UnaryOp | ast.Attribute | ast.Compare | ast.BoolOp | ast.Subscript
+            if isinstance(value, ast.BinOp | ast.IfExp | ast.BoolOp | ast.Compare) and isinstance(statement, inside):
+                text = f"({text})"
+            self.inlined |= {caller, function}
+            self.propose((*self.at(call), text))
+            return
+        lines = [f"{indent}{head}" for head in heads]
+        if not alone or tail:
+            lines.append(self._block(body, len(indent), replacements).rstrip("\n"))
+        else:
+            if len(body) > 1:
+                lines.append(self._block(body[:-1], len(indent), replacements).rstrip("\n"))
+            lines += [f"{indent}{each}" for each in self._bindings(statement.targets[0], body[-1].value, replacements)]
+        text = "\n".join([*about, *lines])
+        if any(len(line) > 120 and not line.lstrip().startswith("#") for line in text.split("\n")):
+            return
+        if tail and "Args:" in ast.unparse(node.body[0]) and "Args:" not in ast.unparse(caller.node.body[0]):
+            self._share(caller.node.body[0], node.body[0])
+        self.inlined |= {caller, function}
+        self.propose((*self._lines_of(statement.lineno, statement.end_lineno), f"{text}\n"))
+
+    def _repeated(self, node, function):
+        """Whether a node is in a loop of a function."""
+        while node is not function:
+            node = self.parents[node]
+            if isinstance(node, ast.For | ast.While | ast.comprehension | ast.GeneratorExp | ast.ListComp):
+                return True
+        return False
+
+    def _share(self, docstring, other):
+        """Give a docstring without arguments all but the summary of the one that its function is said to be like."""
+        summary = docstring.value.value.split(". ")[0].split("\n")[0].removesuffix(".")
+        rest = other.value.value.split("\n\n", 1)[1]
+        self.propose((*self.at(docstring), f'"""{summary}.\n\n{rest}"""'))
+
+    def _given(self, site, function, name):
+        """The node of the argument for a parameter, or of its default; None if it isn't known."""
+        value = site.argument(function.parameters, name)
+        value = function.defaults.get(name) if value is None else value
+        return None if value is UNKNOWN or isinstance(value, ast.Starred) else value
+
+    def _bindings(self, target, value, replacements):
+        """The lines that give a target a value that a function returned."""
+
+        def text(node):
+            inside = [each for each in replacements if each[0] in _walk(node)]
+            start, end = self.at(node)
+            return self._with(start, end, inside)
+
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+            pairs = [(self.segment(a), text(b), b) for a, b in zip(target.elts, value.elts, strict=True)]
+            pairs = [pair for pair in pairs if pair[0] != pair[1]]
+            mixed = any(a in _names(c) for i, (a, _, _) in enumerate(pairs) for _, _, c in pairs[i + 1 :])
+            if not mixed:
+                return [f"{a} = {b}" for a, b, _ in pairs]
+        return [f"{self.segment(target)} = {text(value)}"] if self.segment(target) != text(value) else []
+
+    def _statement(self, node):
+        while not isinstance(node, ast.stmt):
+            node = self.parents[node]
+        return node
+
+    def _about(self, function):
+        """The first sentence of a function's docstring, as the line of a comment."""
+        if not _is_docstring(function.node.body[0]):
+            return []
+        paragraph = function.node.body[0].value.value.split("\n\n")[0].strip()
+        text = (paragraph if len(paragraph) < 110 else re.split(r"[.]\s", paragraph)[0]).removesuffix(".")
+        text = re.sub(r"[.] Returns .*", "", text)
+        text = re.sub(r"^Returns? ", "", text).replace("\n    ", " ")
+        text = text[0].lower() + text[1:] if text[1:2].islower() else text
+        return [text] if len(text) < 110 else []
 
     def _unused_defaults(self, key, function):
         """Take away defaults where each call has the argument."""
@@ -931,7 +1054,8 @@ class _Pass:
 
         def stale(name, none):
             if name not in function.parameters:
-                return name.islower() and name not in ("http", "https")
+                used = {each.id for each in _walk(function.node) if isinstance(each, ast.Name)}
+                return name.islower() and name not in ("http", "https") or name.isupper() and name not in used
             return bool(none) and self.name(function, name) is SOMETHING
 
         kept = []
@@ -947,12 +1071,13 @@ class _Pass:
         new = re.sub(r"\n\n    Args:\n(?=\n|    \w|    \"\"\")", "\n\n", "\n".join(kept))
         if key not in self.roots:
             for found in re.finditer(
-                r"(?:(?<=[.] )|(?<=^\"\"\")|(?<=^ {4}))(\w+)( None)?: [^.\n]*[.](?: |(?=\n|\"))", new, re.M
+                r"(?:(?<=[.] )|(?<=^\"\"\")|(?<=^ {4}))(\w+)( None)?: [^.]*[.](?: |(?=\n|\"))", new, re.M
             ):
                 if stale(found[1], found[2]):
                     new = new.replace(found[0], "", 1)
                     break
-        new = re.sub(r"\s+\"\"\"$", '"""' if "\n" not in new.strip() else '\n    """', new)
+        rest = re.sub(r"\s+\"\"\"$", "", new)
+        new = rest if rest == new else f'{rest}\n    """' if "\n" in rest else f'{rest}"""'
         new = re.sub(r" +\n", "\n", new)
         if new == text:
             return
@@ -999,6 +1124,34 @@ class _Pass:
             return head.start(), end, ""
         space = re.match(rb"[ ]*", self.data[end:])
         return start, end + space.end(), ""
+
+    def _unused_fields(self, name, node):
+        """Take the fields of a NamedTuple that nothing reads out of the class and the calls that make one."""
+        calls = [each for each in _walk(self.tree) if _is_call_of(each, name)]
+        made = {each for call in calls for each in (call.func, *call.args, *call.keywords)}
+        loose = [each for each in self.loads_of(name) if each not in made]
+        fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+        if len(node.bases) != 1 or loose or any(isinstance(each, ast.Starred) for call in calls for each in call.args):
+            return
+        others = [each for each in _walk(self.tree) if getattr(getattr(each, "func", None), "attr", "") == "_replace"]
+        read = {each.attr for each in _walk(self.tree) if isinstance(each, ast.Attribute)}
+        unpacked = [each for each in _walk(self.tree) if isinstance(each, ast.Assign) and len(fields) > 2 and
+                    isinstance(each.targets[0], ast.Tuple) and len(each.targets[0].elts) == len(fields)]  # fmt: skip
+        for method in node.body:
+            if isinstance(method, ast.FunctionDef) and method.decorator_list and method.name not in read:
+                self.propose(self.without(method))
+        for i, field in enumerate(fields):
+            if field.target.id in read or unpacked or len(fields) == 1:
+                continue
+            given = [next((each for each in call.keywords if each.arg == field.target.id), None) or
+                     (call.args[i] if i < len(call.args) else None) for call in calls]  # fmt: skip
+            given += [each for call in others for each in call.keywords if each.arg == field.target.id]
+            values = [each.value if isinstance(each, ast.keyword) else each for each in given if each is not None]
+            if all(self.pure(each) for each in values):
+                self.propose(self.without(field), *(self._element_edit(each) for each in given if each is not None))
+
+    def loads_of(self, name):
+        return [each for each in _walk(self.tree) if isinstance(each, ast.Name) and each.id == name]
 
     def _tables(self):
         """Take the entries out of a dictionary that nobody looks up."""
@@ -1069,11 +1222,15 @@ def _pruned(text, roots):
     tree, lines = ast.parse(text), text.split("\n")
     items = {}
     for node in tree.body:
-        names = {each.id for each in _walk(node) if _is_store(each)} if isinstance(node, ast.Assign) else set()
+        stores = isinstance(node, ast.Assign | ast.Try)
+        names = {each.id for each in _walk(node) if _is_store(each)} if stores else set()
+        names |= {each.asname or each.name for each in _walk(node) if isinstance(each, ast.alias)}
+        names |= {each.name for each in _walk(node) if stores and isinstance(each, ast.FunctionDef)}
         names |= {node.name} if isinstance(node, ast.FunctionDef | ast.ClassDef) else set()
         for name in names:
             items.setdefault(name, []).append(node)
-    waiting = [node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign)]
+    bound = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.Try
+    waiting = [node for node in tree.body if not isinstance(node, bound)]
     waiting += [node for root in roots for node in items.get(root, [])]
     kept = set()
     while waiting:
