@@ -134,5 +134,9 @@ def is_named(said):
     """Whether what a check said to a wrong answer names the mistake; a difference alone doesn't."""
     last = (said.splitlines() or [""])[-1]
     return (
-        last.startswith("Hint: ") or last.endswith((MASK, OTHER, STAYS)) or ": a race: " in last or " raised " in last
+        last.startswith("Hint: ")
+        or last.endswith((MASK, OTHER, STAYS))
+        or ": a race: " in last
+        or last.startswith("Not yet: ")
+        and " raised " in last
     )

@@ -112,7 +112,7 @@ ANSWERS["unpack"] += [
     ("", changed(UNPACK, ("* BLOCK + tl.arange(0, BLOCK)", "* 64 + tl.arange(0, 64)"))),
 ]
 ANSWERS["small_gemv"] += [
-    ("", changed(GEMV, ("g, mask=n < N, other=0.0)", "g, mask=n < N, other=0.0).to(tl.int32)"))),
+    ("cut to whole numbers", changed(GEMV, ("g, mask=n < N, other=0.0)", "g, mask=n < N, other=0.0).to(tl.int32)"))),
     ("", changed(GEMV, ("tl.sum(products, 1) * scale", "tl.sum(products, 1).to(tl.float16) * scale"))),
     ("", changed(GEMV, ("range(groups)", "range(min(groups, 10))"))),
     ("", changed(GEMV, ("other=0.0)\n            products", "other=0.0).to(tl.int32)\n            products"))),
