@@ -136,7 +136,7 @@ def is_named(said):
     return (
         last.startswith("Hint: ")
         or last.endswith((MASK, OTHER, STAYS))
-        or ": a race: " in last
+        or " a race: " in last
         or last.startswith("Not yet: ")
         and " raised " in last
     )

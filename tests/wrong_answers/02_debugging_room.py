@@ -159,6 +159,7 @@ ANSWERS["round_trips"] += [
     ("", changed(TRIP, "block * BLOCK + tl.arange(0, BLOCK)", "block * 128 + tl.arange(0, 128)"))
 ]
 ANSWERS["restore"] += [
+    ("exit()", "def restore(codes, scales, tile, block=64):\n    exit()"),
     ("course.launch", "def restore(codes, scales, tile, block=64):\n    return codes.float()"),
     (
         "a race",
