@@ -170,7 +170,9 @@ ANSWERS["round_trips"] += [
     ("course.launch", "def round_trips(batch, tokens, block=128):\n    return batch[:tokens].float()"),
     ("a race", TRIP + "\n    tl.store(out_ptr + row * K + offs + BLOCK, code, offs + BLOCK < K)"),
 ]
-ANSWERS["token_codes"] += [("course.launch", "def token_codes(x):\n    return qk.quantize_per_token(x)[0]")]
+ANSWERS["token_codes"] += [
+    ("course.launch", "import qk\n\n\ndef token_codes(x):\n    return qk.quantize_per_token(x)[0]")
+]
 OTHERS = {
     "row_absmax": [
         kernel(

@@ -108,7 +108,7 @@ ANSWERS = {
 # kinds that were once called right, or whose words were wrong
 ANSWERS["unpack"] += [
     ("a race", UNPACK + "        tl.store(pairs_ptr + 4 * (offs + BLOCK) + p, pair * 0, mask=offs + BLOCK < n)\n"),
-    ("course.launch", "def unpack(words, BLOCK):\n    return qk.unpack_int4(words[:, None], 8).float()"),
+    ("course.launch", "import qk\n\n\ndef unpack(words, BLOCK):\n    return qk.unpack_int4(words[:, None], 8).float()"),
     ("", changed(UNPACK, ("* BLOCK + tl.arange(0, BLOCK)", "* 64 + tl.arange(0, 64)"))),
 ]
 ANSWERS["small_gemv"] += [
