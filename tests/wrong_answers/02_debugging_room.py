@@ -159,6 +159,8 @@ ANSWERS["round_trips"] += [
     ("", changed(TRIP, "block * BLOCK + tl.arange(0, BLOCK)", "block * 128 + tl.arange(0, 128)"))
 ]
 ANSWERS["restore"] += [
+    ("`return`", "def restore(codes, scales, tile, block=64):\n    out = codes.float()\n    out += scales[0, 0]"),
+    ("course.launch", "def restore(codes, scales, tile, block=64):\n    return codes.float().to_sparse()"),
     ("exit()", "def restore(codes, scales, tile, block=64):\n    exit()"),
     ("course.launch", "def restore(codes, scales, tile, block=64):\n    return codes.float()"),
     (
