@@ -27,7 +27,7 @@ from qk.course.windows import OutOfBounds, Race, Session
 
 __all__ = ["Exercise", "check", "explore", "source"]
 
-LIMIT = 20  # seconds that an answer may take for a case,
+LIMIT = 30  # seconds that an answer may take for a case,
 COMPILING = 60  # and compiling it, with the start of a process
 _LAUNCH = "launch your kernel with course.launch; torch alone doesn't count"
 _PACKAGE = Path(__file__).parent.parent
