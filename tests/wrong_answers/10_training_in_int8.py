@@ -64,7 +64,7 @@ ANSWERS = {
                 "    tl.store(",
             ),
         ),
-        ("too many or too few", "def transposed_square_scale(scale, B):\n    return scale.t()"),
+        ("torch alone doesn't count", "def transposed_square_scale(scale, B):\n    return scale.t()"),
         (
             "torch alone doesn't count",
             "def transposed_square_scale(scale, B):\n"
