@@ -49,6 +49,7 @@ ANSWERS = {
         ),
         ("not what it loses", changed(FRACTION, "return min(fractions, key=lost)", "return min(map(lost, fractions))")),
         ("1 isn't always best", "def best_fraction(x, counts, fractions):\n    return 1.0"),
+        ("not its root", changed(FRACTION, "counts * (restored", "counts.sqrt() * (restored")),
         ("the first fraction", "def best_fraction(x, counts, fractions):\n    return fractions[0]"),
         ("the last fraction", "def best_fraction(x, counts, fractions):\n    return fractions[-1]"),
         ("not at 8", changed(FRACTION, "clamp(-7, 7)", "clamp(-7, 8)")),
