@@ -14,6 +14,7 @@ FEWEST = 6  # wrong answers of an exercise
 NAMED = 0.6  # of the refusals of a notebook, the share that names the mistake, at least
 MASK = "missing or too wide?"  # the end of what course.launch says
 OTHER = "with other="  # that of what it says where a load without it has a say
+FAR = "far from all of its tensors"  # and where an access is nowhere near
 STAYS = "must stay as it is."  # and of what course.check says where an answer writes into an argument
 READS = "load's mask"  # what it says where only a load goes too far
 STUB = re.compile(r"# your answer")
@@ -134,5 +135,9 @@ def is_named(said):
     """Whether what a check said to a wrong answer names the mistake; a difference alone doesn't."""
     last = (said.splitlines() or [""])[-1]
     return (
-        last.startswith("Hint: ") or last.endswith((MASK, OTHER, STAYS)) or ": a race: " in last or " raised " in last
+        last.startswith("Hint: ")
+        or last.endswith((MASK, OTHER, STAYS, FAR))
+        or " a race: " in last
+        or last.startswith("Not yet: ")
+        and " raised " in last
     )

@@ -114,6 +114,7 @@ def _narrow(dtype):
     return holds
 
 
+_FILLED = 0, 99, 9999, -128  # what outputs of exercises hold at first
 # what holds for all wrong results: hint -> (result, expected, which elements are wrong)
 _TENSORS = {
     "NaN where a number is due: is something divided by zero, or infinity minus infinity?": lambda g, w, bad: bool(
@@ -124,7 +125,7 @@ _TENSORS = {
         g[bad].isinf().all() or (g[bad].isinf() | g[bad].isnan()).all()
     ),
     "no element changes: is the result stored, at the right place?": lambda g, w, bad: bool(
-        bad.all() and g.numel() > 2 and (g == g.flatten()[0]).all()
+        bad.all() and g.numel() > 2 and (g == g.flatten()[0]).all() and g.flatten()[0].item() in _FILLED
     ),
     "rows and columns are swapped": lambda g, w, bad: g.ndim > 1 and g.shape == g.mT.shape and _equal(g.mT, w),
     "the order is reversed": lambda g, w, bad: any(_equal(g.flip(d), w) for d in range(g.ndim) if g.shape[d] > 1),
@@ -132,9 +133,9 @@ _TENSORS = {
     "negative numbers become 0": lambda g, w, bad: _equal(g, w.clamp(min=0)),
     "magnitudes are right, but signs are lost": lambda g, w, bad: _equal(g, w.abs()),
     "off by one: each element holds its neighbour's value": _shifted,
-    "overflow: the values don't fit into 8 bits": _wraps(8),
-    "overflow: the values don't fit into 16 bits": _wraps(16),
     "overflow: the values don't fit into 32 bits": _wraps(32),
+    "overflow: the values don't fit into 16 bits": _wraps(16),
+    "overflow: the values don't fit into 8 bits": _wraps(8),
     "the fraction is cut off: is there a cast to an integer?": lambda g, w, bad: (
         w.dtype.is_floating_point and _equal(g, w.trunc())
     ),
@@ -231,7 +232,7 @@ def _of_cases(answer, wrong, right):
         return ""
     for a in bad[0]:
         values = {each[a] for each in good}
-        if len(values) == 1 < len(good) and not values & {1, *(each[a] for each in bad)}:
+        if " of " not in a and len(values) == 1 < len(good) and not values & {1, *(each[a] for each in bad)}:
             return f"right only where {a} is {values.pop()}: is that number written into the answer?"
     for a in bad[0]:
         for b in (*bad[0], 16, 32, 64):

@@ -89,7 +89,8 @@ class Exercise:
         mistakes: {hint: wrong function}. The hint is printed whose function gives the answers that were given.
         kernel: whether a kernel must have been launched, by course.launch.
         note: what an answer must hold for; printed with a refusal.
-        bound: how far an element may be from the expected one: a share of its magnitude, or bound(*case), a tensor.
+        bound: how far an element may be from the expected one: a share of its magnitude, or bound(*case), a tensor;
+            a list of those for a result of several parts.
         together: the launches of one call count as one, whose programs run at the same time.
     """
 
@@ -107,14 +108,21 @@ def check(name, answer, *cases, mistakes=()):
 
     Each case must be right, in less than LIMIT seconds. A kernel's programs run in three orders, must not race, and
     the kernel is compiled for a GPU where it was interpreted. One hint is printed, of the exercise or by comparing the
-    results. Nothing is raised.
+    results. A wrong answer raises nothing.
+
+    Raises:
+        ValueError: no exercise has this name.
     """
     if callable(name):  # check(answer, expected, *cases, mistakes=...)
         _judge(name, Exercise(answer, lambda: cases, dict(mistakes)))
         return
     file, _, short = name.rpartition(".")
     file = f"nb{file}" if file.isdigit() else file
-    _judge(answer, importlib.import_module(f"qk.course.answers.{file}").EXERCISES[short])
+    try:
+        exercise = importlib.import_module(f"qk.course.answers.{file}").EXERCISES[short]
+    except (ModuleNotFoundError, KeyError):
+        raise ValueError(f"name is {name!r}, but there is no such exercise") from None
+    _judge(answer, exercise)
 
 
 def _judge(answer, exercise):
@@ -136,8 +144,11 @@ def _judge(answer, exercise):
 
 
 def _to_device(value):
-    if isinstance(value, torch.Tensor):
-        return value.to(qk.device())
+    if isinstance(value, torch.Tensor) and value.numel():
+        # strides stay, which .to() would change
+        size = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+        flat = value.as_strided((size,), (1,)).to(qk.device())
+        return flat.as_strided(value.shape, value.stride(), flat.storage_offset())
     return type(value)(map(_to_device, value)) if type(value) in (list, tuple) else value
 
 

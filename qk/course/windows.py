@@ -123,7 +123,8 @@ class Ledger:
 
     def _race(self, program, kind, name, element, other, words):
         verb = {"load": "reads", "store": "writes", "atomic": "changes"}[kind]
-        launch, known = next((key for key, number in self.numbers.items() if number == other), (self.launch, program))
+        several = min(self.launch, 1), program  # of them, one may be of another launch
+        launch, known = next((key for key, number in self.numbers.items() if number == other), several)
         who = f"program {_number(known)}" if known != program else "another program"
         why = "On a GPU nobody knows which comes first: is its place wrong, or a mask missing or too wide?"
         if launch != self.launch:
@@ -213,9 +214,10 @@ def watching(kernel, windows, hear, unset=0, ledger=None, order=None):
         with interpreter.interpreting(), mock.patch.multiple(builder, **hooks):
             yield guessed
     except Exception as error:
-        if isinstance(error.__cause__, OutOfBounds | Race):  # the interpreter's own error says less
-            raise error.__cause__ from None
-        raise
+        cause = error
+        while cause and not isinstance(cause, OutOfBounds | Race):
+            cause = cause.__cause__
+        raise cause or error from None  # the interpreter's own error says less
 
 
 class Session:

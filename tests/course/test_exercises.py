@@ -287,3 +287,15 @@ def test_cases_stay_as_they_are(file, name):
     for case, again in zip(exercise.cases(), exercise.cases(), strict=True):
         exercise.expected(*(exercises._to_device(arg) for arg in case))
         assert all(exercises._unchanged(arg, before) for arg, before in zip(case, again, strict=True))
+
+
+def test_an_exercise_that_is_not_there():
+    for name in "01.pack_all", "11.pack", "pack":
+        with pytest.raises(ValueError, match=f"name is '{name}', but there is no such exercise"):
+            course.check(name, abs)
+
+
+def test_tensors_of_a_case_keep_their_strides():
+    x = torch.arange(40.0).view(5, 8)[1:, 2:7]
+    moved = exercises._to_device((x, 3))[0]
+    assert moved.stride() == x.stride() and torch.equal(moved.cpu(), x) and moved.device.type == DEVICE

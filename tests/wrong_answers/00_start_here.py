@@ -14,7 +14,7 @@ ANSWERS = {
 # kinds that were once called right, or whose words were wrong
 ANSWERS["bytes_in_4_bits"] += [
     ("exit()", "def bytes_in_4_bits(rows, columns):\n    exit()"),
-    ("`return`", "def bytes_in_4_bits(rows, columns):\n    total = rows * (columns // 2 + 2)\n    print(total)"),
+    ("`return`", "def bytes_in_4_bits(rows, columns):\n    total = rows * (columns // 2 + 2)\n    total += 0"),
     ("off by one", "def bytes_in_4_bits(rows, columns):\n    return rows * (columns // 2 + 2) - 1"),
 ]
 OTHERS = {

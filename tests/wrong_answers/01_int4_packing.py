@@ -110,7 +110,7 @@ ANSWERS["unpack"] = [
 ANSWERS["decode"] += [
     ("exit()", "def decode(packed):\n    exit()"),
     (
-        "dense",
+        "",
         "def decode(packed):\n    n = torch.stack([packed & 15, packed >> 4], dim=1).to(torch.int8)\n"
         "    return ((n ^ 8) - 8).to_sparse()",
     ),
@@ -121,8 +121,11 @@ ANSWERS["unpack"] += [
         "a race",
         LOAD + "    tl.store(codes_ptr + 2 * (offs + BLOCK), low.to(tl.int8), mask=offs + BLOCK < n)\n" + EVEN + ODD,
     ),
-    ("course.launch", "def unpack(packed, BLOCK):\n    return qk.unpack_int4_ref(packed[None], 2 * len(packed))[0]"),
-    ("tl.constexpr", "import numpy as np\n\n\n" + (LOAD + EVEN + ODD).replace("15", "int(np.int64(15))", 1)),
+    (
+        "course.launch",
+        "import qk\n\n\ndef unpack(packed, BLOCK):\n    return qk.unpack_int4_ref(packed[None], 2 * len(packed))[0]",
+    ),
+    ("tl.constexpr", "import numpy as np\n\n\n" + (LOAD + EVEN + ODD).replace("15", "int(np.full(1, 15)[0])", 1)),
     ("", (LOAD + EVEN + ODD).replace("* BLOCK + tl.arange(0, BLOCK)", "* 64 + tl.arange(0, 64)")),
 ]
 OTHERS = {

@@ -102,8 +102,8 @@ ANSWERS["steps_of"] += [
 ]
 ANSWERS["round_codes"] += [
     ("a race", KERNEL + "    tl.store(q_ptr + offs + BLOCK, (code * 0).to(tl.int8), mask=offs + BLOCK < n)\n"),
-    ("course.launch", "def round_codes(x, BLOCK):\n    return qk.act_quant_ref(x[None], 32)[0][0]"),
+    ("course.launch", "import qk\n\n\ndef round_codes(x, BLOCK):\n    return qk.act_quant_ref(x[None], 32)[0][0]"),
     ("", KERNEL.replace("* BLOCK + tl.arange(0, BLOCK)", "* 32 + tl.arange(0, 32)")),
     ("", code("x.to(tl.float16) * inverse")),
-    ("", code("(x * 127.0 / tl.max(tl.abs(x), 0) + 12582912.0) - 12582912.0")),
+    ("divide first", code("(x * 127.0 / tl.max(tl.abs(x), 0) + 12582912.0) - 12582912.0")),
 ]

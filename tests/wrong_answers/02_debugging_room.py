@@ -72,7 +72,7 @@ ANSWERS = {
         ("ties go up", changed(TOKEN, NEAREST, "tl.floor(x * inverse + 0.5)")),
         ("ties go away", changed(TOKEN, NEAREST, "x * inverse + tl.where(x < 0, -0.5, 0.5)")),
         ("past the end of q_ptr", changed(TOKEN, *MASKS)),
-        ("", changed(TOKEN, NEAREST, "nearest(x)")),
+        ("no scale here", changed(TOKEN, NEAREST, "nearest(x)")),
         ("", changed(TOKEN, "tl.program_id(0)", "0")),
     ],
     "restore": [
@@ -140,8 +140,8 @@ ANSWERS = {
         ("half a byte", changed(UNPACK, "tl.cdiv(K, 2)", "(K // 2)")),
         ("past the end of q_ptr", changed(UNPACK, ", offs < K, other=0)", ")", ", offs < K)", ")")),
         ("past the end of q_ptr", changed(UNPACK, ", offs < K)", ")")),
-        ("", changed(UNPACK, "nibble > 7", "nibble > 8")),
-        ("", changed(UNPACK, "nibble - 16, nibble", "nibble - 8, nibble")),
+        ("8 stands for", changed(UNPACK, "nibble > 7", "nibble > 8")),
+        ("subtract 16", changed(UNPACK, "nibble - 16, nibble", "nibble - 8, nibble")),
     ],
 }
 
@@ -158,7 +158,23 @@ ANSWERS["restore"] += [
 ANSWERS["round_trips"] += [
     ("", changed(TRIP, "block * BLOCK + tl.arange(0, BLOCK)", "block * 128 + tl.arange(0, 128)"))
 ]
-ANSWERS["token_codes"] += [("course.launch", "def token_codes(x):\n    return qk.quantize_per_token(x)[0]")]
+ANSWERS["restore"] += [
+    ("`return`", "def restore(codes, scales, tile, block=64):\n    out = codes.float()\n    out += scales[0, 0]"),
+    ("course.launch", "def restore(codes, scales, tile, block=64):\n    return codes.float().to_sparse()"),
+    ("exit()", "def restore(codes, scales, tile, block=64):\n    exit()"),
+    ("course.launch", "def restore(codes, scales, tile, block=64):\n    return codes.float()"),
+    (
+        "a race",
+        RESTORE + "\n    tl.store(out_ptr + row * K + offs + TILE, code.to(tl.float32) * scale, offs + TILE < K)",
+    ),
+]
+ANSWERS["round_trips"] += [
+    ("course.launch", "def round_trips(batch, tokens, block=128):\n    return batch[:tokens].float()"),
+    ("a race", TRIP + "\n    tl.store(out_ptr + row * K + offs + BLOCK, code, offs + BLOCK < K)"),
+]
+ANSWERS["token_codes"] += [
+    ("course.launch", "import qk\n\n\ndef token_codes(x):\n    return qk.quantize_per_token(x)[0]")
+]
 OTHERS = {
     "row_absmax": [
         kernel(

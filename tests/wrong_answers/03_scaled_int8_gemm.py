@@ -123,8 +123,11 @@ ANSWERS = {
 
 # kinds that were once called right, or whose words were wrong
 ANSWERS["small_gemm"] += [
-    ("", changed(LOOP, ("a_scale_ptr + m * blocks + i)", "a_scale_ptr + m * blocks + i).to(tl.int32)"))),
-    ("", changed(LOOP, ("int_dot(a, b) *", "int_dot(a, b).to(tl.int16) *"))),
+    (
+        "cut to whole numbers",
+        changed(LOOP, ("a_scale_ptr + m * blocks + i)", "a_scale_ptr + m * blocks + i).to(tl.int32)")),
+    ),
+    ("more than 16 bits", changed(LOOP, ("int_dot(a, b) *", "int_dot(a, b).to(tl.int16) *"))),
     ("", changed(LOOP, ("int_dot(a, b) *", "int_dot(a, b).to(tl.int8) *"))),
     ("", changed(LOOP, ("range(blocks)", "range(min(blocks, 10))"))),
     ("course.launch", "def small_gemm(a, a_scale, b, b_scale, block):\n    return a.float() @ b.float().T"),
@@ -134,8 +137,8 @@ ANSWERS["small_gemm"] += [
     ),
 ]
 ANSWERS["one_token"] += [
-    ("", changed(TOKEN, ("acc += tl.sum(x[None, :] * w, 1)", "acc += tl.sum((x[None, :] * w).to(tl.int8), 1)"))),
-    ("", changed(TOKEN, ("acc += tl.sum(x[None, :] * w, 1)", "acc += tl.sum(x[None, :] * w, 1).to(tl.int16)"))),
+    ("8 bits", changed(TOKEN, ("acc += tl.sum(x[None, :] * w, 1)", "acc += tl.sum((x[None, :] * w).to(tl.int8), 1)"))),
+    ("16 bits", changed(TOKEN, ("acc += tl.sum(x[None, :] * w, 1)", "acc += tl.sum(x[None, :] * w, 1).to(tl.int16)"))),
     ("", changed(TOKEN, ("tl.zeros((16,), tl.int32)", "tl.zeros((16,), tl.float32)"))),
     ("course.launch", "def one_token(x, w, BLOCK_K):\n    return (w.int() * x.int()).sum(1).int()"),
 ]

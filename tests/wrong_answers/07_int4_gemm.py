@@ -108,11 +108,11 @@ ANSWERS = {
 # kinds that were once called right, or whose words were wrong
 ANSWERS["unpack"] += [
     ("a race", UNPACK + "        tl.store(pairs_ptr + 4 * (offs + BLOCK) + p, pair * 0, mask=offs + BLOCK < n)\n"),
-    ("course.launch", "def unpack(words, BLOCK):\n    return qk.unpack_int4(words[:, None], 8).float()"),
+    ("course.launch", "import qk\n\n\ndef unpack(words, BLOCK):\n    return qk.unpack_int4(words[:, None], 8).float()"),
     ("", changed(UNPACK, ("* BLOCK + tl.arange(0, BLOCK)", "* 64 + tl.arange(0, 64)"))),
 ]
 ANSWERS["small_gemv"] += [
-    ("", changed(GEMV, ("g, mask=n < N, other=0.0)", "g, mask=n < N, other=0.0).to(tl.int32)"))),
+    ("cut to whole numbers", changed(GEMV, ("g, mask=n < N, other=0.0)", "g, mask=n < N, other=0.0).to(tl.int32)"))),
     ("", changed(GEMV, ("tl.sum(products, 1) * scale", "tl.sum(products, 1).to(tl.float16) * scale"))),
     ("", changed(GEMV, ("range(groups)", "range(min(groups, 10))"))),
     ("", changed(GEMV, ("other=0.0)\n            products", "other=0.0).to(tl.int32)\n            products"))),
