@@ -323,8 +323,9 @@ def programs(
         ax.tick_params(length=0, labelsize=8, top=beside, labeltop=beside, labelbottom=not beside)
         ax.spines[:].set_visible(False)
     what = "the step of its program, from 0" if by == "step" else "the program that touches it"
-    place = f"element, in memory order (in each cell: {what})"
-    fig.supxlabel(place, fontsize=10) if beside else axes[-1, 0].set_xlabel(place)
+    between = "\n" if beside else " "
+    for ax in axes[-1]:
+        ax.set_xlabel(f"element, in memory order{between}(in each cell: {what})")
     fig.suptitle(title, x=0.01, ha="left", fontsize=11)
     handles = [Patch(label=kind, **look) for kind, look in _LOOKS.items() if kind and kind in kinds]
     if handles:

@@ -49,6 +49,7 @@ ANSWERS = {
         ),
         ("not what it loses", changed(FRACTION, "return min(fractions, key=lost)", "return min(map(lost, fractions))")),
         ("1 isn't always best", "def best_fraction(x, counts, fractions):\n    return 1.0"),
+        ("not its root", changed(FRACTION, "counts * (restored", "counts.sqrt() * (restored")),
         ("the first fraction", "def best_fraction(x, counts, fractions):\n    return fractions[0]"),
         ("the last fraction", "def best_fraction(x, counts, fractions):\n    return fractions[-1]"),
         ("not at 8", changed(FRACTION, "clamp(-7, 7)", "clamp(-7, 8)")),
@@ -87,7 +88,10 @@ ANSWERS = {
         ),
         ("", changed(KERNEL, "x + partner, partner - x", "(x + partner).to(tl.int32), (partner - x).to(tl.int32)")),
         ("", changed(KERNEL, "x + partner, partner - x", "x + partner + 1e-8, partner - x")),
-        ("", changed(KERNEL, "tl.store(", "tl.store(out_ptr + (offs ^ APART), partner, mask=mask)\n    tl.store(")),
+        (
+            "a race: ",
+            changed(KERNEL, "tl.store(", "tl.store(out_ptr + (offs ^ APART), partner, mask=mask)\n    tl.store("),
+        ),
         (
             "torch alone doesn't count",
             "def stage(x, apart, block=64):\n    a, b = x.view(-1, 2, apart).unbind(1)\n"
@@ -120,14 +124,14 @@ ANSWERS = {
             changed(STEP, "    now[:, k + 1 :]", "    error = error.where(error.abs() > 1e-5, 0)\n    now[:, k + 1 :]"),
         ),
         (
-            "",
+            "the last ones aren't",
             changed(
                 STEP,
                 "now[:, k + 1 :] -= error[:, None] * U[k, k + 1 :]",
                 "now[:, k + 1 : 33] -= error[:, None] * U[k, k + 1 : 33]",
             ),
         ),
-        ("", changed(STEP, ".round()", ".to(torch.int8)")),
+        ("this truncates", changed(STEP, ".round()", ".to(torch.int8)")),
         ("move the other way", changed(STEP, "-= error", "+= error")),
         ("clamp them", changed(STEP, ".clamp(-7, 7)", "")),
         ("this truncates", changed(STEP, "round()", "trunc()")),

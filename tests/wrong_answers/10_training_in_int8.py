@@ -55,7 +55,7 @@ ANSWERS = {
         ("rounds to float16", changed(SCALES, "tl.max(scales, 0)", "tl.max(scales.to(tl.float16), 0)")),
         ("", changed(SCALES, "tl.max(scales, 0)", "tl.max(scales.to(tl.int32), 0)")),
         (
-            "",  # a race: each program also stores into its neighbor's place, before the neighbor does
+            "a race: ",  # a race: each program also stores into its neighbor's place, before the neighbor does
             changed(
                 SCALES,
                 "    tl.store(",
@@ -64,7 +64,7 @@ ANSWERS = {
                 "    tl.store(",
             ),
         ),
-        ("too many or too few", "def transposed_square_scale(scale, B):\n    return scale.t()"),
+        ("torch alone doesn't count", "def transposed_square_scale(scale, B):\n    return scale.t()"),
         (
             "torch alone doesn't count",
             "def transposed_square_scale(scale, B):\n"
@@ -151,7 +151,7 @@ ANSWERS = {
         ("", changed(KERNEL, "tl.floor(value + u)", "tl.minimum(tl.floor(value + u), 99)")),
         ("", KERNEL.replace("* BLOCK", "* 64").replace("tl.arange(0, BLOCK)", "tl.arange(0, 64)")),
         (
-            "",  # a race: the next program's first element, before that program stores it
+            "a race: ",  # a race: the next program's first element, before that program stores it
             changed(
                 KERNEL,
                 "    tl.store(",

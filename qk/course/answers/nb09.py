@@ -32,11 +32,13 @@ def _groups():
     loud, steps = silent.scatter(0, torch.tensor([6]), 20), [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3]
     odd = torch.randn(101, generator=random) * torch.rand(101, generator=random)
     few = (torch.arange(101) % 10 == 3).float()
+    peak = torch.randn(48, generator=torch.Generator().manual_seed(6))
+    peak[7], four = 4, torch.ones(48).scatter(0, torch.tensor([7]), 4)
     return [
         (calm, torch.ones(32), steps), (wild, silent, steps[::-1]), (-wild, loud, steps),
         (1e-10 * wild, silent, steps), (1e10 * calm, 1e-3 * torch.ones(32), steps), (odd, few, steps[1:] + [1.0]),
         (-odd.abs(), torch.rand(101, generator=random), [0.95, 0.65, 0.85, 0.75]),
-        (torch.tensor([-2.5]), few[3:4], steps),
+        (torch.tensor([-2.5]), few[3:4], steps), (peak, four, steps),
     ]  # fmt: skip
 
 
@@ -53,6 +55,7 @@ _FRACTION = Exercise(
         "round to nearest: this rounds down": _pick(_clipped(torch.floor)),
         "square the errors": _pick(loss=lambda e, counts: counts * e.abs()),
         "counts multiplies the square; it isn't squared itself": _pick(loss=lambda e, counts: (counts * e) ** 2),
+        "counts multiplies the square as it is, not its root": _pick(loss=lambda e, counts: counts.sqrt() * e**2),
         "errors of both signs cancel: square each": _pick(loss=lambda e, counts: counts * e),
         "add the errors up; the largest alone doesn't count": _pick(loss=lambda e, counts: (counts * e**2).amax()),
         "negative weights have a magnitude too": _pick(_clipped(largest=torch.max)),
