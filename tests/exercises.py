@@ -4,7 +4,7 @@ import ast
 import re
 import runpy
 import symtable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import nbformat
@@ -32,6 +32,7 @@ class Exercise:
     stub: nbformat.NotebookNode
     check: nbformat.NotebookNode | None = None
     solution: str = ""
+    between: list = field(default_factory=list)  # code cells
 
     @property
     def name(self):
@@ -43,8 +44,9 @@ class Exercise:
         return "@triton.jit" in self.stub.source
 
     def attempt(self, code):
-        """A cell that answers in place of the stub, and checks."""
-        return nbformat.v4.new_code_cell("\n\n\n".join((self.stub.source, code, self.check.source)))
+        """A cell that answers in place of the stub, and checks. It makes anew what an answer before it may replace."""
+        again = [cell.source for cell in self.between if f"def {self.name}(" in cell.source]
+        return nbformat.v4.new_code_cell("\n\n\n".join((self.stub.source, *again, code, self.check.source)))
 
 
 def exercises(notebook):
@@ -58,6 +60,8 @@ def exercises(notebook):
         elif CHECK.search(code):
             assert found and not found[-1].check, f"{cell.source}\nchecks no stub that says '# your answer'"
             found[-1].check = cell
+        elif code and found and not found[-1].check:
+            found[-1].between.append(cell)
         elif solution := SOLUTION.search(cell.source):
             assert found and found[-1].check and not found[-1].solution, f"{cell.source}\nhas no stub or no check"
             found[-1].solution = solution[1]

@@ -65,7 +65,7 @@ def _of_tensors(pairs, cases):
     if not all(isinstance(got, torch.Tensor) for got, _ in pairs):
         return "return a tensor"
     if any(got.shape != want.shape for got, want in pairs):
-        if all(_equal(got.mT, want) for got, want in pairs if got.ndim > 1 == want.ndim - 1):
+        if all(got.ndim == 2 and _equal(got.mT, want) for got, want in pairs):
             return "rows and columns are swapped: transpose it"
         same = all(got.numel() == want.numel() for got, want in pairs)
         return "give it the right shape, with reshape or keepdim" if same else "it has too many or too few elements"
@@ -230,6 +230,10 @@ def _of_cases(answer, wrong, right):
     if not good or not all(each.keys() == bad[0].keys() for each in bad + good):
         return ""
     for a in bad[0]:
+        values = {each[a] for each in good}
+        if len(values) == 1 < len(good) and not values & {1, *(each[a] for each in bad)}:
+            return f"right only where {a} is {values.pop()}: is that number written into the answer?"
+    for a in bad[0]:
         for b in (*bad[0], 16, 32, 64):
             step = (lambda each, b=b: each[b]) if isinstance(b, str) else (lambda each, b=b: b)
             if a == b or not all(step(each) > 1 for each in bad + good):
@@ -238,8 +242,4 @@ def _of_cases(answer, wrong, right):
                 return f"right only where {a} is a multiple of {b}: what of a short last block?"
             if all(each[a] > step(each) for each in bad) and all(each[a] <= step(each) for each in good):
                 return f"right only where {a} is at most {b}: what comes after the first block?"
-    for a in bad[0]:
-        values = {each[a] for each in good}
-        if len(values) == 1 and not values & {each[a] for each in bad}:
-            return f"right only where {a} is {values.pop()}: is that number written into the answer?"
     return ""

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import math
 import numbers
+import re
 import signal
 import threading
 from pathlib import Path
@@ -28,6 +29,7 @@ __all__ = ["Exercise", "check", "explore", "source"]
 
 LIMIT = 20  # seconds that an answer may take for a case,
 COMPILING = 60  # and compiling it, with the start of a process
+_LAUNCH = "launch your kernel with course.launch; torch alone doesn't count"
 _PACKAGE = Path(__file__).parent.parent
 
 
@@ -118,9 +120,11 @@ def check(name, answer, *cases, mistakes=()):
 def _judge(answer, exercise):
     cases = [_to_device(case) for case in exercise.cases()]
     with Session(exercise.together) as session, _kept_alive():
-        failure, results = _run(answer, exercise, cases, session)
+        failure = _run(answer, exercise, cases, session)
+    if failure is None and session.race:
+        failure = f"Not yet: right in this order, but {session.race}"
     if failure is None and exercise.kernel and not session.launches:
-        failure = "Not yet: no kernel was launched.\nHint: launch yours with course.launch; torch alone doesn't count"
+        failure = f"Not yet: no kernel was launched.\nHint: {_LAUNCH}"
     if failure is None:
         failure, checked = _compiles(session) if exercise.kernel and INTERPRETED.value else (None, True)
     if failure is None:
@@ -172,24 +176,26 @@ def _limited(seconds):
 
 
 def _run(answer, exercise, cases, session):
-    """-> what to print to a wrong answer, or None; and the results."""
+    """-> what to print to a wrong answer, or None."""
     failure, results, wrong, right, name = None, [], [], [], getattr(answer, "__name__", "the answer")
     for case in cases:
         call = f"{name}({', '.join(map(_argument, case))})"
-        given = copy.deepcopy(case)
+        given, session.ledger = copy.deepcopy(case), None
         try:
             with _limited(LIMIT):
                 got = answer(*given)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a learner's mistake of any kind is explained, not raised
-            hint = failure and _hint(exercise, cases[: len(results)], results)
-            said = f"Hint: {hint}" if hint else _raised(call, error)
-            return "\n".join(filter(None, (failure, said))), results
+            # one case may look like a mistake by chance
+            hint = failure and len(results) > 1 and _hint(exercise, cases[: len(results)], results)
+            if hint:
+                return _refused(failure, exercise, hint)
+            return "\n".join(filter(None, (failure, _raised(call, error))))
         written = [i for i, (arg, before) in enumerate(zip(given, case, strict=True)) if not _unchanged(arg, before)]
         if written:
             said = f"Not yet: {call} writes into {_parameter(answer, written[0])}; it must stay as it is."
-            return "\n".join(filter(None, (failure, said))), results
+            return "\n".join(filter(None, (failure, said)))
         results.append(got)
         want = exercise.expected(*case)
         problem = _difference(got, want, _bound(exercise, case))
@@ -197,15 +203,21 @@ def _run(answer, exercise, cases, session):
         if problem:
             failure = failure or f"Not yet: {call} gave {_text(got)}; {problem}."
     if failure is None:
-        return None, results
+        return None
     if unanswered := _unanswered(answer, name, results, session):
-        return unanswered, results
+        return unanswered
     hint = _hint(exercise, cases, results)
-    if not hint and session.launches and not session.stored:
+    if exercise.kernel and not session.launches:
+        hint = _LAUNCH
+    elif not hint and session.launches and not session.stored:
         hint = "the kernel stores nothing, or only what was there before"
     hint = hint or diagnosis(answer, wrong, right)
+    return _refused(failure, exercise, hint)
+
+
+def _refused(failure, exercise, hint):
     note = exercise.note and f"It must hold for {exercise.note}."
-    return "\n".join(filter(None, (failure, note, hint and f"Hint: {hint}"))), results
+    return "\n".join(filter(None, (failure, note, hint and f"Hint: {hint}")))
 
 
 def _bound(exercise, case):
@@ -225,7 +237,7 @@ def _raised(call, error):
 def _unanswered(answer, name, results, session):
     """What to say where nothing was answered, or where nothing comes back; else None."""
     nothing = all(got is None for got in results)
-    if session.launches and not session.stored and (nothing or INTERPRETED.value and not session.touched):
+    if session.launches and not session.stored and not session.touched:
         return f"Not answered yet: the kernel of {name} loads and stores nothing."
     if not nothing:
         return None
@@ -244,7 +256,7 @@ def _hint(exercise, cases, results):
         for i, case in enumerate(cases):
             with contextlib.suppress(Exception):  # a mistake may not know all cases
                 given[hint, i] = mistake(*case)
-    for like in (lambda got, want: _difference(got, want, 1e-6) is None), _alike:
+    for like in (lambda got, want: _difference(got, want, 1e-5) is None), _alike:
         for places in (range(len(cases)), bad):
             for hint in exercise.mistakes:
                 wrong = {i: given[hint, i] for i in places if (hint, i) in given}
@@ -275,7 +287,11 @@ def _compiles(session):
         return None, False
     except RuntimeError as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        if not lines or not lines[0].startswith(("CompilationError", "CompileTime", "Unsupported", "NameError")):
+        # a name that the kernel's copy lacks, or no compiler, says nothing about the kernel
+        told = (
+            lines and "NameError" not in str(error) and re.match(r"(Compil|Unsupp|Type|Value|Runtime)\w+: ", lines[0])
+        )
+        if not told:
             return None, False
         said = f"Not yet: right in the interpreter, but it doesn't compile for a GPU: {lines[0]} {lines[-1]}"
         return f"{said}\nHint: a kernel can use tl, its arguments, and constants that are tl.constexpr", True
@@ -308,7 +324,7 @@ def _differs(got, want, bound=0.0):
     same = (got == want) | (got.isnan() & want.isnan())
     if isinstance(bound, torch.Tensor) or bound and want.dtype.is_floating_point:
         bound = bound.cpu() if isinstance(bound, torch.Tensor) else bound * want.double().abs()
-        same |= (got.double() - want.double()).abs() <= bound
+        same |= want.isfinite() & ((got.double() - want.double()).abs() <= bound)
     return ~same
 
 
@@ -359,6 +375,8 @@ def _difference_of_tensors(got, want, bound):
 
 def _text(value):
     try:
+        if isinstance(value, tuple):
+            return f"({', '.join(map(_text, value))})"
         text = str(value.tolist()) if isinstance(value, torch.Tensor) else repr(value)
     except Exception:  # of a tensor without data
         text = f"a {type(value).__name__}"

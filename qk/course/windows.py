@@ -115,7 +115,7 @@ class Ledger:
                 clash &= (after != before).any(1)  # the same value from two programs is the same in each order
             if clash.any():
                 at = clash.nonzero()[0].item()
-                raise self._race(program, kind, name, elements[at].item(), others[at].item(), words)
+                self._race(program, kind, name, elements[at].item(), others[at].item(), words)
         self.shared |= kind == "atomic"
         taken = book[kind][elements]
         book[kind][elements] = torch.where((taken == self.NOBODY) | (taken == me), me, self.SEVERAL)
@@ -128,9 +128,12 @@ class Ledger:
         why = "On a GPU nobody knows which comes first: is its place wrong, or a mask missing or too wide?"
         if launch != self.launch:
             why = "Between a load and a store, another program may store: what that one found is lost"
-        return Race(
+        race = Race(
             f"a race: program {_number(program)} {verb} element {element} of {name}, and {who} {words} it too. {why}"
         )
+        if launch == self.launch:
+            raise race
+        Session.now.race = Session.now.race or race
 
 
 def _number(program):
@@ -224,6 +227,7 @@ class Session:
         """together: the launches of one call count as one, whose programs run at the same time."""
         self.together, self.ledger = together, None
         self.launches = []  # (kernel, args, options)
+        self.race = None  # between launches, of which each result may be right in the order that it had
         self.touched = self.stored = False  # whether a kernel loaded or stored, and whether it changed anything
 
     def __enter__(self):

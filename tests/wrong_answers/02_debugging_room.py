@@ -112,7 +112,7 @@ ANSWERS = {
         ("", changed(GATHER, "tl.int64", "tl.int8")),
     ],
     "row_absmax": [
-        ("another program may store", changed(ABSMAX, ATOMIC, "tl.store(")),
+        ("another order", changed(ABSMAX, ATOMIC, "tl.store(")),
         (
             "another program may store",
             changed(ABSMAX, f"{ATOMIC}absmax_ptr + row, largest)", "old = tl.load(absmax_ptr + row)")

@@ -76,12 +76,12 @@ ANSWERS = {
         ("up is missing", changed(GATED, (SILU, "gate * tl.sigmoid(gate)"))),
         ("SiLU is missing", changed(GATED, (SILU, "gate * up"))),
         (
-            "round first" if INTERPRETED else "",
+            "truncated" if INTERPRETED else "",
             changed(GATED, ("(x * (127.0 / absmax) + 12582912.0) - 12582912.0", "x * (127.0 / absmax)")),
         ),
         ("absmax / 127", changed(GATED, ("absmax / 127.0)", "absmax)"))),
         ("not its inverse", changed(GATED, ("absmax / 127.0)", "127.0 / absmax)"))),
-        ("a scale of its own" if INTERPRETED else "", changed(GATED, ("scale_ptr + tl.program_id(0)", "scale_ptr"))),
+        ("a race" if INTERPRETED else "", changed(GATED, ("scale_ptr + tl.program_id(0)", "scale_ptr"))),
         ("a group of its own", changed(GATED, ("n = tl.program_id(0) * GROUP + ", "n = "))),
         ("past the end of codes_ptr", changed(GATED, ("tl.int8), mask=mask", "tl.int8)"))),
         (

@@ -54,7 +54,7 @@ EXERCISES = {
         expected=_unpacked,
         cases=lambda: [
             (torch.tensor(each, dtype=torch.uint8), BLOCK)
-            for each, BLOCK in zip([*_BYTES, list(range(130))], (64, 16, 64, 32, 32, 128, 16), strict=True)
+            for each, BLOCK in zip([*_BYTES, list(range(130))], (64, 16, 64, 32, 32, 256, 16), strict=True)
         ],
         mistakes={
             "the two nibbles are swapped": _changed(lambda codes, at, B: codes.view(-1, 2).flip(1).flatten()),

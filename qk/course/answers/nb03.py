@@ -18,8 +18,8 @@ def _small_cases():
         (16, 16, 32, 32),
         (32, 48, 70, 32),
         (16, 64, 128, 64),
-        (48, 32, 400, 16),
-        (16, 80, 1100, 64),
+        (16, 32, 400, 16),
+        (16, 48, 700, 64),
         (32, 16, 9, 16),
     )
     for M, N, K, block in sizes:
@@ -116,6 +116,11 @@ EXERCISES = {
             "only the last block is left: add to acc": _by(lambda sums, a, b: (sums * a * b)[..., -1]),
             "a's scale belongs to a row of the tile: [:, None]": _by(_turned),
             "the last, short block is missing": _without_short,
+            "a block's sum needs more than 16 bits": _by(
+                lambda sums, a, b: (((sums + 2**15) % 2**16 - 2**15) * a * b).sum(-1)
+            ),
+            "a's scales are cut to whole numbers": _by(lambda sums, a, b: (sums * a.trunc() * b).sum(-1)),
+            "b's scales are cut to whole numbers": _by(lambda sums, a, b: (sums * a * b.trunc()).sum(-1)),
         },
         kernel=True,
         bound=_bound,

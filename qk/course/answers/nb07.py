@@ -12,7 +12,7 @@ from qk.course.exercises import Exercise
 def _word_cases():
     """(words, BLOCK): any 32 bits, and all codes in all places."""
     random = torch.Generator().manual_seed(7)
-    for n, BLOCK in (3, 64), (64, 64), (1, 16), (128, 32), (150, 64), (40, 16):
+    for n, BLOCK in (3, 64), (64, 64), (1, 16), (128, 32), (150, 64), (40, 16), (300, 256):
         yield torch.randint(-(2**31), 2**31, (n,), generator=random).to(torch.int32), BLOCK
     nibbles = torch.arange(16)[:, None].expand(16, 8) << 4 * torch.arange(8)
     yield (nibbles.sum(1) + 2**31) % 2**32 - 2**31, 16
@@ -62,7 +62,7 @@ _FORMATS = (
 def _gemv_cases():
     """(x, words, scale, GROUP): fractions, and rows whose scales are huge and tiny."""
     random = torch.Generator().manual_seed(8)
-    for N, K, GROUP in (16, 64, 32), (40, 136, 64), (5, 24, 32), (33, 256, 128), (7, 1000, 64), (50, 400, 16):
+    for N, K, GROUP in (16, 64, 32), (40, 136, 64), (5, 24, 32), (33, 256, 128), (7, 720, 64), (20, 200, 16):
         codes = torch.randint(-7, 8, (N, K), generator=random, dtype=torch.int8)
         size = 10.0 ** torch.randint(-12, 13, (N, 1), generator=random)
         scale = (0.1 + torch.rand(N, -(-K // GROUP), generator=random)) * size
@@ -156,6 +156,7 @@ EXERCISES = {
             "the eighth code of each word is missing": _gemv(keep=lambda column, n: column % 8 < 7),
             "each program has 16 rows of its own: its number says which": _gemv(keep=lambda column, n: n < 16),
             "the last, short group is missing": _without_short,
+            "scales are cut to whole numbers": _gemv(lambda sums, scale: (sums * scale.trunc()).sum(1)),
         },
         kernel=True,
         bound=_gemv_bound,
