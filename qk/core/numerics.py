@@ -177,8 +177,7 @@ def rounding_noise(seed, row, column, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 def tile_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     """Return the row and the column, in tiles, of the tile with this number.
 
-    Tiles are numbered column by column within groups of GROUP_M tile rows, so that what programs read at the same time
-    stays in the L2 cache.
+    Numbers go column by column through groups of GROUP_M tile rows, so that concurrent reads stay in the L2 cache.
     """
     group, in_group = tile // (GROUP_M * tiles_n), tile % (GROUP_M * tiles_n)
     tall = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
