@@ -118,7 +118,7 @@ ANSWERS = {
         (RACES, words(before=RACE)),
         ("numbers are missing", words(group="tl.program_id(0) * 64 + tl.arange(0, 64)")),
         ("numbers are missing", words(group="tl.arange(0, BLOCK)")),
-        ("launch yours", NO_KERNEL),
+        ("launch your kernel", NO_KERNEL),
         ("tl.constexpr" if INTERPRETED else "", WIDER),
         ("", words(stores=("a", "middle", "b + 0.5"))),
         ("a's half is missing", words("b << 16")),

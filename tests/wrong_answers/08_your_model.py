@@ -81,7 +81,7 @@ ANSWERS = {
         ("", lookup(value="(code * scale.to(tl.int32)).to(tl.float32)")),
         ("a floor", lookup(value="code.to(tl.float32) * tl.maximum(scale, 1e-8)")),
         ("a race: " if INTERPRETED else "", lookup(before=RACE)),
-        ("launch yours", NO_KERNEL),
+        ("launch your kernel", NO_KERNEL),
         ("tl.constexpr" if INTERPRETED else "", WIDER),
         ("the sign", lookup(value="-code.to(tl.float32) * scale")),
         ("signs are lost", lookup(value="tl.abs(code.to(tl.float32)) * scale")),
