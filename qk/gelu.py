@@ -1,7 +1,6 @@
 """int8_gelu: an activation from int8 to int8. Each value is read and written as one byte.
 
-    out, out_scale = quantize(gelu(dequantize(x, x_scale)))   in 1 x block blocks, as act_quant makes them and int8_gemm
-                                                              reads them
+    out, out_scale = quantize(gelu(dequantize(x, x_scale)))   in 1 x block blocks, as from act_quant
 
     x   | codes of a block | codes of a block |  - * x_scale ->  float32, in registers only
                                                                     |  gelu
@@ -12,9 +11,9 @@
     gelu_tanh(v) = v * (1 + tanh(sqrt(2 / pi) * (v + 0.044715 * v**3))) / 2
     silu(v)      = v / (1 + exp(-v))
 
-In training, scales belong to square blocks, and one kernel does the whole backward pass. From float32 values in its
-registers it writes the codes of the gradient and their transpose. It also writes the transposed codes of the
-activation, which the forward pass then need not keep:
+In training, scales belong to square blocks, and one kernel, `int8_gelu_backward`, does the whole backward pass. From
+float32 values in its registers it writes the codes of the gradient and their transpose. It also writes the transposed
+codes of the activation, which the forward pass then need not keep:
 
     dx = quantize(grad * gelu'(dequantize(x, x_scale))), and its transpose      out_t = out.t()
 
@@ -279,10 +278,9 @@ def _int8_gelu(
 def int8_gelu(x, x_scale, block_size=128, *, activation="gelu", scale_layout="row"):
     """Apply GELU, or another activation, to quantized activations, and quantize the result: int8 to int8.
 
-    A block whose activated values are all zero gets scale 0. A block with a scale of NaN or Inf gets scale NaN and
-    codes 0. Compared with `int8_gelu_ref`, whose erf may differ in the last bits, at most 0.1 % of codes are off, by
-    one (of fewer than a thousand codes, at most one). With exact GELU, more may be off in a block that lies entirely
-    left of -3, and by more than one in a block left of -6, where the values are less than 6e-9 in magnitude.
+    A block of zeros gets scale 0. A block with a scale of NaN or Inf gets scale NaN and codes 0. At most 0.1 % of codes
+    differ from `int8_gelu_ref`'s, by one (of fewer than 1,000 codes, at most one). With exact GELU, more may differ in
+    a block entirely left of -3, and by more than one left of -6, where values are below 6e-9 in magnitude.
 
     Args:
         x: int8 [..., K], any strides. It is copied first if no view [M, K] has contiguous rows.
@@ -304,7 +302,8 @@ def int8_gelu(x, x_scale, block_size=128, *, activation="gelu", scale_layout="ro
     check_one_of("activation", activation, ACTIVATIONS)
     check_one_of("scale_layout", scale_layout, SCALE_LAYOUTS)
     shape = [*x.shape[:-1], cdiv(x.shape[-1], block_size)]
-    if isinstance(x_scale, torch.Tensor) and _has_squares(x, x_scale, block_size):
+    check_tensor("x_scale", x_scale, (torch.float32,), "[..., groups]")
+    if _has_squares(x, x_scale, block_size):
         shape = _squares(x, block_size)
         if scale_layout == "column":
             raise ValueError("scale_layout is 'column'; it takes 'row' where x_scale has square blocks")

@@ -71,7 +71,6 @@ def barriers(COUNT: tl.constexpr, ARRIVALS: tl.constexpr):
     """Allocate COUNT mbarriers whose phases end after ARRIVALS arrivals.
 
     Wait on every barrier; otherwise the compiler reuses its memory for data, which PTX forbids before mbarrier.inval.
-    (On an H200, a barrier's initial state appeared in that data microseconds later.)
     """
     array = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):

@@ -25,7 +25,7 @@ from matplotlib.patches import Patch
 from qk.course.figures import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, _box, style, subplots
 from qk.course.windows import run_on, watching, windows_of
 
-__all__ = ["Access", "Touched", "compiled", "compiler_table", "programs", "touched", "wave_bytes"]
+__all__ = ["Access", "Touched", "compiled", "compiler_table", "end_compiler", "programs", "touched", "wave_bytes"]
 
 _PACKAGES = str(Path(__file__).parents[2])  # the folder that holds qk
 _COLORS = SKY, ORANGE, GREEN, PURPLE, "#F0E442", BLUE, "#A6761D"

@@ -6,9 +6,8 @@ or with a_scale[m', block], m' = m // 128, where a has a scale for each square b
 out[m, n] = (a[m, :] . b[n, :]) * a_scale[m] * b_scale[n].
 
 One CTA per SM computes tile after tile of 128 x 256 outputs (128 x 128 if there are few). A producer warp fills a ring
-of K blocks in shared memory by TMA; two consumer warpgroups own 64 rows of the tile each, in halves of 128 columns. A
-matmul of one block keeps the tensor cores busy for 256 clocks, and its rescale the other units for about as long, so
-the two consumers take turns:
+of K blocks in shared memory by TMA; two consumer warpgroups own 64 rows of the tile each, in halves of 128 columns.
+The tensor cores need 256 clocks for a block, and other units about as long for its rescale, so consumers take turns:
 
     consumer 0   multiply | rescale  | multiply | rescale  |
     consumer 1            | multiply | rescale  | multiply | rescale      the turn is a pair of barriers

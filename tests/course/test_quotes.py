@@ -77,7 +77,7 @@ def fp8():
 
 
 NUMBERS = [
-    ("README", r"trains about ([\d.]+) times as fast as in bfloat16 \(([\d.]+) times", training),
+    ("README", r"is about ([\d.]+) times as fast as in bfloat16 \(([\d.]+) times", training),
     (
         "README",
         r"are ([\d.]+) to ([\d.]+) times as fast as one for a prompt of 2048 tokens",
@@ -108,18 +108,13 @@ NUMBERS = [
     ),
     (
         "07_int4_gemm",
-        r"groups of 32 take ([\d.]+) µs",
-        lambda: [token(32)],
-    ),
-    (
-        "07_int4_gemm",
         r"int4 generates ([\d.]+)x as many tokens as bf16",
         lambda: [ratios("decode", "bf16", "qk int4")[1, 512]],
     ),
 ]
 CLAIMS = [
     (
-        "cuBLAS FP8 in blocks is about as fast as our exact int8 GEMM on large matrices, and faster at 128 tokens",
+        "cuBLAS FP8 in blocks is about as fast as our int8 GEMM on large matrices, and faster at 128 tokens",
         lambda: (
             all(0.9 < ratio < 1.1 for (m, *_), ratio in fp8().items() if m >= 4096)
             and all(ratio < 0.9 for (m, *_), ratio in fp8().items() if m == 128)
@@ -134,7 +129,7 @@ CLAIMS = [
         ),
     ),
     (
-        "`torch.compile` is as fast as `act_quant` and `dequant_bias` on large tensors",
+        "On large tensors `torch.compile` is as fast as `act_quant` and `dequant_bias`",
         lambda: all(
             0.95 < ratio < 1.1
             for op in ("act_quant", "dequant_bias")
@@ -159,7 +154,7 @@ CLAIMS = [
         lambda: all(abs(gain - 1) < 0.1 for name, gain in two_gpus("decode", (1, 512)).items() if name != "bf16"),
     ),
     (
-        "a small model that reaches the loss of bfloat16 to within one percent",
+        "trains a small model whose loss stays within one percent of bfloat16's",
         lambda: abs(losses("int8") / losses("bf16") - 1) < 0.01,
     ),
 ]
