@@ -222,9 +222,8 @@ def int8_addmm(a, a_scale, b, b_scale, bias=None, block_size=128, out_dtype=torc
     Raises:
         ValueError: for a bad dtype, shape, device or option, or more than 2**31 - 4096 rows or columns.
 
-    Any strides work. But if the rows of a or b don't start at multiples of 16 bytes (K isn't divisible by 16, or the
-    matrix is transposed or sliced), every call copies that matrix: for a large weight, make the copy once yourself. On
-    Hopper scales may be copied, too, which costs little.
+    Any strides work. But if rows of a or b don't start at multiples of 16 bytes (as when 16 doesn't divide K), every
+    call copies that matrix: for a large weight, make the copy once yourself. On Hopper scales may be copied, too.
     """
     _check_operands(a, a_scale, b, b_scale, bias, block_size, path, exact)
     check_one_of("out_dtype", out_dtype, FLOATS)
