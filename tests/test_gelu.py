@@ -430,7 +430,7 @@ def test_derivatives():
     for activation in ACTIVATIONS:
         out = torch.empty_like(x)
         block = 2**16 if DEVICE == "cpu" else 2**10  # few programs, interpreted; few registers, compiled
-        launch.launch(x.device, _gradient_kernel, (len(x) // block,), x, out, activation, block)
+        launch.launch(x.device, _gradient_kernel, (len(x) // block,), x, out, ACTIVATION=activation, BLOCK=block)
         assert out[:3].isnan().all() and same(out[3], out[4])
         finite = x[3:].clamp(-1e4, 1e4)  # beyond, x**3 of float64 gives NaN
         for got in (out[3:], activations.activation_gradient_ref(finite, activation)):
