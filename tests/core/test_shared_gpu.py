@@ -1,11 +1,12 @@
 """Kernels on a GPU that other processes use meanwhile: it takes turns, and stops a kernel in its middle.
 
-Without the fence in `hopper.keep_full`, some int8 products of 64 tokens in a thousand had other bits here.
+Without the fence in `gluon.keep_full`, some int8 products of 64 tokens in a thousand had other bits here.
 
 Each process is this file, run with the seconds that it has and its part.
 """
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -68,7 +69,8 @@ def be_busy(seconds):
 def test_no_bit_is_lost_when_processes_take_turns():
     command = [sys.executable, __file__, str(SECONDS)]
     parts = ["be_busy"] + ["count_differences"] * (PROCESSES - 1)
-    processes = [subprocess.Popen([*command, part], stdout=subprocess.PIPE, text=True) for part in parts]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    processes = [subprocess.Popen([*command, part], stdout=subprocess.PIPE, text=True, env=env) for part in parts]
     counts = [json.loads(process.communicate()[0].splitlines()[-1]) for process in processes]
     wrong = [(name, *count) for of_one in counts for name, count in of_one.items() if count[1]]
     assert wrong == [], "(what, launches, other bits) in a process"
