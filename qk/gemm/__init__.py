@@ -90,8 +90,8 @@ class Implementation(NamedTuple):
     3. Add calls to qk/tools/aot/cases.py that reach every entry of the tuning table, with the instruction they must
        contain. `python -m qk aot --arch 100 --only sm100` then shows registers and spills, without the GPU.
     4. Add it to ARCHES in qk/tools/copy.py, for `python -m qk copy int8_gemm --arch sm100`.
-    5. On the GPU, run the tests and `python -m qk bench gemm --json qk/data/bench_<gpu>.json`. `--tune` tunes what TUNED
-       in qk/tools/bench/jobs.py lists.
+    5. On the GPU, run the tests and `python -m qk bench gemm --json qk/data/bench_<gpu>.json`. `--tune` tunes what
+       TUNED in qk/tools/bench/jobs.py lists.
     """
 
     name: str  # what `path` and QK_GEMM_PATH call it
