@@ -353,7 +353,7 @@ def error_map(errors, title="Absolute error", name="weight", top=None):
 
 
 @style()
-def error_profile(errors, title="the output", ylim=None, mark=None):
+def error_profile(errors, title="Output", ylim=None, mark=None):
     """Plot the root mean square error of each token and each channel.
 
     errors: {label: matrix [tokens, channels]}. ylim: the ends of the axis, so that sliders don't move it. mark: a
@@ -364,7 +364,7 @@ def error_profile(errors, title="the output", ylim=None, mark=None):
         for (label, error), color in zip(errors.items(), CYCLE, strict=False):
             line = torch.as_tensor(error).detach().double().square().mean(axis).sqrt().cpu()
             ax.plot(line.numpy(), ".", color=color, markersize=4, label=label if axis else None)
-        ax.set(yscale="log", title=f"{title}, {unit} by {unit}", xlabel=unit)
+        ax.set(yscale="log", title=f"{title}: error of each {unit}", xlabel=unit)
         ax.set_ylabel("RMS error")
         ax.grid(True, axis="y")
         if ylim:
