@@ -50,7 +50,7 @@ __all__ = [
 _PEAKS = {"NVIDIA H200": {"memory": 4.8, "bf16": 989, "int8": 1979}}
 
 
-# What the contenders of a record are called, and their colours, in every chart.
+# What the contenders of a record are called, and their colors, in every chart.
 _IMPLEMENTATIONS = {
     "qk": ("qk", BLUE),
     "qk int8": ("qk, int8 in blocks of 128", BLUE),
@@ -102,7 +102,7 @@ def _not_measured(what):
 
 
 def _name_bars(ax, labels, colors):
-    """Name the bars, the first on top, and their colours in the legend."""
+    """Name the bars, the first on top, and their colors in the legend."""
     for label, color in colors.items():
         ax.barh(0, 0, color=color, label=label)
     ax.set_yticks(range(len(labels)), labels)
@@ -615,7 +615,7 @@ def scale_cost(curves, title="Smaller blocks: lower error, more scales", xlim=No
     return fig
 
 
-# One colour for each of these in every chart of `curves`. Other labels take what is left of the cycle.
+# One color for each of these in every chart of `curves`. Other labels take what is left of the cycle.
 _OF_LABELS = {"int8": BLUE, "bfloat16": GREY, "float32": GREEN, "int8, round to nearest": ORANGE, "to nearest": ORANGE}
 _OF_LABELS |= dict(_IMPLEMENTATIONS.values())
 
@@ -626,8 +626,8 @@ def curves(
 ):
     """Plot lines and dots on common axes.
 
-    lines, dots, dashed: {label: [(x, y), ...]}, one colour per label; dashed holds second lines of these labels. mark,
-    level: an x and a y to draw a line at. yardsticks: reference lines, dashed, in a colour of their own. ylim: the ends
+    lines, dots, dashed: {label: [(x, y), ...]}, one color per label; dashed holds second lines of these labels. mark,
+    level: an x and a y to draw a line at. yardsticks: reference lines, dashed, in a color of their own. ylim: the ends
     of y, so that sliders don't move them.
     Axes are logarithmic (except a y axis that spans little); linear with log=False, when x may also be text. With
     log="x" only the x axis is logarithmic.
