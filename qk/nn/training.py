@@ -102,7 +102,7 @@ def _save_nothing(ctx, inputs, output):
 
 
 def _no_second_derivative(ctx, *grads):
-    raise RuntimeError("a gradient of training in int8 can't be differentiated again: it has no second derivative")
+    raise RuntimeError("training in int8 has no second derivative: its gradients can't be differentiated again")
 
 
 # A linear layer
@@ -358,7 +358,7 @@ def _check_transforms(transforms, tensors):
         asked = any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
     if asked:
         raise RuntimeError(
-            "torch.func's derivatives and forward mode don't go through training in int8: it takes backward, or "
+            "torch.func's derivatives and forward mode don't work with training in int8: use backward or "
             "torch.autograd.grad"
         )
 
@@ -455,7 +455,7 @@ class Int8FeedForward(torch.nn.Module):
         dtype = output_dtype(input, up.in_features, "input")
         for name, part in (("up", up), ("down", down)):
             if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
-                raise ValueError(f"{name} has hooks (weight_norm and prune add some); it takes none: it isn't called")
+                raise ValueError(f"{name} has hooks (weight_norm and prune add some); it takes none, as it isn't called")
         w1, b1, w2, b2 = parameters = up.weight, up.bias, down.weight, down.bias
         _check_operands(input, {"up.weight": w1, "down.weight": w2}, (b1, b2))
         grad = torch.is_grad_enabled()

@@ -322,9 +322,9 @@ def _runs_before(out, report):
     try:
         old = json.loads(out.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"no report of this command ({error})") from None
+        raise ValueError(f"not a report of this command ({error})") from None
     if not isinstance(old, dict) or not isinstance(runs := old.get("runs"), list) or not all(map(_is_recorded, runs)):
-        raise ValueError("no report of this command")
+        raise ValueError("not a report of this command")
     for name in ("model", "text", "gpu"):
         if old.get(name) != report[name]:
             raise ValueError(f"it holds runs of {old.get(name)}; these are of {report[name]}")
