@@ -455,7 +455,9 @@ class Int8FeedForward(torch.nn.Module):
         dtype = output_dtype(input, up.in_features, "input")
         for name, part in (("up", up), ("down", down)):
             if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
-                raise ValueError(f"{name} has hooks (weight_norm and prune add some); it takes none, as it isn't called")
+                raise ValueError(
+                    f"{name} has hooks (weight_norm and prune add some); it takes none, as it isn't called"
+                )
         w1, b1, w2, b2 = parameters = up.weight, up.bias, down.weight, down.bias
         _check_operands(input, {"up.weight": w1, "down.weight": w2}, (b1, b2))
         grad = torch.is_grad_enabled()
