@@ -215,10 +215,10 @@ def _check_module(module, job, first):
     name, layer = job.names[0], job.layers[0]
     if any(getattr(module, hooks) for hooks in FORWARD_HOOKS):
         has = f"is a {type(module).__name__} with hooks"
-        raise ValueError(f"to({name!r}, ...) {has}; it takes a module without: the layer's go along")
+        raise ValueError(f"to({name!r}, ...) {has}; it takes a module without hooks: the layer's are moved to it")
     if first != name:
         has = f"is the {type(module).__name__} that {first!r} becomes, too"
-        raise ValueError(f"to({name!r}, ...) {has}; it takes another: each has its layer's hooks")
+        raise ValueError(f"to({name!r}, ...) {has}; it takes a new module: each gets its layer's hooks")
     if isinstance(module, QuantizedLinear) and weight_shape(module) != weight_shape(layer):
         takes = "in_features={1}, out_features={0}".format(*weight_shape(layer))
         raise ValueError(f"to({name!r}, ...) is {module}; it takes one with {takes}")
@@ -245,7 +245,7 @@ def _check_statistics(layers, statistics):
     if not isinstance(statistics, collections.abc.Mapping):
         raise ValueError(f"statistics are a {type(statistics).__name__}; they take what calibration.collect returns")
     if not layers:
-        raise ValueError("statistics are given, and no layer becomes int4; others take none")
+        raise ValueError("statistics are given, but no layer becomes int4; only int4 layers take them")
     for name, layer in layers:
         if name not in statistics:
             raise ValueError(f"statistics have no {name!r}; they take all layers that become int4")

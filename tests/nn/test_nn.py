@@ -1162,7 +1162,7 @@ def moments(model, of=torch.eye):
         (
             lambda: nn.Sequential(linear(70, 70), nn.Sequential(linear(70, 70))),
             {"to": lambda name, layer: PLAIN},
-            "to('1.0', ...) is the Linear that '0' becomes, too; it takes another",
+            "to('1.0', ...) is the Linear that '0' becomes, too; it takes a new module",
         ),
         (Block, {"to": lambda name, layer: Int8Linear(70, 8)}, "to('up', ...) is Int8Linear(in_features=70"),
         (Block, {"skip": ["up", "downs"]}, "skip has 'downs'; it takes names of layers"),
@@ -1179,7 +1179,7 @@ def moments(model, of=torch.eye):
         (Block, {"measure": -1}, "measure is -1; it takes an integer of at least 0"),
         (Block, {"measure": "yes"}, "measure is 'yes'; it takes an integer"),
         (lambda: Block().to("meta"), {"measure": True}, "measure is True, and up is on meta; it takes a model where"),
-        (Block, {"statistics": moments(Block())}, "statistics are given, and no layer becomes int4"),
+        (Block, {"statistics": moments(Block())}, "statistics are given, but no layer becomes int4"),
         (Block, {"to": "int4", "statistics": [1]}, "statistics are a list; they take what calibration.collect"),
         (Block, {"to": "int4", "statistics": {"up": torch.eye(70)}}, "statistics['up'] is a Tensor; it takes a qk.nn"),
         (Block, {"to": "int4", "statistics": {}}, "statistics have no 'up'; they take all layers that become int4"),
