@@ -1,6 +1,7 @@
 """Layers that hold quantized weights. `quantize_` puts them into a model in place of torch.nn's.
 
     Int8Linear      x -> [hadamard] -> act_quant -> int8_addmm -> out      codes [N, K], a scale for each square block
+                                    quantize_per_token                     or for each row
     Int4Linear      x -> [hadamard] -------------> int4_gemm  -> out      packed [N, K / 2], absmax for each group
     Int8Embedding   ids -> codes[ids] * scale[ids]                        codes [V, D], a scale for each row
 
@@ -19,7 +20,15 @@ as if x had not been quantized. The bias gets a gradient if it requires one.
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..core.checks import BLOCKS, FLOATS, check_data, check_integer, check_one_of, check_tensor
+from ..core.checks import (
+    BLOCKS,
+    FLOATS,
+    LARGEST_INT32_K,
+    check_data,
+    check_integer,
+    check_one_of,
+    check_tensor,
+)
 from ..core.launch import cdiv
 from ..core.matrices import as_matrix
 from ..core.operators import operator
@@ -28,7 +37,7 @@ from ..gemm import asked_path, int8_addmm
 from ..gemm_int4 import int4_gemm
 from ..hadamard import hadamard, hadamard_quant
 from ..int4 import dequantize_int4, quantize_int4
-from ..int8 import act_quant, quantize_per_token, weight_dequant, weight_quant
+from ..int8 import act_dequant, act_quant, quantize_per_token, weight_dequant, weight_quant
 from .calibration import quantize_weight, rotate_moment
 from .report import weight_shape
 
@@ -232,13 +241,21 @@ def _empty_input_gradient(g, columns, rotate, dtype, block_size, *weight):
     return g.new_empty((*g.shape[:-1], columns), dtype=dtype)
 
 
+def _dequantize_int8(codes, scale, block_size, dtype):
+    """Dequantize an int8 weight. block_size None: each row has one scale."""
+    if block_size is not None:
+        return weight_dequant(codes, scale, block_size, dtype)
+    widest = BLOCKS[-1]
+    return act_dequant(codes, scale.expand(-1, cdiv(codes.shape[1], widest)), widest, dtype)
+
+
 # Operators, since torch.compile limits what a backward function may ask of its tensors.
 @operator(_empty_input_gradient, fills=False)
 def _int8_input_gradient(
-    g: torch.Tensor, columns: int, rotate: bool, dtype: torch.dtype, block_size: int, codes: torch.Tensor,
+    g: torch.Tensor, columns: int, rotate: bool, dtype: torch.dtype, block_size: int | None, codes: torch.Tensor,
     scale: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    dx = g @ weight_dequant(codes, scale, block_size, g.dtype)
+    dx = g @ _dequantize_int8(codes, scale, block_size, g.dtype)
     return hadamard(dx, dtype) if rotate else dx.to(dtype)
 
 
@@ -251,6 +268,13 @@ def _int4_input_gradient(
     return hadamard(dx, dtype) if rotate else dx.to(dtype)
 
 
+def _quantize_input(x, block_size, rotate):
+    """Quantize x as an Int8Linear does, rotated first if it is a rotated layer."""
+    if block_size is None:
+        return quantize_per_token(hadamard(x, torch.float32) if rotate else x)
+    return (hadamard_quant if rotate else act_quant)(x, block_size, scale_layout="column")
+
+
 def _empty_linear(x, weight, scale, bias, block_size, rotate, dtype):
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
 
@@ -261,11 +285,10 @@ def _empty_linear(x, weight, scale, bias, block_size, rotate, dtype):
 @operator(_empty_linear, fills=False)
 @replayed(asked_path, passed_by=lambda: False)
 def _int8_linear(
-    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, block_size: int,
+    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, block_size: int | None,
     rotate: bool, dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
-    quantized = (hadamard_quant if rotate else act_quant)(x, block_size, scale_layout="column")
-    return int8_addmm(*quantized, codes, scale, bias, block_size, dtype)
+    return int8_addmm(*_quantize_input(x, block_size, rotate), codes, scale, bias, block_size, dtype)
 
 
 class _Frozen(torch.autograd.Function):
@@ -355,6 +378,11 @@ def _check_linear(in_features, out_features, bias, rotate):
     check_one_of("rotate", rotate, (True, False))
 
 
+def check_block_size(block_size):
+    """Raise ValueError unless an Int8Linear can have blocks of this size."""
+    check_one_of("block_size", block_size, (*BLOCKS, None), " (a scale for each row)")
+
+
 def check_group_size(group_size):
     """Raise ValueError unless int4 groups can have this size."""
     check_one_of("group_size", group_size, (*BLOCKS, None), " (a group is a row)")
@@ -365,16 +393,18 @@ class Int8Linear(QuantizedLinear):
 
     It is filled with zeros until a state is loaded; `from_linear` converts a torch.nn.Linear. A call takes float16,
     bfloat16 or float32 [..., in_features] with any strides. It returns [..., out_features] in the input's dtype, or in
-    autocast's: to the bit what `int8_addmm` makes of `act_quant(x, block_size)`. Gradients: see the top of the file.
+    autocast's: to the bit what `int8_addmm` makes of `act_quant(x, block_size)`, or of `quantize_per_token(x)` if
+    block_size is None. Gradients: see the top of the file.
 
     Args:
         block_size: 32, 64, 128 or 256. Square blocks of the weight share a scale, and so do that many columns of x.
+            None: each row of the weight and each token has one scale, and in_features is at most 133144.
         rotate: whether weight and x are rotated by a Hadamard matrix. See the top of the file.
         dtype: the bias's. None is torch.get_default_dtype().
 
     Attributes:
-        codes: int8 [out_features, in_features], as `weight_quant` makes them.
-        scale: float32 [ceil(out_features / block_size), ceil(in_features / block_size)].
+        codes: int8 [out_features, in_features], as `weight_quant` makes them, or `quantize_per_token`.
+        scale: float32 [ceil(out_features / block_size), ceil(in_features / block_size)]; [out_features, 1] for rows.
         bias: a parameter [out_features], or None.
         format: int32 [3]: kind, block size (0 for a row), rotated.
 
@@ -384,10 +414,12 @@ class Int8Linear(QuantizedLinear):
 
     def __init__(self, in_features, out_features, bias=True, block_size=128, rotate=False, device=None, dtype=None):
         _check_linear(in_features, out_features, bias, rotate)
-        check_one_of("block_size", block_size, BLOCKS)
-        blocks = cdiv(out_features, block_size), cdiv(in_features, block_size)
+        check_block_size(block_size)
+        blocks = (out_features, 1) if block_size is None else [cdiv(n, block_size) for n in (out_features, in_features)]
+        if block_size is None and in_features > LARGEST_INT32_K:
+            raise ValueError(f"in_features is {in_features}; with block_size None it takes at most {LARGEST_INT32_K}")
         super().__init__(
-            in_features, out_features, bias, [1, block_size, int(rotate)], device, dtype,
+            in_features, out_features, bias, [1, block_size or 0, int(rotate)], device, dtype,
             codes=torch.zeros(out_features, in_features, dtype=torch.int8, device=device),
             scale=torch.zeros(blocks, dtype=torch.float32, device=device),
         )  # fmt: skip
@@ -407,7 +439,7 @@ class Int8Linear(QuantizedLinear):
         new, w = cls._like(linear, block_size, rotate)
         if w.is_meta:
             return new
-        codes, scale = weight_quant(w, block_size)
+        codes, scale = quantize_per_token(w) if block_size is None else weight_quant(w, block_size)
         return new._fill(linear, codes=codes, scale=scale)
 
     def compute(self, x, bias, dtype):
@@ -415,8 +447,7 @@ class Int8Linear(QuantizedLinear):
         return _int8_linear(x, codes, scale, bias, self.block_size, self.rotate, dtype)
 
     def prepare(self, x, dtype):
-        quantize = hadamard_quant if self.rotate else act_quant
-        return quantize(x, self.block_size, scale_layout="column")
+        return _quantize_input(x, self.block_size, self.rotate)
 
     def multiply(self, prepared, bias, dtype):
         codes, scale = prepared
@@ -428,7 +459,7 @@ class Int8Linear(QuantizedLinear):
         return _int8_input_gradient(g, *how, self._buffers["codes"], self._buffers["scale"])
 
     def dequantize(self):
-        w = weight_dequant(self.codes, self.scale, self.block_size, torch.float32)
+        w = _dequantize_int8(self.codes, self.scale, self.block_size, torch.float32)
         return hadamard(w) if self.rotate else w
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.benchmark import Timer
 
-from ..core.checks import BLOCKS, FLOATS, check_integer, check_one_of, check_tensor
+from ..core.checks import FLOATS, check_integer, check_one_of, check_tensor
 from ..core.numerics import INTERPRETED
 from .calibration import LayerStatistics, check_moment, progress_bar
 from .layers import (
@@ -24,6 +24,7 @@ from .layers import (
     Int8Linear,
     QuantizedLinear,
     QuantizedModule,
+    check_block_size,
     check_group_size,
     why_unfit,
     why_unusual,
@@ -383,7 +384,7 @@ def _check_model(model, kinds):
 def _check_options(to, block_size, group_size, embeddings, rotate):
     if not callable(to):
         check_one_of("to", to, ("int8", "int4"), ", or a function of a layer's name and the layer")
-    check_one_of("block_size", block_size, BLOCKS)
+    check_block_size(block_size)
     check_group_size(group_size)
     check_one_of("embeddings", embeddings, (True, False))
     check_one_of("rotate", rotate, (True, False))
@@ -418,7 +419,8 @@ def quantize_(
         skip: names of layers to leave alone. A module's name covers all layers in it, and `*` matches any text, dots
             too.
         force: names of layers to replace though they may be more than a torch.nn.Linear; written like skip, which wins.
-        block_size: for int8, the rows and columns of a square block that share a scale: 32, 64, 128 or 256.
+        block_size: for int8, the rows and columns of a square block that share a scale: 32, 64, 128 or 256. None: each
+            row of a weight and each token has one scale, as in most int8 checkpoints.
         group_size: for int4, the columns of a row that share a scale: 32, 64, 128, 256, or None for the whole row.
         embeddings: whether each torch.nn.Embedding becomes an `Int8Embedding`.
         statistics: what `collect` returned. int4 codes are then chosen to suit the inputs.

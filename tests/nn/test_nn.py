@@ -69,7 +69,8 @@ def expected(layer, x, out_dtype=None):
     if isinstance(layer, Int8Linear):
         if layer.rotate:
             x = qk.hadamard(x, torch.float32)
-        codes, scale = qk.act_quant(x, layer.block_size)
+        block = layer.block_size
+        codes, scale = qk.quantize_per_token(x) if block is None else qk.act_quant(x, block)
         return qk.int8_addmm(codes, scale, layer.codes, layer.scale, layer.bias, layer.block_size, out_dtype)
     taken = x.dtype if x.dtype != torch.float32 else BF16 if out_dtype == torch.float32 else out_dtype
     x = qk.hadamard(x, taken) if layer.rotate else x.to(taken)
@@ -77,6 +78,7 @@ def expected(layer, x, out_dtype=None):
 
 
 KINDS = pytest.mark.parametrize("kind", [Int8Linear, Int4Linear])
+KINDS_AND_BLOCKS = pytest.mark.parametrize(("kind", "block"), [(Int8Linear, 32), (Int8Linear, None), (Int4Linear, 32)])
 
 
 # Layers
@@ -84,10 +86,10 @@ KINDS = pytest.mark.parametrize("kind", [Int8Linear, Int4Linear])
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("rotate", [False, True])
-@KINDS
-def test_outputs_are_the_functions(kind, rotate, dtype):
+@KINDS_AND_BLOCKS
+def test_outputs_are_the_functions(kind, block, rotate, dtype):
     for bias in (True, False):
-        layer = layer_of(kind, bias, rotate, dtype=dtype)
+        layer = layer_of(kind, bias, rotate, block, dtype)
         assert [name for name, _ in layer.named_parameters()] == ["bias"] * bias
         for shape in ((5, 70), (2, 3, 70), (70,), (0, 70), (2, 0, 70)):
             x = randn(*shape, dtype=dtype)
@@ -107,6 +109,8 @@ def test_int8_of_a_layer():
         codes, scale = qk.weight_quant(w.weight, block)
         assert same(layer.codes, codes) and same(layer.scale, scale) and same(layer.bias, w.bias.detach())
         assert same(layer.dequantize(), qk.weight_dequant(codes, scale, block, torch.float32))
+    layer, (codes, scale) = Int8Linear.from_linear(w, None), qk.quantize_per_token(w.weight)
+    assert same(layer.codes, codes) and same(layer.scale, scale) and same(layer.dequantize(), codes * scale)
     for dtype in FLOATS:
         w = linear(70, 40, dtype=dtype)
         rotated = Int8Linear.from_linear(w, 32, rotate=True)
@@ -148,10 +152,10 @@ def cosine(a, b):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("rotate", [False, True])
-@KINDS
-def test_gradients_pass_through_frozen_weights(kind, rotate, dtype):
+@KINDS_AND_BLOCKS
+def test_gradients_pass_through_frozen_weights(kind, block, rotate, dtype):
     """As through a float layer with the dequantized weight."""
-    layer = layer_of(kind, rotate=rotate, dtype=dtype)
+    layer = layer_of(kind, rotate=rotate, block=block, dtype=dtype)
     before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
     plain = nn.Linear(70, 40, device=DEVICE)
     plain.weight.data, plain.bias.data = layer.dequantize(), layer.bias.detach().float()
@@ -210,10 +214,10 @@ def test_what_needs_a_gradient_decides(kind):
 
 
 @pytest.mark.parametrize("rotate", [False, True])
-@KINDS
-def test_gradients_when_compiled(kind, rotate):
+@KINDS_AND_BLOCKS
+def test_gradients_when_compiled(kind, block, rotate):
     torch.compiler.reset()
-    layer, x = layer_of(kind, rotate=rotate), randn(5, 70).requires_grad_()
+    layer, x = layer_of(kind, rotate=rotate, block=block), randn(5, 70).requires_grad_()
 
     def loss(x):
         return F.gelu(layer(x)).square().sum()
@@ -372,26 +376,31 @@ def test_new_layers_are_zeros():
 def test_repr():
     sizes = "in_features=70, out_features=40, bias="
     assert repr(layer_of(Int8Linear, rotate=True)) == f"Int8Linear({sizes}True, block_size=32, rotate=True)"
+    assert repr(layer_of(Int8Linear, block=None)) == f"Int8Linear({sizes}True, block_size=None, rotate=False)"
     assert repr(layer_of(Int4Linear, False, block=None)) == f"Int4Linear({sizes}False, group_size=None, rotate=False)"
     assert repr(Int8Embedding(5, 3)) == "Int8Embedding(5, 3, dtype=torch.float32)"
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")
 @pytest.mark.parametrize("sizes", [(0, 5), (70, 0), (0, 0)], ids=str)
-@KINDS
-def test_layers_of_no_size(kind, sizes):
+@KINDS_AND_BLOCKS
+def test_layers_of_no_size(kind, block, sizes):
     plain = linear(*sizes)
-    layer, x = kind.from_linear(plain), randn(3, sizes[0])
+    layer, x = kind.from_linear(plain, block), randn(3, sizes[0])
     assert same(layer(x), plain.bias.detach().expand(3, sizes[1]))
     model = nn.Sequential(plain)
-    report = quantize_(model, "int8" if kind is Int8Linear else "int4")
+    report = quantize_(model, "int8" if kind is Int8Linear else "int4", block_size=block)
     assert report.rows[0].error == 0.0 and same(model(x), layer(x))
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Int8Linear(70, 40, block_size=48), "block_size is 48; it takes 32, 64, 128 or 256"),
+        (lambda: Int8Linear(70, 40, block_size=48), "block_size is 48; it takes 32, 64, 128, 256 or None"),
+        (
+            lambda: Int8Linear(133145, 1, block_size=None, device="meta"),
+            "in_features is 133145; with block_size None it takes at most 133144",
+        ),
         (lambda: Int4Linear(70, 40, group_size=16), "group_size is 16; it takes 32, 64, 128, 256 or None"),
         (lambda: Int8Linear(-1, 40), "in_features is -1; it takes an integer"),
         (lambda: Int8Linear(70, 40, "a"), "bias is 'a'; it takes True or False"),
@@ -523,6 +532,8 @@ STATES = {
     "int8 64": (Int8Linear.from_linear(PLAIN, 64), "int8 codes in blocks of 64"),
     "int8 32": (Int8Linear.from_linear(PLAIN, 32), "int8 codes in blocks of 32"),
     "int8 32 rotated": (Int8Linear.from_linear(PLAIN, 32, rotate=True), "int8 codes in blocks of 32, rotated"),
+    "int8 row": (Int8Linear.from_linear(PLAIN, None), "int8 codes in blocks of a row"),
+    "int8 row rotated": (Int8Linear.from_linear(PLAIN, None, rotate=True), "int8 codes in blocks of a row, rotated"),
     "int4 32": (Int4Linear.from_linear(PLAIN, 32), "int4 codes in groups of 32"),
     "int4 row": (Int4Linear.from_linear(PLAIN, None), "int4 codes in groups of a row"),
     "int4 32 rotated": (Int4Linear.from_linear(PLAIN, 32, rotate=True), "int4 codes in groups of 32, rotated"),
@@ -648,10 +659,11 @@ def test_copies():
 # Compiled, parallel, captured
 
 
+@pytest.mark.parametrize("block_size", [128, None])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=gpu)])
-def test_torch_compile(backend):
+def test_torch_compile(backend, block_size):
     torch.compiler.reset()
-    model = quantized(rotate=True)
+    model = quantized(rotate=True, block_size=block_size)
     graphs = []
 
     def counting(graph, inputs):
@@ -722,15 +734,15 @@ def test_report():
     assert len(lines) == 6 and repr(report) == str(report)
 
 
-@pytest.mark.parametrize("to", ["int8", "int4"])
+@pytest.mark.parametrize(("to", "block"), [("int8", 64), ("int8", None), ("int4", 32)])
 @pytest.mark.parametrize("rotate", [False, True])
-def test_layers_are_those_of_from_linear(to, rotate):
+def test_layers_are_those_of_from_linear(to, block, rotate):
     plain, model = Block(), Block()
     model.train()
     model.down.eval()
-    quantize_(model, to, block_size=64, group_size=32, rotate=rotate, embeddings=True)
+    quantize_(model, to, block_size=block, group_size=block, rotate=rotate, embeddings=True)
     for name in ("up", "down"):
-        kind, block = (Int8Linear, 64) if to == "int8" else (Int4Linear, 32)
+        kind = Int8Linear if to == "int8" else Int4Linear
         want = kind.from_linear(plain.get_submodule(name), block, rotate)
         for key, value in want.state_dict().items():
             assert same(model.get_submodule(name).state_dict()[key], value)
@@ -1172,7 +1184,7 @@ def moments(model, of=torch.eye):
         (Block, {"force": 1}, "force is 1; it takes a list of names"),
         (Block, {"skip": [1]}, "skip is [1]; it takes a list of names"),
         (Block, {"skip": 1}, "skip is 1; it takes a list of names"),
-        (Block, {"block_size": 100}, "block_size is 100; it takes 32, 64, 128 or 256"),
+        (Block, {"block_size": 100}, "block_size is 100; it takes 32, 64, 128, 256 or None"),
         (Block, {"to": "int4", "group_size": 100}, "group_size is 100; it takes 32, 64, 128, 256 or None"),
         (Block, {"embeddings": 1}, "embeddings is 1; it takes True or False"),
         (Block, {"rotate": "yes"}, "rotate is 'yes'; it takes True or False"),
