@@ -36,10 +36,10 @@ from ..core.replay import replayed
 from ..gemm import asked_path, int8_addmm
 from ..gemm_int4 import int4_gemm
 from ..hadamard import hadamard, hadamard_quant
-from ..int4 import dequantize_int4, quantize_int4
-from ..int8 import act_dequant, act_quant, quantize_per_token, weight_dequant, weight_quant
+from ..int8 import act_quant, quantize_per_token
 from .calibration import quantize_weight, rotate_moment
 from .report import weight_shape
+from .weights import from_int4, from_int8, rotate_weight, to_int4, to_int8
 
 __all__ = ["Int4Linear", "Int8Embedding", "Int8Linear"]
 
@@ -241,22 +241,14 @@ def _empty_input_gradient(g, columns, rotate, dtype, block_size, *weight):
     return g.new_empty((*g.shape[:-1], columns), dtype=dtype)
 
 
-def _dequantize_int8(codes, scale, block_size, dtype):
-    """Dequantize an int8 weight. block_size None: each row has one scale."""
-    if block_size is not None:
-        return weight_dequant(codes, scale, block_size, dtype)
-    widest = BLOCKS[-1]
-    return act_dequant(codes, scale.expand(-1, cdiv(codes.shape[1], widest)), widest, dtype)
-
-
 # Operators, since torch.compile limits what a backward function may ask of its tensors.
 @operator(_empty_input_gradient, fills=False)
 def _int8_input_gradient(
     g: torch.Tensor, columns: int, rotate: bool, dtype: torch.dtype, block_size: int | None, codes: torch.Tensor,
     scale: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    dx = g @ _dequantize_int8(codes, scale, block_size, g.dtype)
-    return hadamard(dx, dtype) if rotate else dx.to(dtype)
+    dx = g @ from_int8(codes, scale, block_size, g.dtype)
+    return rotate_weight(dx, dtype) if rotate else dx.to(dtype)
 
 
 @operator(_empty_input_gradient, fills=False)
@@ -264,8 +256,8 @@ def _int4_input_gradient(
     g: torch.Tensor, columns: int, rotate: bool, dtype: torch.dtype, group_size: int | None, packed: torch.Tensor,
     absmax: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    dx = g @ dequantize_int4(packed, absmax, columns, group_size, g.dtype)
-    return hadamard(dx, dtype) if rotate else dx.to(dtype)
+    dx = g @ from_int4(packed, absmax, columns, group_size, g.dtype)
+    return rotate_weight(dx, dtype) if rotate else dx.to(dtype)
 
 
 def _quantize_input(x, block_size, rotate):
@@ -335,7 +327,7 @@ class QuantizedLinear(QuantizedModule):
         new.dtype = w.dtype
         if bias is not None:
             new.bias.requires_grad_(bias.requires_grad)
-        return new.train(linear.training), hadamard(w, torch.float32) if rotate and not w.is_meta else w
+        return new.train(linear.training), rotate_weight(w, torch.float32) if rotate and not w.is_meta else w
 
     def forward(self, input):
         dtype, parameters = output_dtype(input, self.in_features, "input"), self._parameters
@@ -439,7 +431,7 @@ class Int8Linear(QuantizedLinear):
         new, w = cls._like(linear, block_size, rotate)
         if w.is_meta:
             return new
-        codes, scale = quantize_per_token(w) if block_size is None else weight_quant(w, block_size)
+        codes, scale = to_int8(w, block_size)
         return new._fill(linear, codes=codes, scale=scale)
 
     def compute(self, x, bias, dtype):
@@ -459,8 +451,8 @@ class Int8Linear(QuantizedLinear):
         return _int8_input_gradient(g, *how, self._buffers["codes"], self._buffers["scale"])
 
     def dequantize(self):
-        w = _dequantize_int8(self.codes, self.scale, self.block_size, torch.float32)
-        return hadamard(w) if self.rotate else w
+        w = from_int8(self.codes, self.scale, self.block_size, torch.float32)
+        return rotate_weight(w) if self.rotate else w
 
 
 class Int4Linear(QuantizedLinear):
@@ -517,7 +509,7 @@ class Int4Linear(QuantizedLinear):
         if w.is_meta:
             return new
         if second_moment is None:
-            packed, absmax = quantize_int4(w.half(), group_size)
+            packed, absmax = to_int4(w.half(), group_size)
         else:
             moment = rotate_moment(second_moment) if rotate else second_moment
             packed, absmax = quantize_weight(w, group_size, moment, progress=False)
@@ -540,8 +532,8 @@ class Int4Linear(QuantizedLinear):
         return _int4_input_gradient(g, *how, self._buffers["packed"], self._buffers["absmax"])
 
     def dequantize(self):
-        w = dequantize_int4(self.packed, self.absmax, self.in_features, self.group_size, torch.float32)
-        return hadamard(w) if self.rotate else w
+        w = from_int4(self.packed, self.absmax, self.in_features, self.group_size, torch.float32)
+        return rotate_weight(w) if self.rotate else w
 
 
 class Int8Embedding(QuantizedModule):
@@ -588,7 +580,7 @@ class Int8Embedding(QuantizedModule):
         new = cls(*w.shape, embedding.padding_idx, "meta", w.dtype)
         if w.is_meta:
             return new.train(embedding.training)
-        codes, scale = quantize_per_token(w)
+        codes, scale = to_int8(w, None)
         return new._fill(embedding, codes=codes, scale=scale)
 
     def forward(self, input):
