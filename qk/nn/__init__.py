@@ -4,7 +4,7 @@ import importlib
 
 from .calibration import LayerStatistics, collect
 from .layers import Int4Linear, Int8Embedding, Int8Linear
-from .replace import int8_train_, quantize_, warm_up
+from .replace import dequantize_, int8_train_, quantize_, warm_up
 from .report import Report, Row
 from .training import Int8FeedForward, Int8TrainLinear
 
@@ -18,6 +18,7 @@ __all__ = [
     "Report",
     "Row",
     "collect",
+    "dequantize_",
     "int8_train_",
     "quantize_",
     "warm_up",

@@ -147,6 +147,7 @@ class QuantizedModule(torch.nn.Module):
     def __init__(self, format, device, dtype, **buffers):
         super().__init__()
         self._format, self.dtype = format, dtype
+        self.trainable = True  # whether the float layer's weight required a gradient, and will again
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer)
         self.register_buffer("format", torch.tensor(format, dtype=torch.int32, device=device))
@@ -158,6 +159,7 @@ class QuantizedModule(torch.nn.Module):
 
     def _fill(self, layer, **buffers):
         """Give a module made on the meta device its buffers, and what it inherits from the float layer."""
+        self.trainable = layer.weight.requires_grad
         buffers["format"] = torch.tensor(self._format, dtype=torch.int32, device=layer.weight.device)
         for name, buffer in buffers.items():
             setattr(self, name, buffer)
@@ -165,6 +167,15 @@ class QuantizedModule(torch.nn.Module):
         if bias is not None:
             self.bias = torch.nn.Parameter(bias.detach().clone(), bias.requires_grad)
         return self.train(layer.training)
+
+    def to_float(self):
+        """Returns the float module that this one stands for. It has the same parameters, and the dequantized weight."""
+        raise NotImplementedError
+
+    def _float_weight(self):
+        like = self.weight
+        values = torch.empty(like.shape, dtype=like.dtype, device="meta") if self.format.is_meta else like.dequantize()
+        return torch.nn.Parameter(values, self.trainable)
 
     def _apply(self, fn, recurse=True):
         buffers = [buffer for buffer in self._buffers.values() if buffer is not None]
@@ -324,7 +335,7 @@ class QuantizedLinear(QuantizedModule):
         check_parameters("linear.", linear.weight, linear.bias)
         (N, K), w, bias = linear.weight.shape, linear.weight.detach(), linear.bias
         new = cls(K, N, bias is not None, block, rotate, "meta", w.dtype if bias is None else bias.dtype)
-        new.dtype = w.dtype
+        new.dtype, new.trainable = w.dtype, linear.weight.requires_grad
         if bias is not None:
             new.bias.requires_grad_(bias.requires_grad)
         return new.train(linear.training), rotate_weight(w, torch.float32) if rotate and not w.is_meta else w
@@ -355,6 +366,11 @@ class QuantizedLinear(QuantizedModule):
     def dequantize(self):
         """Returns the weight that the layer stands for, float32 [out_features, in_features]."""
         raise NotImplementedError
+
+    def to_float(self):
+        new = torch.nn.Linear(self.in_features, self.out_features, False, "meta")
+        new.weight, new.bias = self._float_weight(), self.bias
+        return new.train(self.training)
 
     def extra_repr(self):
         block = "block_size" if hasattr(self, "block_size") else "group_size"
@@ -592,6 +608,11 @@ class Int8Embedding(QuantizedModule):
     def dequantize(self):
         """Returns the table that the layer stands for, float32 [num_embeddings, embedding_dim]."""
         return self.codes * self.scale
+
+    def to_float(self):
+        new = torch.nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta")
+        new.weight = self._float_weight()
+        return new.train(self.training)
 
     def extra_repr(self):
         return f"{self.num_embeddings}, {self.embedding_dim}, dtype={self.dtype}"
