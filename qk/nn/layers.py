@@ -113,8 +113,8 @@ class QuantizedWeight:
             raise AttributeError(name)
         raise AttributeError(
             f"the weight of an {type(self._layer).__name__} is frozen codes: it has dtype, device, shape and "
-            f"dequantize(), but no {name}. Code that needs a float weight needs the float layer: name it in "
-            "quantize_(model, skip=[...])"
+            f"dequantize(), but no {name}. Code that needs a float weight needs the float layer: call "
+            "dequantize_(model), or name it in quantize_(model, skip=[...])"
         )
 
     @classmethod

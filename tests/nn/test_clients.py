@@ -2,12 +2,14 @@
 
 import copy
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from cases import DEVICE, gpu, same
+from cases import DEVICE, gpu, randn, same
 from safetensors.torch import load_model, save_model
 
 import qk  # before what imports Triton
@@ -253,10 +255,79 @@ def test_adapters_of_peft_train(to):
     assert losses[-1] < 0.7 * losses[0]
     with pytest.raises(AttributeError, match="is frozen codes"):
         model.merge_and_unload()
+    out = run(model, TOKENS)
+    dequantize_(model)
+    merged = model.merge_and_unload()
+    assert not any("lora" in name for name, _ in merged.named_parameters())
+    assert torch.linalg.norm(run(merged, TOKENS) - out) < 0.03 * torch.linalg.norm(out)
     with pytest.raises(ValueError, match="Target module Int8Linear.* is not supported"):
         plain = made("llama")
         quantize_(plain)
         peft.get_peft_model(plain, how)
+
+
+def block(section, known):
+    """Runs the code of a section of the README."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(
+        r"```python\n(.*?)```", readme.partition(f"\n### {section}\n")[2].partition("\n### ")[0], re.DOTALL
+    )
+    exec(code, known)
+    return known
+
+
+class FeedForward(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(70, 96), torch.nn.Linear(96, 70)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(
+    "how", [{}, {"block_size": None}, {"rotate": True}, {"to": "int4"}, {"to": "int4", "rotate": True}], ids=str
+)
+def test_gradients_of_adapters_are_those_on_dequantized_layers(how):
+    """As the README has it: adapters on a quantized model, against the same adapters on its dequantized weights."""
+    pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(FeedForward() for _ in range(3))).to(DEVICE)
+    quantize_(model, **how)
+    model = block("Train adapters (LoRA)", {"qk": qk, "model": model})["model"]
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert len(trained) == 12 and all("lora" in name for name in trained)
+    with torch.no_grad():
+        for number, parameter in enumerate(trained.values()):  # lora_B starts at 0, and would hide lora_A's gradient
+            parameter.copy_(randn(*parameter.shape, seed=number) * 0.1)
+    twin = copy.deepcopy(model)
+    dequantize_(twin)
+    assert not any(isinstance(module, Int8Linear | Int4Linear) for module in twin.modules())
+    x, g = randn(40, 70), randn(40, 70, seed=50)
+    for each in (model, twin):
+        each(x).backward(g)
+    twins = dict(twin.named_parameters())
+    for name, parameter in trained.items():
+        got, want = parameter.grad.flatten(), twins[name].grad.flatten()
+        assert torch.linalg.norm(got - want) < 0.02 * torch.linalg.norm(want), name
+    assert all(parameter.grad is None for name, parameter in model.named_parameters() if name not in trained)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_a_merged_adapter_is_quantized_again():
+    """Adapters of a quantized GPT-2, whose layers were Conv1D: merged into float weights, they can be quantized."""
+    peft = pytest.importorskip("peft")
+    model = gpt2()
+    quantize_(model, "int4", group_size=32)
+    how = peft.LoraConfig(target_modules=["c_fc"], init_lora_weights=False, fan_in_fan_out=True)
+    how._register_custom_module({Int4Linear: peft.tuners.lora.Linear})
+    model = peft.get_peft_model(model, how)
+    out = run(model, TOKENS)
+    dequantize_(model)
+    merged = model.merge_and_unload()
+    assert torch.linalg.norm(run(merged, TOKENS) - out) < 0.02 * torch.linalg.norm(out)
+    assert sum(row.replaced for row in quantize_(merged, "int4", group_size=32).rows) == 4
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
