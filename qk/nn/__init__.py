@@ -3,6 +3,7 @@
 import importlib
 
 from .calibration import LayerStatistics, collect
+from .experts import QuantizedExperts
 from .layers import Int4Linear, Int8Embedding, Int8Linear
 from .replace import dequantize_, int8_train_, quantize_, warm_up
 from .report import Report, Row
@@ -15,6 +16,7 @@ __all__ = [
     "Int8Linear",
     "Int8TrainLinear",
     "LayerStatistics",
+    "QuantizedExperts",
     "Report",
     "Row",
     "collect",

@@ -150,15 +150,166 @@ def test_layers_that_stay_unless_they_are_forced(name, force):
     assert torch.linalg.norm(run(model, inputs) - plain) < 0.05 * torch.linalg.norm(plain)
 
 
-def test_what_a_report_names():
-    """Layers that are no torch.nn.Linear hold most of these models."""
-    config = transformers.MixtralConfig(
-        **SIZES, num_key_value_heads=1, vocab_size=99, num_local_experts=2, num_experts_per_tok=1
-    )
-    report = quantize_(transformers.MixtralForCausalLM(config).to(DEVICE))
-    assert all(row.replaced for row in report.rows) and report.bytes_replaced < 0.5 * report.bytes_before
-    (experts,) = (row for row in report.others if row.was == "MixtralExperts")
-    assert experts.note == "not a torch.nn.Linear" and experts.bytes_before > 0.5 * report.bytes_before
+# Mixtures of experts
+
+
+EXPERTS = {"num_key_value_heads": 1, "vocab_size": 99, "num_experts_per_tok": 2}
+
+
+def mixtral():
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **EXPERTS, num_local_experts=4))
+
+
+def qwen3():
+    config = transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=4, moe_intermediate_size=48, head_dim=32)
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def deepseek():
+    heads = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
+    groups = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 48}
+    config = transformers.DeepseekV3Config(**SIZES | EXPERTS, **heads, **groups, first_k_dense_replace=0)
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+def olmoe():
+    return transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**SIZES, **EXPERTS, num_experts=4))
+
+
+def gpt_oss():
+    config = transformers.GptOssConfig(**SIZES, **EXPERTS, num_local_experts=4, head_dim=32)
+    return transformers.GptOssForCausalLM(config)
+
+
+MIXTURES = {
+    "MixtralExperts": mixtral,
+    "Qwen3MoeExperts": qwen3,
+    "DeepseekV3Experts": deepseek,
+    "OlmoeExperts": olmoe,
+    "GptOssExperts": gpt_oss,
+}
+
+
+def mixture(kind, seed=0):
+    """A model, and the name of its experts."""
+    torch.manual_seed(seed)
+    model = MIXTURES[kind]().to(DEVICE).eval()
+    (name,) = (name for name, module in model.named_modules() if type(module).__name__ == kind)
+    with torch.no_grad():
+        for number, parameter in enumerate(model.get_submodule(name).parameters()):
+            parameter.copy_(0.2 * randn(*parameter.shape, seed=seed + number))
+    return model, name
+
+
+def routed(tokens=11, seed=3):
+    """Hidden states, two experts of four for each token (the last gets none), and weights."""
+    index = randn(tokens, 3, seed=seed).topk(2).indices
+    return randn(tokens, 64, seed=seed), index, randn(tokens, 2, seed=seed + 1).abs()
+
+
+HOW = {"int8": {}, "rows": {"block_size": None, "rotate": True}, "int4": {"to": "int4", "group_size": 32}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        *((kind, "int8") for kind in MIXTURES),
+        *((kind, how) for kind in ("MixtralExperts", "GptOssExperts") for how in ("rows", "int4")),
+    ],
+)
+def test_experts(kind, how, tmp_path):
+    """They compute what the float module computes with dequantized weights, and a state loads."""
+    (model, name), how, tokens = mixture(kind), HOW[how], routed()
+    float_experts = copy.deepcopy(model.get_submodule(name))
+    report = quantize_(model, measure=3, **how)
+    (row,) = (row for row in report.rows if row.name == name)
+    experts = model.get_submodule(name)
+    assert (row.was, row.now, row.shape) == (kind, "QuantizedExperts", tuple(float_experts.gate_up_proj.shape))
+    assert row.bytes_before == sum(p.nbytes for p in float_experts.parameters())
+    assert row.bytes_after == sum(value.nbytes for value in experts.state_dict().values()) < 0.4 * row.bytes_before
+    assert not any(other.name.startswith(name) for other in report.others) and row.error < 0.12
+    twin = copy.deepcopy(model)
+    dequantize_(twin)
+    restored = twin.get_submodule(name)
+    assert type(restored) is type(float_experts) and restored.training == float_experts.training
+    assert [key for key, _ in restored.named_parameters()] == [key for key, _ in float_experts.named_parameters()]
+    off, norm = 0, 0
+    for key, value in float_experts.named_parameters():
+        mine = restored.get_parameter(key)
+        assert mine.shape == value.shape and mine.dtype == value.dtype and mine.is_contiguous()
+        assert not key.endswith("bias") or same(mine.detach(), value.detach())
+        if not key.endswith("bias"):
+            off, norm = off + (mine - value).square().sum(), norm + value.square().sum()
+    assert row.error == pytest.approx((off / norm).sqrt().item(), rel=1e-3)
+    with torch.no_grad():
+        out, want = experts(*tokens), restored(*tokens)
+        assert out.dtype == want.dtype and torch.linalg.norm(out - want) < 0.03 * torch.linalg.norm(want)
+        assert same(experts(*tokens), out) and experts(*(x[:0] for x in tokens)).shape == (0, 64)
+    want, quantized = run(twin, TOKENS), run(model, TOKENS)
+    assert 0 < torch.linalg.norm(quantized - want) < 0.1 * torch.linalg.norm(want)
+    save_model(model, tmp_path / "model.safetensors")
+    other, _ = mixture(kind, seed=1)
+    quantize_(other, **how)
+    load_model(other, tmp_path / "model.safetensors")
+    assert alike(run(other, TOKENS), quantized)
+
+
+@pytest.mark.parametrize("kind", ["MixtralExperts", "GptOssExperts"])
+def test_gradients_of_experts(kind):
+    """Of hidden states and of the router's weights, as in the float module with dequantized weights."""
+    model, name = mixture(kind)
+    quantize_(model, "int4", group_size=32)
+    twin = copy.deepcopy(model)
+    dequantize_(twin)
+    x, index, weights = routed()
+    gradients = []
+    for each in (model, twin):
+        inputs = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        each.get_submodule(name)(inputs[0], index, inputs[1]).square().sum().backward()
+        gradients.append([value.grad for value in inputs])
+    for got, want in zip(*gradients, strict=True):
+        assert got.shape == want.shape and torch.linalg.norm(got - want) < 0.03 * torch.linalg.norm(want)
+
+
+def test_what_experts_stay():
+    """Those of other kinds, and those that can't be quantized; skip and a function choose among the rest."""
+    model, name = mixture("MixtralExperts")
+
+    def note(model, **how):
+        return next(row.note for row in quantize_(model, **how).rows if row.name == name)
+
+    experts = model.get_submodule(name)
+    assert note(copy.deepcopy(model), skip=[name]) == "skipped"
+    chosen = copy.deepcopy(model)
+    report = quantize_(chosen, lambda at, layer: "int4" if at == name else None)
+    assert {row.now for row in report.rows if row.replaced} == {"QuantizedExperts"}
+    assert isinstance(chosen.get_submodule(name).down[3], Int4Linear)
+    bad = copy.deepcopy(model)
+    bad.get_submodule(name).down_proj.data[2, 3, 4] = torch.nan
+    assert note(bad) == "its weight holds NaN or Inf"
+    double = copy.deepcopy(model)
+    double.get_submodule(name).double()
+    assert note(double) == "its gate_up_proj has dtype torch.float64"
+    hooked = copy.deepcopy(model)
+    hooked.get_submodule(name).forward = print
+    assert note(hooked) == "its forward was replaced"
+    experts.has_post_expert_norm = True
+    assert name in [row.name for row in quantize_(model).others] and model.get_submodule(name) is experts
+
+
+def test_experts_on_the_meta_device_and_with_statistics():
+    model, name = mixture("GptOssExperts")
+    statistics = collect(model, [TOKENS])
+    state = copy.deepcopy(model)
+    report = quantize_(state, "int4", group_size=32, statistics=statistics)
+    assert next(row for row in report.rows if row.name == name).replaced
+    with torch.device("meta"):
+        empty = MIXTURES["GptOssExperts"]().eval()
+    quantize_(empty, "int4", group_size=32)
+    mine = empty.get_submodule(name)
+    mine.load_state_dict(state.get_submodule(name).state_dict(), assign=True)
+    with torch.no_grad():
+        assert same(mine(*routed()), state.get_submodule(name)(*routed()))
 
 
 # Conv1D

@@ -1503,7 +1503,7 @@ def to_another_class(layer):
     [
         (lambda: [1], "model is a list; it takes a torch.nn.Module"),
         (Block, "model is a Block without quantized layers; it takes what quantize_ made"),
-        (lambda: layer_of(Int8Linear), "model is an Int8Linear; it takes a model with layers in it (see to_float)"),
+        (lambda: layer_of(Int8Linear), "model is itself quantized, Int8Linear; it takes a model with layers"),
         (lambda: changed(to_another_class), "model has 1, and it is a Mine; it takes layers as quantize_ made them"),
         (lambda: changed(lambda layer: layer.register_full_backward_hook(print)), "model has 1, and it has hooks"),
         (lambda: changed(lambda layer: setattr(layer, "forward", print)), "model has 1, and its forward was replaced"),
