@@ -30,6 +30,7 @@ from .layers import (
     Int8Linear,
     QuantizedLinear,
     QuantizedModule,
+    TiedInt8Linear,
     check_block_size,
     check_group_size,
     why_unfit,
@@ -72,6 +73,7 @@ class Job(NamedTuple):
     to: object  # "int8", "int4", a module, or None, which leaves it alone
     note: str
     forced: str = ""  # why it would have been left alone, had it not been named in force
+    tie: object = None  # an embedding's only linear layer with the same weight, or that layer's embedding
 
 
 def find_layers(model, kinds, stays=False, force=()):
@@ -110,7 +112,8 @@ def find_layers(model, kinds, stays=False, force=()):
         if unusual and not (unfit or matched or stays):
             unfit, unusual = f"{unusual} (force replaces it)", ""
         note = unfit or (unusual if stays else "")
-        jobs.append(Job(layers, places, None, note, "" if note else unusual))
+        tie = _partner(layer, users) if note and not stays else None
+        jobs.append(Job(layers, places, None, note, "" if note else unusual, tie))
     _check_used("force", unused)
     return jobs
 
@@ -122,6 +125,26 @@ def _alike(layer, users):
         type(module) is type(layer) and key == "weight" and getattr(module, "bias", None) is bias
         for module, key in users
     )
+
+
+def _partner(layer, users):
+    """Returns the other one of an embedding and a linear layer that alone share a weight, or None."""
+    pair, layers = (torch.nn.Embedding, torch.nn.Linear), [module for module, _ in users]
+    kinds = {type(module) for module in layers}
+    if len(layers) != 2 or kinds != set(pair) or any(why_unfit(each) or why_unusual(each, pair) for each in layers):
+        return None
+    return layers[layers[0] is layer]
+
+
+def _tied(jobs, to):
+    """Let an embedding and a linear layer with the same weight become one, if both are to become int8."""
+    of = {job.layers[0]: job for job in jobs if job.tie is not None and job.note != "skipped"}
+    for head in list(of.values()):
+        table = of.get(head.tie)
+        if isinstance(head.tie, torch.nn.Embedding) and table is not None and _answer(to, head) == "int8":
+            of[head.tie] = table._replace(to="int8", note="")
+            of[head.layers[0]] = head._replace(to="int8", note=f"its weight is the table of {table.names[0]}")
+    return [of.get(job.layers[0], job) for job in jobs]
 
 
 def _reasons(model, layers, places, kinds, stays, names, users):
@@ -313,7 +336,7 @@ def _not_finite(new, layer):
 
 
 def _not_finite_in(new, weight):
-    scale = getattr(new, "absmax", getattr(new, "scale", None))
+    scale = new.table.scale if isinstance(new, TiedInt8Linear) else getattr(new, "absmax", getattr(new, "scale", None))
     if scale.is_meta or scale.isfinite().all():
         return ""
     if not weight.isfinite().all():
@@ -374,10 +397,11 @@ class _Options(NamedTuple):
 
 
 @torch.no_grad()
-def _quantized(job, options, times):
+def _quantized(job, options, times, tables):
     """Do a job without changing the model. Returns the new module, or None, and the Row.
 
     times: measurements of earlier layers, for those that are alike.
+    tables: what embeddings became, by embedding.
     """
     layer, name, to = job.layers[0], job.names[0], job.to
     new, error, us, notes = None, None, (None, None), [job.note] if job.note else []
@@ -389,7 +413,7 @@ def _quantized(job, options, times):
         if isinstance(to, str):
             if home.type == "cpu" and not INTERPRETED.value:
                 here = _on_gpu(layer)
-            new = options.make(name, here, to)
+            new = options.make(name, here, to) if job.tie not in tables else TiedInt8Linear(tables[job.tie], layer)
             alike = type(layer), repr(new), _weight(layer).dtype, home
             if problem := _not_finite(new, here):
                 new, notes = None, [problem, *notes]
@@ -459,7 +483,7 @@ def quantize_(
     - Its weight is computed at each call, `from_linear` doesn't take it, or codes can't represent it: it holds NaN or
       Inf, or for int4 a value beyond 65504.
     - It may do more than a torch.nn.Linear: it is of a subclass, has another forward or hooks besides forward hooks, or
-      shares its weight with something else (often an embedding). `force` replaces it.
+      shares its weight with something else (often an embedding; see embeddings). `force` replaces it.
     - Its parent computes with its weight instead of calling it, as torch.nn.MultiheadAttention does, or it is an
       adapter of peft. `force` replaces these, too.
 
@@ -476,7 +500,8 @@ def quantize_(
         block_size: for int8, the rows and columns of a square block that share a scale: 32, 64, 128 or 256. None: each
             row of a weight and each token has one scale, as in most int8 checkpoints.
         group_size: for int4, the columns of a row that share a scale: 32, 64, 128, 256, or None for the whole row.
-        embeddings: whether each torch.nn.Embedding becomes an `Int8Embedding`.
+        embeddings: whether each torch.nn.Embedding becomes an `Int8Embedding`. If a torch.nn.Linear has the same weight
+            and is to become int8, both become one table, which has a scale for each row and isn't rotated.
         statistics: what `collect` returned. int4 codes are then chosen to suit the inputs.
         rotate: whether weights and inputs are rotated by a Hadamard matrix. See qk/nn/layers.py.
         measure: whether to time each layer on 256 tokens, before and after; or another number of tokens.
@@ -500,7 +525,7 @@ def quantize_(
     kinds = *linear_kinds(), Int8TrainLinear, *((torch.nn.Embedding,) if embeddings else ())
     _check_model(model, kinds)
     kinds = *kinds, *{type(module) for module in model.modules() if is_experts(module)}
-    jobs = decide(find_layers(model, kinds, force=force), to, skip)
+    jobs = _tied(decide(find_layers(model, kinds, force=force), to, skip), to)
     _check_devices([(job.names[0], job.layers[0]) for job in jobs if isinstance(job.to, str)], measure)
     if statistics is not None:
         calibrated = [
@@ -517,11 +542,21 @@ def _quantize(model, jobs, options, embeddings, progress):
     times, tensors = {}, tensors_of(model)
     sizes = [x.numel() * x.itemsize for x in tensors]
     others = rows_of_others(model, {layer for job in jobs for layer in job.layers}, embeddings)
-    results = [_quantized(job, options, times) for job in progress_bar(jobs, "quantization", progress)]
+    found, tables = {}, {}
+    # heads last: they need their embeddings' tables
+    for job in progress_bar(sorted(jobs, key=_is_head), "quantization", progress):
+        new, _ = found[job.layers[0]] = _quantized(job, options, times, tables)
+        if isinstance(new, Int8Embedding):
+            tables[job.layers[0]] = new
+    results = [found[job.layers[0]] for job in jobs]
     with _replacing(model, jobs, [new for new, _ in results]):
         left = set(tensors_of(model))
         replaced = sum(size for x, size in zip(tensors, sizes, strict=True) if x not in left)
         return Report([row for _, row in results], sum(sizes), bytes_of(model), others, replaced)
+
+
+def _is_head(job):
+    return isinstance(job.tie, torch.nn.Embedding)
 
 
 @contextlib.contextmanager
@@ -573,6 +608,9 @@ def dequantize_(model, progress=True):
     for module in [module for module in names if isinstance(module, QuantizedExperts)]:
         for part in module.layers():
             del names[part]
+    heads = [module for module in names if isinstance(module, TiedInt8Linear)]
+    for head in heads:
+        names[head.table] = [name for name in names[head.table] if name.removesuffix(".table") not in names[head]]
     if not names:
         raise ValueError(f"model is a {type(model).__name__} without quantized layers; it takes what quantize_ made")
     for layer, (name, *_) in names.items():
@@ -580,6 +618,9 @@ def dequantize_(model, progress=True):
             raise ValueError(f"model has {name}, and {why}; it takes layers as quantize_ made them")
     jobs, size = [Job([layer], places, None, "") for layer, places in names.items()], bytes_of(model)
     modules = [layer.to_float() for layer in progress_bar(names, "dequantization", progress)]
+    made = dict(zip(names, modules, strict=True))
+    for head in heads:
+        made[head].weight = made[head.table].weight
     with _replacing(model, jobs, modules):
         rows = [_row_of_float(job, new) for job, new in zip(jobs, modules, strict=True)]
         others = rows_of_others(model, set(modules), True)
@@ -590,7 +631,7 @@ def _changed(layer):
     """Say how a quantized layer differs from one that `quantize_` made, or return ""."""
     if isinstance(layer, QuantizedExperts):
         return next(filter(None, map(_changed, layer.layers())), "")
-    if type(layer) not in (Int8Linear, Int4Linear, Int8Embedding):
+    if type(layer) not in (Int8Linear, Int4Linear, Int8Embedding, TiedInt8Linear):
         return f"it is a {type(layer).__name__}"
     if "forward" in layer.__dict__:
         return "its forward was replaced"

@@ -370,6 +370,23 @@ def test_conv1d_is_calibrated():
     assert same(model.get_submodule(name).packed, want.packed) and not same(want.packed, plain.packed)
 
 
+def test_a_tied_head_of_transformers(tmp_path):
+    model = gpt2()
+    out, size = run(model, TOKENS), sum(p.nbytes for p in model.parameters())
+    report = quantize_(model, embeddings=True)
+    assert all(row.replaced for row in report.rows) and model.lm_head.table is model.transformer.wte
+    assert report.bytes_before == size and report.bytes_replaced > 0.98 * size
+    got = run(model, TOKENS)
+    assert 0 < torch.linalg.norm(got - out) < 0.1 * torch.linalg.norm(out)
+    save_model(model, tmp_path / "model.safetensors")
+    other = gpt2(seed=1)
+    quantize_(other, embeddings=True)
+    load_model(other, tmp_path / "model.safetensors")
+    assert alike(run(other, TOKENS), got)
+    dequantize_(model)
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
 def test_conv1d_of_anyone_else_stays():
     class Conv1D(torch.nn.Module):
         def __init__(self):
