@@ -231,7 +231,8 @@ def output_dtype(x, columns, name="x"):
         ValueError: if the layer can't take x.
     """
     device = x.device.type if isinstance(x, torch.Tensor) else None
-    if device not in ("cuda", "cpu") or x.dtype not in FLOATS or not x.ndim or x.shape[-1] != columns:
+    dense = device in ("cuda", "cpu") and x.dtype in FLOATS and not x.is_nested
+    if not dense or not x.ndim or x.shape[-1] != columns:
         check_tensor(name, x, FLOATS, "[..., K]")
         raise ValueError(f"{name} has shape {list(x.shape)}; it takes [..., {columns}]")
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

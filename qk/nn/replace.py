@@ -165,7 +165,7 @@ def _reasons(model, layers, places, kinds, stays, names, users):
         note, force = _reader(model, name)
         if note and not force:
             return note, ""
-        unusual = unusual or note
+        unusual = note or unusual
     return "", unusual
 
 
@@ -488,7 +488,9 @@ def quantize_(
       adapter of peft. `force` replaces these, too.
 
     Any other module that computes with `layer.weight` gets the dequantized weight at each call. That is correct but
-    slow, so it is better to skip such a layer. torch.nn.TransformerEncoderLayer leaves its fast path for that reason.
+    slow, so it is better to skip such a layer. torch.nn.TransformerEncoderLayer leaves its fast path for that reason. A
+    torch.nn.TransformerEncoder whose first layer is skipped needs enable_nested_tensor=False: quantized layers take no
+    nested tensors.
 
     Args:
         model: a torch.nn.Module, not quantized yet.

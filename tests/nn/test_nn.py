@@ -942,13 +942,14 @@ def test_transformers_of_torch(force):
         report = quantize_(model, force=force)
         for row in report.rows:
             if row.name.endswith("out_proj"):
+                note = "MultiheadAttention computes with its weight itself"
                 assert row.was == "NonDynamicallyQuantizableLinear" and row.replaced == bool(force)
-                assert row.note.startswith("forced, though a subclass of Linear" if force else "a subclass of Linear")
+                assert row.note == (f"forced, though {note}" if force else f"{note} (force replaces it)")
             else:
                 assert row.replaced and row.note == ""
-        assert {row.name for row in report.others if "self_attn" in row.name} == {
-            "encoder.layers.0.self_attn", "decoder.self_attn",
-        }  # fmt: skip
+        assert {row.name: row.note for row in report.others if "self_attn" in row.name} == dict.fromkeys(
+            ("encoder.layers.0.self_attn", "decoder.self_attn"), "it computes with its weights itself"
+        )
         called = []
         model["encoder"].layers[0].linear1.compute = lambda *args: (
             called.append(1) or Int8Linear.compute(model["encoder"].layers[0].linear1, *args)
@@ -967,6 +968,27 @@ def test_transformers_of_torch_when_compiled(force):
         want = model(x)
         out = torch.compile(model, backend="aot_eager")(x)
     assert torch.linalg.norm(out - want) < 1e-3 * torch.linalg.norm(want)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("skip", [(), ["layers.1"]], ids=str)
+def test_padded_input_of_torch_s_encoder(skip):
+    """With a mask, and without gradients, it would like to make a nested tensor."""
+    layer = nn.TransformerEncoderLayer(64, 4, 96, batch_first=True, device=DEVICE)
+    model, x = nn.TransformerEncoder(layer, 2).eval(), randn(3, 5, 64)
+    mask = torch.arange(5, device=DEVICE) >= torch.tensor([3, 5, 4], device=DEVICE)[:, None]
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        want = model(x, src_key_padding_mask=mask)
+        quantize_(model, skip=skip)
+        out = model(x, src_key_padding_mask=mask)
+        assert 0 < torch.linalg.norm((out - want)[~mask]) < 0.02 * torch.linalg.norm(want[~mask])
+        quantize_(other, skip=["layers.0"])
+        with pytest.raises(ValueError, match=r"^input has layout nested; it takes torch\.strided"):
+            other(x, src_key_padding_mask=mask)
+        other.use_nested_tensor = False  # what enable_nested_tensor sets
+        out = other(x, src_key_padding_mask=mask)
+        assert 0 < torch.linalg.norm((out - want)[~mask]) < 0.02 * torch.linalg.norm(want[~mask])
 
 
 class Lora(nn.Module):
