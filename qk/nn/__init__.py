@@ -4,6 +4,7 @@ import importlib
 
 from .calibration import LayerStatistics, collect
 from .layers import Int4Linear, Int8Embedding, Int8Linear
+from .load import load, save
 from .replace import int8_train_, quantize_, warm_up
 from .report import Report, Row
 from .training import Int8FeedForward, Int8TrainLinear
@@ -19,7 +20,9 @@ __all__ = [
     "Row",
     "collect",
     "int8_train_",
+    "load",
     "quantize_",
+    "save",
     "warm_up",
 ]
 

@@ -10,8 +10,9 @@ rotates x in the same way. H is symmetric and orthogonal, so (x H) (w H)^T = x w
 columns.
 
 Codes and scales are buffers, and they keep their dtypes under .half() and .to(dtype). The bias is a parameter. The
-buffer `format` describes the others in three integers (kind, block size, rotated), and a state in another format, or
-with codes and no format, is refused. A bias in another dtype is converted, as torch.nn.Linear does it.
+buffer `format` describes the others in three integers: kind, block size, and flags (1 rotated, 2 zero points, 4 another
+order of columns, 8 absmax in float32). A state in another format, or with codes and no format, is refused. A bias in
+another dtype is converted, as torch.nn.Linear does it.
 
 The weights are frozen, but gradients pass through them: the gradient of x is g @ w, where w is the dequantized weight,
 as if x had not been quantized. The bias gets a gradient if it requires one.
@@ -63,12 +64,13 @@ OTHER_HOOKS = (
 
 
 def _described(format):
-    """Describe a format [kind, block size (0 for a row), rotated], or whatever a state has in its place."""
+    """Describe a format [kind, block size (0 for a row), flags], or whatever a state has in its place."""
     numbers = isinstance(format, list) and all(isinstance(number, int | float) for number in format)
     if not numbers or len(format) != 3 or format[0] not in _KINDS:
         return f"a format that this qk doesn't know, {format}"
-    kind, block, rotated = format
-    return _KINDS[kind].format(block or "a row") + (", rotated" if rotated else "")
+    kind, block, flags = format
+    extras = (", rotated", ", with zero points", ", with an order of columns", ", with float32 absmax")
+    return _KINDS[kind].format(block or "a row") + "".join(text for i, text in enumerate(extras) if flags >> i & 1)
 
 
 class QuantizedWeight:
@@ -139,7 +141,7 @@ class QuantizedModule(torch.nn.Module):
     """A module whose buffers keep their dtypes, and whose state must have the same format.
 
     Args:
-        format: [kind, block size (0 for a row), rotated].
+        format: [kind, block size (0 for a row), flags].
         dtype: the dtype of the weight that the codes stand for. It follows .half() and .to(dtype).
         buffers: codes and scales.
     """
@@ -156,15 +158,25 @@ class QuantizedModule(torch.nn.Module):
         """A `QuantizedWeight`, with the dtype, device and shape that other code may read."""
         return QuantizedWeight(self)
 
-    def _fill(self, layer, **buffers):
-        """Give a module made on the meta device its buffers, and what it inherits from the float layer."""
-        buffers["format"] = torch.tensor(self._format, dtype=torch.int32, device=layer.weight.device)
+    @property
+    def format_numbers(self):
+        """What the buffer `format` holds, as a list."""
+        return list(self._format)
+
+    def fill(self, device, bias, training, **buffers):
+        """Give a module made on the meta device its buffers, its bias and its mode.
+
+        Args:
+            device: where the buffers are.
+            bias: a parameter or a tensor, of which it keeps a copy in the dtype of its own, or None.
+        """
+        buffers["format"] = torch.tensor(self._format, dtype=torch.int32, device=device)
         for name, buffer in buffers.items():
             setattr(self, name, buffer)
-        bias = getattr(layer, "bias", None)
         if bias is not None:
-            self.bias = torch.nn.Parameter(bias.detach().clone(), bias.requires_grad)
-        return self.train(layer.training)
+            old = self.bias
+            self.bias = torch.nn.Parameter(bias.detach().to(old.dtype, copy=True), old.requires_grad)
+        return self.train(training)
 
     def _apply(self, fn, recurse=True):
         buffers = [buffer for buffer in self._buffers.values() if buffer is not None]
@@ -249,6 +261,10 @@ def _dequantize_int8(codes, scale, block_size, dtype):
     return act_dequant(codes, scale.expand(-1, cdiv(codes.shape[1], widest)), widest, dtype)
 
 
+def _zeros(zero_point):
+    return {} if zero_point is None else {"zero_point": zero_point}
+
+
 # Operators, since torch.compile limits what a backward function may ask of its tensors.
 @operator(_empty_input_gradient, fills=False)
 def _int8_input_gradient(
@@ -262,9 +278,9 @@ def _int8_input_gradient(
 @operator(_empty_input_gradient, fills=False)
 def _int4_input_gradient(
     g: torch.Tensor, columns: int, rotate: bool, dtype: torch.dtype, group_size: int | None, packed: torch.Tensor,
-    absmax: torch.Tensor,
+    absmax: torch.Tensor, zero_point: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    dx = g @ dequantize_int4(packed, absmax, columns, group_size, g.dtype)
+    dx = g @ dequantize_int4(packed, absmax, columns, group_size, g.dtype, **_zeros(zero_point))
     return hadamard(dx, dtype) if rotate else dx.to(dtype)
 
 
@@ -322,7 +338,7 @@ class QuantizedLinear(QuantizedModule):
         super().__init__(format, device, dtype, **quantized)
         bias = torch.nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
         self.register_parameter("bias", bias)
-        self.in_features, self.out_features, self.rotate = in_features, out_features, bool(format[-1])
+        self.in_features, self.out_features, self.rotate = in_features, out_features, bool(format[2] & 1)
 
     @classmethod
     def _like(cls, linear, block, rotate):
@@ -363,6 +379,13 @@ class QuantizedLinear(QuantizedModule):
     def dequantize(self):
         """Returns the weight that the layer stands for, float32 [out_features, in_features]."""
         raise NotImplementedError
+
+    def settings(self):
+        """What the class takes to make a layer like this one, besides device and dtype."""
+        return {
+            "in_features": self.in_features, "out_features": self.out_features, "bias": self.bias is not None,
+            "rotate": self.rotate,
+        }  # fmt: skip
 
     def extra_repr(self):
         block = "block_size" if hasattr(self, "block_size") else "group_size"
@@ -406,7 +429,7 @@ class Int8Linear(QuantizedLinear):
         codes: int8 [out_features, in_features], as `weight_quant` makes them, or `quantize_per_token`.
         scale: float32 [ceil(out_features / block_size), ceil(in_features / block_size)]; [out_features, 1] for rows.
         bias: a parameter [out_features], or None.
-        format: int32 [3]: kind, block size (0 for a row), rotated.
+        format: int32 [3]: kind, block size (0 for a row), flags.
 
     Raises:
         ValueError: for bad arguments, when it is made and when it is called.
@@ -440,7 +463,10 @@ class Int8Linear(QuantizedLinear):
         if w.is_meta:
             return new
         codes, scale = quantize_per_token(w) if block_size is None else weight_quant(w, block_size)
-        return new._fill(linear, codes=codes, scale=scale)
+        return new.fill(w.device, linear.bias, linear.training, codes=codes, scale=scale)
+
+    def settings(self):
+        return super().settings() | {"block_size": self.block_size}
 
     def compute(self, x, bias, dtype):
         codes, scale = self._buffers["codes"], self._buffers["scale"]  # by attribute, they take nn.Module's slow path
@@ -475,27 +501,45 @@ class Int4Linear(QuantizedLinear):
         group_size: 32, 64, 128 or 256 columns of a row that share an absmax. None: the whole row does.
         rotate: whether weight and x are rotated by a Hadamard matrix. See the top of the file.
         dtype: the bias's. None is torch.get_default_dtype().
+        zero_point, order, absmax_dtype: whether it has these buffers, and whether absmax is float16 or float32.
+            Checkpoints that other libraries made need them.
 
     Attributes:
         packed: uint8 [out_features, ceil(in_features / 2)], as `quantize_int4` makes it from a float16 weight.
-        absmax: float16 [out_features, ceil(in_features / group_size)].
+        absmax: float16 or float32 [out_features, ceil(in_features / group_size)].
+        zero_point: int8, of absmax's shape, or None, where it is 0. The weight is (code - zero_point) * absmax / 7.
+        order: int64 [in_features], or None: which column of x and of the weight each column of codes stands for.
         bias: a parameter [out_features], or None.
-        format: int32 [3]: kind, block size (0 for a row), rotated.
+        format: int32 [3]: kind, block size (0 for a row), flags.
 
     Raises:
         ValueError: for bad arguments, when it is made and when it is called.
     """
 
-    def __init__(self, in_features, out_features, bias=True, group_size=128, rotate=False, device=None, dtype=None):
+    def __init__(
+        self, in_features, out_features, bias=True, group_size=128, rotate=False, device=None, dtype=None, *,
+        zero_point=False, order=False, absmax_dtype=torch.float16,
+    ):  # fmt: skip
         _check_linear(in_features, out_features, bias, rotate)
         check_group_size(group_size)
+        check_one_of("zero_point", zero_point, (True, False))
+        check_one_of("order", order, (False,) if rotate else (True, False), " where rotate is True" if rotate else "")
+        check_one_of("absmax_dtype", absmax_dtype, (torch.float16, torch.float32))
         groups = 1 if group_size is None else cdiv(in_features, group_size)
+        flags = rotate, zero_point, order, absmax_dtype == torch.float32
         super().__init__(
-            in_features, out_features, bias, [2, group_size or 0, int(rotate)], device, dtype,
+            in_features, out_features, bias, [2, group_size or 0, sum(on << i for i, on in enumerate(flags))], device,
+            dtype,
             packed=torch.zeros(out_features, cdiv(in_features, 2), dtype=torch.uint8, device=device),
-            absmax=torch.zeros(out_features, groups, dtype=torch.float16, device=device),
+            absmax=torch.zeros(out_features, groups, dtype=absmax_dtype, device=device),
+            zero_point=torch.zeros(out_features, groups, dtype=torch.int8, device=device) if zero_point else None,
+            order=torch.arange(in_features, device=device) if order else None,
         )  # fmt: skip
         self.group_size = group_size
+
+    def settings(self):
+        how = {"group_size": self.group_size, "absmax_dtype": self.absmax.dtype}
+        return super().settings() | how | {name: self._buffers[name] is not None for name in ("zero_point", "order")}
 
     @classmethod
     def from_linear(cls, linear, group_size=128, rotate=False, second_moment=None):
@@ -521,7 +565,7 @@ class Int4Linear(QuantizedLinear):
         else:
             moment = rotate_moment(second_moment) if rotate else second_moment
             packed, absmax = quantize_weight(w, group_size, moment, progress=False)
-        return new._fill(linear, packed=packed, absmax=absmax)
+        return new.fill(w.device, linear.bias, linear.training, packed=packed, absmax=absmax)
 
     def prepare(self, x, dtype):
         taken = x.dtype
@@ -529,19 +573,28 @@ class Int4Linear(QuantizedLinear):
             taken = torch.bfloat16 if dtype == torch.float32 else dtype
         if self.rotate:
             return (hadamard(x, taken),)
+        x = x if self._buffers["order"] is None else x[..., self._buffers["order"]]
         return (x if x.dtype == taken else x.to(taken),)
 
     def multiply(self, prepared, bias, dtype):
         buffers = self._buffers
-        return int4_gemm(*prepared, buffers["packed"], buffers["absmax"], bias, self.group_size, dtype)
+        how = bias, self.group_size, dtype
+        return int4_gemm(*prepared, buffers["packed"], buffers["absmax"], *how, **_zeros(buffers["zero_point"]))
 
     def input_gradient(self, g, dtype):
-        how = self.in_features, self.rotate, dtype, self.group_size
-        return _int4_input_gradient(g, *how, self._buffers["packed"], self._buffers["absmax"])
+        buffers, how = self._buffers, (self.in_features, self.rotate, dtype, self.group_size)
+        dx = _int4_input_gradient(g, *how, buffers["packed"], buffers["absmax"], buffers["zero_point"])
+        return self._in_place(dx)
 
     def dequantize(self):
-        w = dequantize_int4(self.packed, self.absmax, self.in_features, self.group_size, torch.float32)
-        return hadamard(w) if self.rotate else w
+        how = self.in_features, self.group_size, torch.float32
+        w = dequantize_int4(self.packed, self.absmax, *how, **_zeros(self.zero_point))
+        return hadamard(w) if self.rotate else self._in_place(w)
+
+    def _in_place(self, columns):
+        """Put columns of the codes back to where they are in x."""
+        order = self._buffers["order"]
+        return columns if order is None else torch.empty_like(columns).index_copy_(-1, order, columns)
 
 
 class Int8Embedding(QuantizedModule):
@@ -558,7 +611,7 @@ class Int8Embedding(QuantizedModule):
     Attributes:
         codes: int8 [num_embeddings, embedding_dim], as `quantize_per_token` makes them.
         scale: float32 [num_embeddings, 1].
-        format: int32 [3]: kind, block size (0 for a row), rotated.
+        format: int32 [3]: kind, block size (0 for a row), flags.
 
     Raises:
         ValueError: for bad arguments, when it is made and when it is called.
@@ -589,13 +642,17 @@ class Int8Embedding(QuantizedModule):
         if w.is_meta:
             return new.train(embedding.training)
         codes, scale = quantize_per_token(w)
-        return new._fill(embedding, codes=codes, scale=scale)
+        return new.fill(w.device, None, embedding.training, codes=codes, scale=scale)
 
     def forward(self, input):
         if not isinstance(input, torch.Tensor) or input.dtype not in (torch.int32, torch.int64):
             check_data("input", input, (torch.int32, torch.int64))
         rows = torch.nn.functional.embedding(input, self.codes)
         return (rows * torch.nn.functional.embedding(input, self.scale)).to(self.dtype)
+
+    def settings(self):
+        """What the class takes to make a table like this one, besides device and dtype."""
+        return {name: getattr(self, name) for name in ("num_embeddings", "embedding_dim", "padding_idx")}
 
     def dequantize(self):
         """Returns the table that the layer stands for, float32 [num_embeddings, embedding_dim]."""

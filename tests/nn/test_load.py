@@ -1,0 +1,306 @@
+"""Checkpoints that other libraries made, and our own.
+
+compressed-tensors and GGUF are written by their own libraries. GPTQ, AWQ and block FP8 are packed here one code at a
+time, as their documentation describes it; nothing of `qk.nn.formats` is used for it.
+"""
+
+import json
+
+import pytest
+import torch
+from cases import DEVICE, same
+from safetensors.torch import save_file
+
+import qk
+from qk.nn import Int8Linear, load
+
+HALF, BFLOAT16 = torch.float16, torch.bfloat16
+
+
+class Two(torch.nn.Module):
+    """Two linear layers and a norm between, with names as in checkpoints."""
+
+    def __init__(self, columns, inner, rows, bias=True, dtype=HALF):
+        super().__init__()
+        self.up = torch.nn.Linear(columns, inner, bias, dtype=dtype)
+        self.norm = torch.nn.LayerNorm(inner, dtype=dtype)
+        self.down = torch.nn.Linear(inner, rows, False, dtype=dtype)
+
+    def forward(self, x):
+        return self.down(self.norm(self.up(x)))
+
+
+def empty(*args, **options):
+    with torch.device("meta"):
+        return Two(*args, **options)
+
+
+def write(folder, tensors, quantization=None, **config):
+    folder.mkdir(exist_ok=True)
+    save_file({name: x.contiguous() for name, x in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def numbers(seed, N, K, size, dtype=HALF, symmetric=False):
+    """Codes and zero points 0 .. 15, each of which occurs, and scales."""
+    generator = torch.Generator().manual_seed(seed)
+    groups = -(-K // (size or K))
+    codes = torch.randint(16, (N, K), generator=generator)
+    zeros = torch.full((N, groups), 8) if symmetric else torch.arange(N * groups).view(N, groups) % 16
+    scales = (torch.rand(N, groups, generator=generator) / 50 + 1e-4).to(dtype)
+    return codes, zeros, scales
+
+
+def values(codes, zeros, scales, group_of):
+    """(code - zero) * scale, in the scale's dtype. group_of: the group of each column."""
+    return (codes - zeros[:, group_of]).to(scales.dtype) * scales[:, group_of]
+
+
+def packed(codes, dim, order=range(8)):
+    """Pack codes 0 .. 15 along dim, eight in an int32: bits 4i .. 4i + 3 hold number order[i] of each eight."""
+    codes = codes.movedim(dim, 0)
+    words = torch.zeros(codes.shape[0] // 8, *codes.shape[1:], dtype=torch.int64)
+    for word in range(len(words)):
+        for i, place in enumerate(order):
+            words[word] |= codes[8 * word + place] << 4 * i
+    return words.where(words < 2**31, words - 2**32).to(torch.int32).movedim(0, dim)
+
+
+def gptq(prefix, codes, zeros, scales, group_of=None, v2=False):
+    """qweight [K/8, N], qzeros [groups, N/8] with zero - 1 in 4 bits, scales [groups, N]."""
+    stored = zeros if v2 else (zeros - 1) % 16
+    tensors = {"qweight": packed(codes.T, 0), "qzeros": packed(stored.T, 1), "scales": scales.T}
+    if group_of is not None:
+        tensors["g_idx"] = group_of.to(torch.int32)
+    return {f"{prefix}.{name}": x for name, x in tensors.items()}
+
+
+def awq(prefix, codes, zeros, scales):
+    """qweight [K, N/8] and qzeros [groups, N/8], columns 0 2 4 6 1 3 5 7 of each eight from the lowest bits up."""
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    tensors = {"qweight": packed(codes.T, 1, order), "qzeros": packed(zeros.T, 1, order), "scales": scales.T}
+    return {f"{prefix}.{name}": x for name, x in tensors.items()}
+
+
+def plain(model, *names):
+    """Random values for the parameters that a checkpoint keeps as floats."""
+    torch.manual_seed(5)
+    sizes = {name: x.shape for name, x in model.named_parameters()}
+    return {name: torch.randn(sizes[name]).to(HALF) for name in names or ("norm.weight", "norm.bias", "up.bias")}
+
+
+def check(layer, want, x=None):
+    """The layer's weight is `want` to the bit, and its output is x @ want.T within what the GEMM promises."""
+    assert same(layer.dequantize().to(want.dtype), want.to(DEVICE))
+    x = torch.randn(3, layer.in_features, dtype=want.dtype, device=DEVICE) if x is None else x
+    out = layer(x).double()
+    exact = x.double() @ layer.dequantize().double().T
+    if layer.bias is not None:
+        exact = exact + layer.bias.double()
+    rounding = {HALF: 2.0**-11, BFLOAT16: 2.0**-8}[want.dtype]
+    assert torch.linalg.norm(out - exact) <= rounding * torch.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("v2", [False, True])
+@pytest.mark.parametrize(
+    ("size", "act_order", "symmetric"), [(32, False, False), (32, True, False), (None, False, True), (128, True, True)]
+)
+def test_gptq(tmp_path, size, act_order, symmetric, v2):
+    K, inner, rows = 160, 96, 72
+    model, settings = empty(K, inner, rows), {"quant_method": "gptq", "bits": 4, "group_size": size or -1}
+    tensors, want = plain(model), {}
+    for seed, (name, N, columns) in enumerate((("up", inner, K), ("down", rows, inner))):
+        codes, zeros, scales = numbers(seed, N, columns, size, symmetric=symmetric)
+        group_of = torch.arange(columns) // (size or columns)
+        if act_order:
+            group_of = group_of[torch.randperm(columns, generator=torch.Generator().manual_seed(seed))]
+        tensors |= gptq(name, codes, zeros, scales, group_of, v2)
+        want[name] = values(codes, zeros, scales, group_of)
+    settings |= {"desc_act": act_order, "sym": symmetric, **({"checkpoint_format": "gptq_v2"} if v2 else {})}
+    model, report = load(write(tmp_path, tensors, settings), model, device=DEVICE)
+    for name, weight in want.items():
+        layer = model.get_submodule(name)
+        check(layer, weight)
+        assert (layer.zero_point is None) == symmetric
+        assert (layer.order is not None) == (act_order and layer.in_features > size)
+    assert [row.now for row in report.rows] == ["Int4Linear"] * 2
+    assert same(model.norm.weight, tensors["norm.weight"].to(DEVICE))
+    assert model(torch.randn(2, K, dtype=HALF, device=DEVICE)).isfinite().all()
+
+
+@pytest.mark.parametrize("size", [32, 128, None])
+def test_awq(tmp_path, size):
+    K, inner, rows = 136, 24, 16
+    model, settings = (
+        empty(K, inner, rows),
+        {"quant_method": "awq", "bits": 4, "group_size": size or -1, "version": "gemm"},
+    )
+    tensors, want = plain(model), {}
+    for seed, (name, N, columns) in enumerate((("up", inner, K), ("down", rows, inner))):
+        codes, zeros, scales = numbers(seed, N, columns, size)
+        tensors |= awq(name, codes, zeros, scales)
+        want[name] = values(codes, zeros, scales, torch.arange(columns) // (size or columns))
+    model, _ = load(write(tmp_path, tensors, settings), model, device=DEVICE)
+    for name, weight in want.items():
+        check(model.get_submodule(name), weight)
+
+
+def compressed(name, weight, **how):
+    """A layer as compressed-tensors stores it, the library's own reading of it, and the config's scheme."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import IntQuantizationCompressor, PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    inputs = None
+    if how["num_bits"] == 8:
+        inputs = QuantizationArgs(num_bits=8, strategy="token", dynamic=True)
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**how), input_activations=inputs)
+    kind = PackedQuantizationCompressor if how["num_bits"] == 4 else IntQuantizationCompressor
+    size = how.get("group_size") or weight.shape[1]
+    groups = weight.unflatten(1, (-1, size))
+    largest = 2.0 ** (how["num_bits"] - 1) - 1
+    state = {"weight": weight, "weight_scale": (groups.abs().amax(-1) / largest).to(weight.dtype)}
+    if not how["symmetric"]:
+        # the library's codes are signed: zero points of -8 .. 7
+        zeros = torch.arange(groups.shape[0] * groups.shape[1]).view(groups.shape[:2]) % 16 - 8
+        state["weight_zero_point"] = zeros.to(torch.int8)
+    stored = kind.compress(state, scheme)
+    again = kind.decompress(stored, scheme)["weight"]
+    return {f"{name}.{key}": x for key, x in stored.items()}, again, scheme.model_dump(mode="json")
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT16])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("K", "inner", "rows", "size"), [(96, 64, 33, 32), (77, 45, 5, None), (7, 1, 3, None)])
+def test_pack_quantized(tmp_path, K, inner, rows, size, symmetric, dtype):
+    model = empty(K, inner, rows, dtype=dtype)
+    tensors, want, scheme = plain(model), {}, None
+    for name, N, columns in (("up", inner, K), ("down", rows, inner)):
+        weight = torch.randn(N, columns, generator=torch.Generator().manual_seed(N)).to(dtype)
+        how = {"num_bits": 4, "symmetric": symmetric, "strategy": "group" if size else "channel", "group_size": size}
+        stored, want[name], scheme = compressed(name, weight, **how)
+        tensors |= stored
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": scheme}}
+    model, report = load(write(tmp_path, tensors, settings | {"ignore": ["norm"]}), model, device=DEVICE)
+    for name, weight in want.items():
+        check(model.get_submodule(name), weight)
+    assert {row.note.startswith("compressed-tensors, 4 bits") for row in report.rows} == {True}
+
+
+def test_pack_quantized_with_an_order_of_columns(tmp_path):
+    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    codes, zeros, scales = numbers(3, 40, 96, 32)
+    group_of = torch.arange(96)[torch.randperm(96, generator=torch.Generator().manual_seed(1))] // 32
+    tensors = {
+        "up.weight_packed": helpers.pack_to_int32((codes - 8).to(torch.int8), 4),
+        "up.weight_zero_point": helpers.pack_to_int32((zeros - 8).to(torch.int8), 4, packed_dim=0),
+        "up.weight_scale": scales,
+        "up.weight_g_idx": group_of.to(torch.int32),
+        "up.weight_shape": torch.tensor([40, 96]),
+    }
+    model = empty(96, 40, 8)
+    tensors |= plain(model, "norm.weight", "norm.bias", "up.bias", "down.weight")
+    weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
+    groups = {"group_0": {"targets": ["re:u.*"], "weights": weights}}
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    model, report = load(write(tmp_path, tensors, settings | {"ignore": ["down"]}), model, device=DEVICE)
+    check(model.up, values(codes, zeros, scales, group_of))
+    assert [(row.name, row.now, row.note) for row in report.rows] == [
+        ("up", "Int4Linear", "compressed-tensors, 4 bits, zero points, columns in another order"),
+        ("down", "Linear", "float"),
+    ]
+    x = torch.randn(5, 96, dtype=HALF, device=DEVICE, requires_grad=True)
+    (dx,) = torch.autograd.grad(model.up(x).sum(), x)
+    exact = model.up.dequantize().sum(0).expand(5, 96)
+    assert torch.linalg.norm(dx - exact) < 0.002 * torch.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT16])
+@pytest.mark.parametrize(("K", "inner", "rows"), [(96, 64, 33), (77, 45, 5)])
+def test_int_quantized(tmp_path, K, inner, rows, dtype):
+    model = empty(K, inner, rows, bias=False, dtype=dtype)
+    tensors, want, scheme = plain(model, "norm.weight", "norm.bias"), {}, None
+    for name, N, columns in (("up", inner, K), ("down", rows, inner)):
+        weight = torch.randn(N, columns, generator=torch.Generator().manual_seed(N)).to(dtype)
+        stored, want[name], scheme = compressed(name, weight, num_bits=8, symmetric=True, strategy="channel")
+        tensors |= stored
+    settings = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": scheme}}
+    model, report = load(write(tmp_path, tensors, settings), model, device=DEVICE)
+    for name, weight in want.items():
+        layer = model.get_submodule(name)
+        assert isinstance(layer, Int8Linear) and layer.block_size is None
+        assert same(layer.dequantize().to(dtype), weight.to(DEVICE))
+        x = torch.randn(9, layer.in_features, dtype=dtype, device=DEVICE)
+        codes, scale = qk.quantize_per_token(x)
+        exact = (codes.double() * scale.double()) @ (layer.codes.double() * layer.scale.double()).T
+        assert torch.linalg.norm(layer(x) - exact) <= torch.finfo(dtype).eps / 2 * torch.linalg.norm(exact)
+    assert [row.now for row in report.rows] == ["Int8Linear"] * 2
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_blocks(tmp_path, fp8):
+    """DeepSeek's files: weight * weight_scale_inv of its block of 128 x 128."""
+    K, inner, rows = 200, 130, 40
+    model = empty(K, inner, rows, dtype=BFLOAT16)
+    tensors, want = plain(model), {}
+    for name, N, columns in (("up", inner, K), ("down", rows, inner)):
+        generator = torch.Generator().manual_seed(N)
+        scale = torch.rand(-(-N // 128), -(-columns // 128), generator=generator) / 100 + 1e-5
+        if fp8:
+            codes = (torch.randn(N, columns, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+        else:
+            codes = torch.randint(-127, 128, (N, columns), generator=generator, dtype=torch.int8)
+        tensors |= {f"{name}.weight": codes, f"{name}.weight_scale_inv": scale}
+        want[name] = codes.float()
+        for i in range(N):
+            for j in range(columns):
+                want[name][i, j] *= scale[i // 128, j // 128]
+    method = {"quant_method": "fp8" if fp8 else "blockwise_int8", "weight_block_size": [128, 128]}
+    model, report = load(write(tmp_path, tensors, method), model, device=DEVICE)
+    for row, (name, weight) in zip(report.rows, want.items(), strict=True):
+        layer, weight = model.get_submodule(name), weight.to(DEVICE)
+        if fp8:
+            codes, scale = qk.weight_quant(weight)
+            assert same(layer.codes, codes) and same(layer.scale, scale) and "FP8, quantized again" in row.note
+            error = torch.linalg.norm(layer.dequantize() - weight) / torch.linalg.norm(weight)
+            assert row.error == pytest.approx(error.item(), rel=1e-4) and 0.001 < row.error < 0.02
+        else:
+            assert same(layer.dequantize(), weight) and row.error is None
+        x = torch.randn(3, layer.in_features, dtype=BFLOAT16, device=DEVICE)
+        codes, scale = qk.act_quant(x)
+        exact = qk.act_dequant(codes, scale, out_dtype=torch.float32).double() @ layer.dequantize().double().T
+        exact = exact if layer.bias is None else exact + layer.bias.double()
+        assert torch.linalg.norm(layer(x) - exact) <= 2.0**-8 * torch.linalg.norm(exact)
+
+
+def test_gguf(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    q4_0 = gguf.GGMLQuantizationType.Q4_0
+    generator = torch.Generator().manual_seed(0)
+    writer, want = gguf.GGUFWriter(str(tmp_path / "model.gguf"), "llama"), {}
+    writer.add_array("tokenizer.ggml.tokens", ["a", "b\u00e9", ""])
+    writer.add_uint32("llama.block_count", 1)
+    model = empty(96, 64, 8)
+    for name, N, K in (("up", 64, 96), ("down", 8, 64)):
+        blocks = gguf.quants.quantize(torch.randn(N, K, generator=generator).numpy(), q4_0)
+        want[name] = torch.from_numpy(gguf.quants.dequantize(blocks, q4_0))
+        writer.add_tensor(f"blk.0.{name}.weight", blocks, raw_dtype=q4_0)
+    floats = plain(model)
+    for name, x in floats.items():
+        writer.add_tensor(f"blk.0.{name}", x.float().numpy())
+    writer.add_tensor("rope_freqs.weight", torch.ones(4).numpy())
+    for step in ("header_to_file", "kv_data_to_file", "tensors_to_file"):
+        getattr(writer, f"write_{step}")()
+    writer.close()
+
+    def rename(name):
+        return name.removeprefix("blk.0.") if name.startswith("blk.") else None
+
+    model, report = load(tmp_path / "model.gguf", model, rename=rename, device=DEVICE)
+    for name, weight in want.items():
+        layer = model.get_submodule(name)
+        assert same(layer.dequantize(), weight.to(DEVICE)) and layer.group_size == 32
+    assert same(model.up.bias, floats["up.bias"].to(DEVICE)) and len(report.rows) == 2
