@@ -5,7 +5,7 @@ import importlib
 from .calibration import LayerStatistics, collect
 from .layers import Int4Linear, Int8Embedding, Int8Linear
 from .load import load, save
-from .replace import int8_train_, quantize_, warm_up
+from .replace import dequantize_, int8_train_, quantize_, warm_up
 from .report import Report, Row
 from .training import Int8FeedForward, Int8TrainLinear
 
@@ -19,6 +19,7 @@ __all__ = [
     "Report",
     "Row",
     "collect",
+    "dequantize_",
     "int8_train_",
     "load",
     "quantize_",

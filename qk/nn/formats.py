@@ -23,7 +23,7 @@ import torch
 
 from ..core.checks import BLOCKS, listed
 from ..core.launch import cdiv
-from ..int8 import weight_quant, weight_quant_ref
+from .weights import to_int8
 
 __all__ = ["FORMATS", "MARKS", "Format", "Refused", "check_entry", "dequantized"]
 
@@ -256,7 +256,7 @@ def _blocks(parts, shape, config):
             return {"codes": codes, "scale": scale}, ""
         weight = codes.float()
         weight *= scale.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
-        codes, scale = (weight_quant if weight.is_cuda else weight_quant_ref)(weight, 128)
+        codes, scale = to_int8(weight, 128)
         return {"codes": codes, "scale": scale, "weight": weight}, "from FP8, quantized again"
 
     return 128, read

@@ -37,10 +37,10 @@ from ..core.replay import replayed
 from ..gemm import asked_path, int8_addmm
 from ..gemm_int4 import int4_gemm
 from ..hadamard import hadamard, hadamard_quant
-from ..int4 import dequantize_int4, quantize_int4
-from ..int8 import act_dequant, act_quant, quantize_per_token, weight_dequant, weight_quant
+from ..int8 import act_quant, quantize_per_token
 from .calibration import quantize_weight, rotate_moment
 from .report import weight_shape
+from .weights import from_int4, from_int8, rotate_weight, to_int4, to_int8
 
 __all__ = ["Int4Linear", "Int8Embedding", "Int8Linear"]
 
@@ -149,6 +149,7 @@ class QuantizedModule(torch.nn.Module):
     def __init__(self, format, device, dtype, **buffers):
         super().__init__()
         self._format, self.dtype = format, dtype
+        self.trainable = True  # whether the float layer's weight required a gradient, and will again
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer)
         self.register_buffer("format", torch.tensor(format, dtype=torch.int32, device=device))
@@ -163,20 +164,33 @@ class QuantizedModule(torch.nn.Module):
         """What the buffer `format` holds, as a list."""
         return list(self._format)
 
-    def fill(self, device, bias, training, **buffers):
-        """Give a module made on the meta device its buffers, its bias and its mode.
+    def _fill(self, layer, **buffers):
+        return self.fill(layer, layer.weight.device, getattr(layer, "bias", None), **buffers)
+
+    def fill(self, layer, device, bias, **buffers):
+        """Give a module made on the meta device its buffers, and what it inherits from the layer that it replaces.
 
         Args:
             device: where the buffers are.
-            bias: a parameter or a tensor, of which it keeps a copy in the dtype of its own, or None.
+            bias: a tensor of which it keeps a copy, or None.
         """
+        self.trainable = layer.weight.requires_grad
         buffers["format"] = torch.tensor(self._format, dtype=torch.int32, device=device)
         for name, buffer in buffers.items():
             setattr(self, name, buffer)
         if bias is not None:
-            old = self.bias
-            self.bias = torch.nn.Parameter(bias.detach().to(old.dtype, copy=True), old.requires_grad)
-        return self.train(training)
+            grad = getattr(getattr(layer, "bias", None), "requires_grad", bias.requires_grad)
+            self.bias = torch.nn.Parameter(bias.detach().clone(), grad)
+        return self.train(layer.training)
+
+    def to_float(self):
+        """Returns the float module that this one stands for. It has the same parameters, and the dequantized weight."""
+        raise NotImplementedError
+
+    def _float_weight(self):
+        like = self.weight
+        values = torch.empty(like.shape, dtype=like.dtype, device="meta") if self.format.is_meta else like.dequantize()
+        return torch.nn.Parameter(values, self.trainable)
 
     def _apply(self, fn, recurse=True):
         buffers = [buffer for buffer in self._buffers.values() if buffer is not None]
@@ -253,14 +267,6 @@ def _empty_input_gradient(g, columns, rotate, dtype, block_size, *weight):
     return g.new_empty((*g.shape[:-1], columns), dtype=dtype)
 
 
-def _dequantize_int8(codes, scale, block_size, dtype):
-    """Dequantize an int8 weight. block_size None: each row has one scale."""
-    if block_size is not None:
-        return weight_dequant(codes, scale, block_size, dtype)
-    widest = BLOCKS[-1]
-    return act_dequant(codes, scale.expand(-1, cdiv(codes.shape[1], widest)), widest, dtype)
-
-
 def _zeros(zero_point):
     return {} if zero_point is None else {"zero_point": zero_point}
 
@@ -271,8 +277,8 @@ def _int8_input_gradient(
     g: torch.Tensor, columns: int, rotate: bool, dtype: torch.dtype, block_size: int | None, codes: torch.Tensor,
     scale: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    dx = g @ _dequantize_int8(codes, scale, block_size, g.dtype)
-    return hadamard(dx, dtype) if rotate else dx.to(dtype)
+    dx = g @ from_int8(codes, scale, block_size, g.dtype)
+    return rotate_weight(dx, dtype) if rotate else dx.to(dtype)
 
 
 @operator(_empty_input_gradient, fills=False)
@@ -280,8 +286,8 @@ def _int4_input_gradient(
     g: torch.Tensor, columns: int, rotate: bool, dtype: torch.dtype, group_size: int | None, packed: torch.Tensor,
     absmax: torch.Tensor, zero_point: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    dx = g @ dequantize_int4(packed, absmax, columns, group_size, g.dtype, **_zeros(zero_point))
-    return hadamard(dx, dtype) if rotate else dx.to(dtype)
+    dx = g @ from_int4(packed, absmax, columns, group_size, g.dtype, **_zeros(zero_point))
+    return rotate_weight(dx, dtype) if rotate else dx.to(dtype)
 
 
 def _quantize_input(x, block_size, rotate):
@@ -348,10 +354,10 @@ class QuantizedLinear(QuantizedModule):
         check_parameters("linear.", linear.weight, linear.bias)
         (N, K), w, bias = linear.weight.shape, linear.weight.detach(), linear.bias
         new = cls(K, N, bias is not None, block, rotate, "meta", w.dtype if bias is None else bias.dtype)
-        new.dtype = w.dtype
+        new.dtype, new.trainable = w.dtype, linear.weight.requires_grad
         if bias is not None:
             new.bias.requires_grad_(bias.requires_grad)
-        return new.train(linear.training), hadamard(w, torch.float32) if rotate and not w.is_meta else w
+        return new.train(linear.training), rotate_weight(w, torch.float32) if rotate and not w.is_meta else w
 
     def forward(self, input):
         dtype, parameters = output_dtype(input, self.in_features, "input"), self._parameters
@@ -380,12 +386,15 @@ class QuantizedLinear(QuantizedModule):
         """Returns the weight that the layer stands for, float32 [out_features, in_features]."""
         raise NotImplementedError
 
+    def to_float(self):
+        new = torch.nn.Linear(self.in_features, self.out_features, False, "meta")
+        new.weight, new.bias = self._float_weight(), self.bias
+        return new.train(self.training)
+
     def settings(self):
         """What the class takes to make a layer like this one, besides device and dtype."""
-        return {
-            "in_features": self.in_features, "out_features": self.out_features, "bias": self.bias is not None,
-            "rotate": self.rotate,
-        }  # fmt: skip
+        names = "in_features", "out_features", "rotate"
+        return {name: getattr(self, name) for name in names} | {"bias": self.bias is not None}
 
     def extra_repr(self):
         block = "block_size" if hasattr(self, "block_size") else "group_size"
@@ -462,8 +471,8 @@ class Int8Linear(QuantizedLinear):
         new, w = cls._like(linear, block_size, rotate)
         if w.is_meta:
             return new
-        codes, scale = quantize_per_token(w) if block_size is None else weight_quant(w, block_size)
-        return new.fill(w.device, linear.bias, linear.training, codes=codes, scale=scale)
+        codes, scale = to_int8(w, block_size)
+        return new._fill(linear, codes=codes, scale=scale)
 
     def settings(self):
         return super().settings() | {"block_size": self.block_size}
@@ -485,8 +494,8 @@ class Int8Linear(QuantizedLinear):
         return _int8_input_gradient(g, *how, self._buffers["codes"], self._buffers["scale"])
 
     def dequantize(self):
-        w = _dequantize_int8(self.codes, self.scale, self.block_size, torch.float32)
-        return hadamard(w) if self.rotate else w
+        w = from_int8(self.codes, self.scale, self.block_size, torch.float32)
+        return rotate_weight(w) if self.rotate else w
 
 
 class Int4Linear(QuantizedLinear):
@@ -561,11 +570,11 @@ class Int4Linear(QuantizedLinear):
         if w.is_meta:
             return new
         if second_moment is None:
-            packed, absmax = quantize_int4(w.half(), group_size)
+            packed, absmax = to_int4(w.half(), group_size)
         else:
             moment = rotate_moment(second_moment) if rotate else second_moment
             packed, absmax = quantize_weight(w, group_size, moment, progress=False)
-        return new.fill(w.device, linear.bias, linear.training, packed=packed, absmax=absmax)
+        return new._fill(linear, packed=packed, absmax=absmax)
 
     def prepare(self, x, dtype):
         taken = x.dtype
@@ -588,8 +597,8 @@ class Int4Linear(QuantizedLinear):
 
     def dequantize(self):
         how = self.in_features, self.group_size, torch.float32
-        w = dequantize_int4(self.packed, self.absmax, *how, **_zeros(self.zero_point))
-        return hadamard(w) if self.rotate else self._in_place(w)
+        w = from_int4(self.packed, self.absmax, *how, **_zeros(self.zero_point))
+        return rotate_weight(w) if self.rotate else self._in_place(w)
 
     def _in_place(self, columns):
         """Put columns of the codes back to where they are in x."""
@@ -641,8 +650,8 @@ class Int8Embedding(QuantizedModule):
         new = cls(*w.shape, embedding.padding_idx, "meta", w.dtype)
         if w.is_meta:
             return new.train(embedding.training)
-        codes, scale = quantize_per_token(w)
-        return new.fill(w.device, None, embedding.training, codes=codes, scale=scale)
+        codes, scale = to_int8(w, None)
+        return new._fill(embedding, codes=codes, scale=scale)
 
     def forward(self, input):
         if not isinstance(input, torch.Tensor) or input.dtype not in (torch.int32, torch.int64):
@@ -657,6 +666,11 @@ class Int8Embedding(QuantizedModule):
     def dequantize(self):
         """Returns the table that the layer stands for, float32 [num_embeddings, embedding_dim]."""
         return self.codes * self.scale
+
+    def to_float(self):
+        new = torch.nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta")
+        new.weight = self._float_weight()
+        return new.train(self.training)
 
     def extra_repr(self):
         return f"{self.num_embeddings}, {self.embedding_dim}, dtype={self.dtype}"

@@ -19,11 +19,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..core.checks import FLOATS, listed
-from ..int8 import weight_dequant, weight_dequant_ref
 from .calibration import progress_bar
 from .checkpoint import open_checkpoint
 from .formats import FORMATS, MARKS, Refused, check_entry, dequantized
-from .layers import FORWARD_HOOKS, Int4Linear, Int8Embedding, Int8Linear, QuantizedModule
+from .layers import FORWARD_HOOKS, Int4Linear, Int8Embedding, Int8Linear, QuantizedLinear, QuantizedModule
 from .report import Report, Row, bytes_of, rows_of_others, weight_shape
 
 __all__ = ["load", "save"]
@@ -32,6 +31,7 @@ _KINDS = {kind.__name__: kind for kind in (Int4Linear, Int8Linear, Int8Embedding
 _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in FLOATS}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _FLOATS = (*FLOATS, torch.float64)
+_LINEAR = (torch.nn.Linear, QuantizedLinear)  # a layer that is replaced
 _VERSION = 1
 _SHOWN = 4  # problems that an error names
 
@@ -123,6 +123,8 @@ def _targets(group, name):
 
 def _plan_foreign(old, parts, format, settings):
     """Plan a layer that another library quantized."""
+    if not isinstance(old, _LINEAR):
+        raise ValueError(f"is a {type(old).__name__} in the model; it takes a torch.nn.Linear")
     parts, bias = {**parts}, parts.get("bias")
     parts.pop("bias", None)
     if unknown := parts.keys() - format.required - format.optional:
@@ -132,15 +134,15 @@ def _plan_foreign(old, parts, format, settings):
     shape = weight_shape(old)
     if bias is not None:
         check_entry(bias, FLOATS, shape[:1])
-    elif getattr(old, "bias", None) is not None:
+    elif old.bias is not None:
         raise ValueError("has no bias, and the model's layer does")
     block, read = format.plan(parts, shape, settings)
 
     def make(device):
         buffers, note = read(device)
         weight = buffers.pop("weight", None)
-        of = None if bias is None else bias.read(device)
-        if getattr(old, "bias", None) is None and of is not None and not of.any():
+        of = None if bias is None else bias.read(device).to((old.weight if old.bias is None else old.bias).dtype)
+        if old.bias is None and of is not None and not of.any():
             of = None  # some tools store zeros
         options = {"bias": of is not None, "device": "meta", "dtype": old.weight.dtype}
         if "packed" in buffers:
@@ -148,17 +150,16 @@ def _plan_foreign(old, parts, format, settings):
             new = Int4Linear(*shape[::-1], group_size=block, **options, **flags, absmax_dtype=torch.float32)
         else:
             new = Int8Linear(*shape[::-1], block_size=block, **options)
-        new.fill(device, of, old.training, **buffers)
+        new.fill(old, device, of, **buffers)
         return new, None if weight is None else _error(new, weight), ", ".join(filter(None, (format.name, note)))
 
     return make
 
 
 def _error(new, weight):
-    """The relative error of int8 codes in blocks."""
-    again = (weight_dequant if weight.is_cuda else weight_dequant_ref)(new.codes, new.scale, 128, torch.float32)
+    """The relative error of codes."""
     norm = torch.linalg.vector_norm(weight).item()
-    return torch.linalg.vector_norm(again.sub_(weight)).item() / (norm or 1.0)
+    return torch.linalg.vector_norm(new.dequantize().sub_(weight)).item() / (norm or 1.0)
 
 
 def _plan_own(old, parts, settings):
@@ -167,6 +168,8 @@ def _plan_own(old, parts, settings):
     kind = _KINDS.get(settings.pop("kind", None))
     if kind is None:
         raise Refused("is of a kind that this qk doesn't know")
+    if not isinstance(old, (torch.nn.Embedding, Int8Embedding) if kind is Int8Embedding else _LINEAR):
+        raise ValueError(f"is a {type(old).__name__} in the model, and an {kind.__name__} in the checkpoint")
     try:
         new = kind(**settings, device="meta")
     except TypeError as error:
@@ -177,14 +180,14 @@ def _plan_own(old, parts, settings):
     if wanted.keys() != parts.keys():
         raise ValueError(f"has {sorted(parts)}; it takes {sorted(wanted)}")
     for key, tensor in wanted.items():
-        check_entry(parts[key], (tensor.dtype,), tuple(tensor.shape))
+        check_entry(parts[key], FLOATS if key == "bias" else (tensor.dtype,), tuple(tensor.shape))
     if (found := parts["format"].read().tolist()) != new.format_numbers:
         raise ValueError(f"has the format {found}, and its settings say {new.format_numbers}")
 
     def make(device):
         buffers = {key: parts[key].read(device) for key in wanted if key not in ("bias", "format")}
         bias = parts["bias"].read(device) if "bias" in parts else None
-        return new.fill(device, bias, old.training, **buffers), None, "saved by qk"
+        return new.fill(old, device, bias, **buffers), None, "saved by qk"
 
     return make
 
@@ -203,10 +206,8 @@ def _plan_layers(model, quantized, plan):
     for name, parts in quantized.items():
         old = modules.get(name)
         try:
-            if old is None:
-                raise ValueError("isn't in the model")
-            if not isinstance(old, torch.nn.Linear | torch.nn.Embedding | QuantizedModule) or not name:
-                raise ValueError(f"is a {type(old).__name__} in the model; it takes a torch.nn.Linear in a model")
+            if old is None or not name:
+                raise ValueError("isn't a layer in the model")
             read = plan(name, old, parts)
         except ValueError as error:
             problems.append(f"{name} {error}")

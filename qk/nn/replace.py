@@ -1,11 +1,13 @@
 """Replace the layers of a model, and compile the kernels that the new ones need.
 
 quantize_       frozen int8 or int4 layers in place of torch.nn's
+dequantize_     torch.nn's layers again, in place of quantized ones
 int8_train_     layers that train in int8
 warm_up         compiles the kernels of a quantized model before it serves
 """
 
 import collections.abc
+import contextlib
 import copy
 import fnmatch
 import itertools
@@ -19,6 +21,7 @@ from ..core.numerics import INTERPRETED
 from .calibration import LayerStatistics, check_moment, progress_bar
 from .layers import (
     FORWARD_HOOKS,
+    OTHER_HOOKS,
     Int4Linear,
     Int8Embedding,
     Int8Linear,
@@ -32,7 +35,7 @@ from .layers import (
 from .report import Report, Row, bytes_of, rows_of_others, tensors_of, weight_shape
 from .training import Int8TrainLinear, check_training
 
-__all__ = ["int8_train_", "quantize_", "warm_up"]
+__all__ = ["dequantize_", "int8_train_", "quantize_", "warm_up"]
 
 _TOKENS = 256  # rows that measure=True gives a layer
 # Each power of two, and a number below it that neither 16 nor a tile divides: kernels are chosen and compiled by these.
@@ -460,18 +463,83 @@ def _quantize(model, jobs, options, embeddings, progress):
     sizes = [x.numel() * x.itemsize for x in tensors]
     others = rows_of_others(model, {layer for job in jobs for layer in job.layers}, embeddings)
     results = [_quantized(job, options, times) for job in progress_bar(jobs, "quantization", progress)]
-    changes = list(_changes(model, jobs, [new for new, _ in results]))
+    with _replacing(model, jobs, [new for new, _ in results]):
+        left = set(tensors_of(model))
+        replaced = sum(size for x, size in zip(tensors, sizes, strict=True) if x not in left)
+        return Report([row for _, row in results], sum(sizes), bytes_of(model), others, replaced)
+
+
+@contextlib.contextmanager
+def _replacing(model, jobs, modules):
+    """Put modules in place of the jobs' layers. If the body fails or is interrupted, put the layers back."""
+    changes = list(_changes(model, jobs, modules))
     before = [settings[key] for settings, key, _ in changes]
     try:
         for settings, key, value in changes:
             settings[key] = value
-        left = set(tensors_of(model))
-        replaced = sum(size for x, size in zip(tensors, sizes, strict=True) if x not in left)
-        return Report([row for _, row in results], sum(sizes), bytes_of(model), others, replaced)
+        yield
     except BaseException:
         for (settings, key, _), value in zip(changes, before, strict=True):
             settings[key] = value
         raise
+
+
+@torch.no_grad()
+def dequantize_(model, progress=True):
+    """Undo `quantize_`: replace quantized layers with torch.nn.Linear and torch.nn.Embedding, in place.
+
+    The weights are what the codes stand for, so the rounding stays: quantizing lost it for good. They have the dtype
+    that the model has now. What `quantize_` made one module of (layers that shared a weight) stays one. Biases stay the
+    same parameters, and forward hooks move to the new layers.
+
+    Args:
+        model: what `quantize_` made, on any device.
+        progress: whether to show a progress bar, if it takes longer than a second.
+
+    Returns:
+        A `Report` without errors.
+
+    Raises:
+        ValueError: for a model without quantized layers, for one that is itself such a layer (see its method
+            `to_float`), and for a layer that was changed: cut up for several GPUs, say, or with another forward.
+
+    After an error or interrupt the model is unchanged. Old and new layers are in memory together until the end.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}; it takes a torch.nn.Module")
+    if isinstance(model, QuantizedModule):
+        raise ValueError(f"model is an {type(model).__name__}; it takes a model with layers in it (see to_float)")
+    names = collections.defaultdict(list)
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, QuantizedModule):
+            names[module].append(name)
+    if not names:
+        raise ValueError(f"model is a {type(model).__name__} without quantized layers; it takes what quantize_ made")
+    for layer, (name, *_) in names.items():
+        if why := _changed(layer):
+            raise ValueError(f"model has {name}, and {why}; it takes layers as quantize_ made them")
+    jobs, size = [Job([layer], places, None, "") for layer, places in names.items()], bytes_of(model)
+    modules = [layer.to_float() for layer in progress_bar(names, "dequantization", progress)]
+    with _replacing(model, jobs, modules):
+        rows = [_row_of_float(job, new) for job, new in zip(jobs, modules, strict=True)]
+        others = rows_of_others(model, set(modules), True)
+        return Report(rows, size, bytes_of(model), others, sum(bytes_of(layer) for layer in names))
+
+
+def _changed(layer):
+    """Say how a quantized layer differs from one that `quantize_` made, or return ""."""
+    if type(layer) not in (Int8Linear, Int4Linear, Int8Embedding):
+        return f"it is a {type(layer).__name__}"
+    if "forward" in layer.__dict__:
+        return "its forward was replaced"
+    return "it has hooks besides those of forward" if any(getattr(layer, hooks) for hooks in OTHER_HOOKS) else ""
+
+
+def _row_of_float(job, new):
+    layer, name = job.layers[0], job.names[0]
+    note = f"also {', '.join(job.names[1:])}" if len(job.names) > 1 else ""
+    kinds, sizes = (type(layer).__name__, type(new).__name__), (bytes_of(layer), bytes_of(new))
+    return Row(name, *kinds, weight_shape(layer), None, *sizes, None, None, note)
 
 
 def warm_up(model, tokens=_SERVED, progress=True):

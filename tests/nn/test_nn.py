@@ -20,7 +20,7 @@ from torch.utils.benchmark import Timer
 
 import qk
 from qk.core import launch as launches
-from qk.nn import Int4Linear, Int8Embedding, Int8Linear, int8_train_, quantize_, replace, warm_up
+from qk.nn import Int4Linear, Int8Embedding, Int8Linear, dequantize_, int8_train_, quantize_, replace, warm_up
 from qk.nn.calibration import LayerStatistics, collect, quantize_weight, rotate_moment
 from qk.nn.training import Int8FeedForward
 
@@ -1414,6 +1414,119 @@ def test_readme(tmp_path, monkeypatch):
     assert isinstance(known["model"].up, Int8Linear) and same(known["out"], known["model"](IDS))
     exec(blocks[3], known)
     assert isinstance(known["model"].up, Int4Linear)
+
+
+# dequantize_
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    "how", [{}, {"block_size": None}, {"rotate": True}, {"to": "int4"}, {"to": "int4", "rotate": True}], ids=str
+)
+def test_dequantized(how, dtype):
+    """The weights are what the codes stand for; all else is what it was before quantize_."""
+    model = Block(dtype)
+    model.up.weight.requires_grad_(False)
+    model.down.eval()
+    plain, bias = copy.deepcopy(model), model.up.bias
+    quantized = quantize_(model, embeddings=True, **how)
+    weights = {name: model.get_submodule(name).dequantize() for name in ("embed", "up", "down")}
+    bias = model.up.bias
+    report = dequantize_(model)
+    assert model.state_dict().keys() == plain.state_dict().keys() and model.up.bias is bias
+    for name, weight in weights.items():
+        layer, was = model.get_submodule(name), plain.get_submodule(name)
+        assert type(layer) is type(was) and same(layer.weight.data, weight.to(dtype)), name
+        assert layer.weight.requires_grad == was.weight.requires_grad and layer.training == was.training
+        assert isinstance(layer.weight, nn.Parameter) and layer.extra_repr() == was.extra_repr()
+    assert [(row.was, row.now) for row in report.rows] == [(row.now, row.was) for row in quantized.rows]
+    assert report.bytes_before == quantized.bytes_after and report.bytes_after == quantized.bytes_before
+    assert "3 of 3 replaced" in str(report) and not any(row.error for row in report.rows)
+    out, want = model(IDS), plain(IDS)
+    assert out.dtype == dtype and 0 < torch.linalg.norm((out - want).float()) < 0.3 * torch.linalg.norm(want.float())
+    out.float().sum().backward()
+    assert model.down.weight.grad is not None and model.up.weight.grad is None
+    plain.load_state_dict(model.state_dict())
+    assert same(plain(IDS), out)
+    again = quantize_(model, embeddings=True, **how)
+    if not how.get("rotate"):
+        assert max(row.error for row in again.rows) < 0.005, (
+            "codes of values that are code * scale, but for a dtype's rounding"
+        )
+
+
+def test_dequantized_in_another_dtype():
+    model = quantized()
+    want = model.up.dequantize()
+    assert same(model.half() and dequantize_(model) and model.up.weight.data, want.half())
+    assert model.embed.weight.dtype == model.down.weight.dtype == torch.float16
+
+
+def test_dequantized_in_several_places_and_with_hooks():
+    model = nn.ModuleDict({"a": linear(70, 70), "b": linear(70, 70), "c": linear(70, 70, seed=3)})
+    model["b"].weight, model["b"].bias = model["a"].weight, model["a"].bias
+    model["d"] = model["c"]
+    handle, called = model["c"].register_forward_hook(lambda module, args, out: called.append(type(module))), []
+    quantize_(model)
+    report = dequantize_(model)
+    assert model["a"] is model["b"] and model["c"] is model["d"] and type(model["a"]) is nn.Linear
+    assert [row.note for row in report.rows] == ["also b", "also d"]
+    assert report.bytes_after == sum(p.nbytes for p in model.parameters())
+    model["d"](randn(3, 70))
+    handle.remove()
+    model["d"](randn(3, 70))
+    assert called == [nn.Linear]
+
+
+def test_dequantized_on_the_meta_device():
+    model = Block()
+    quantize_(model, "int4", embeddings=True)
+    model.to("meta")
+    dequantize_(model)
+    assert [tuple(p.shape) for p in model.parameters()] == [tuple(p.shape) for p in Block().parameters()]
+    assert all(p.is_meta for p in model.parameters())
+
+
+def changed(change):
+    model = nn.Sequential(linear(70, 70), linear(70, 70))
+    quantize_(model)
+    change(model[1])
+    return model
+
+
+def to_another_class(layer):
+    layer.__class__ = type("Mine", (Int8Linear,), {})
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: [1], "model is a list; it takes a torch.nn.Module"),
+        (Block, "model is a Block without quantized layers; it takes what quantize_ made"),
+        (lambda: layer_of(Int8Linear), "model is an Int8Linear; it takes a model with layers in it (see to_float)"),
+        (lambda: changed(to_another_class), "model has 1, and it is a Mine; it takes layers as quantize_ made them"),
+        (lambda: changed(lambda layer: layer.register_full_backward_hook(print)), "model has 1, and it has hooks"),
+        (lambda: changed(lambda layer: setattr(layer, "forward", print)), "model has 1, and its forward was replaced"),
+    ],
+)  # fmt: skip
+def test_what_can_t_be_dequantized(build, message):
+    model = build()
+    before = list(model.modules()) if isinstance(model, nn.Module) else model
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        dequantize_(model)
+    if isinstance(model, nn.Module):
+        assert all(a is b for a, b in zip(before, model.modules(), strict=True))
+
+
+def test_a_dequantization_that_fails_changes_nothing(monkeypatch):
+    model = quantized()
+    before, out = list(model.modules()), model(IDS)
+    for name in ("bytes_of", "rows_of_others"):
+        with monkeypatch.context() as fails:
+            fails.setattr(replace, name, lambda *args: [][0])
+            with pytest.raises(IndexError):
+                dequantize_(model)
+        assert all(a is b for a, b in zip(before, model.modules(), strict=True)) and same(model(IDS), out)
 
 
 # warm_up
