@@ -174,7 +174,7 @@ class QuantizedModule(torch.nn.Module):
             device: where the buffers are.
             bias: a tensor of which it keeps a copy, or None.
         """
-        self.trainable = layer.weight.requires_grad
+        self.trainable = getattr(layer, "trainable", layer.weight.requires_grad)
         buffers["format"] = torch.tensor(self._format, dtype=torch.int32, device=device)
         for name, buffer in buffers.items():
             setattr(self, name, buffer)

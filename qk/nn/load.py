@@ -131,7 +131,7 @@ def _read(model, layers, slots, device, progress):
     default = torch.get_default_device()
 
     def where(tensor):
-        return device if device is not None else default if tensor.is_meta else tensor.device
+        return device if device is not None else default if tensor.device.type == "meta" else tensor.device
 
     changes, made = [], {}
     for item in progress_bar([*layers, *slots], "loading", progress):

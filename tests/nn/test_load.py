@@ -12,7 +12,7 @@ from cases import DEVICE, same
 from safetensors.torch import save_file
 
 import qk
-from qk.nn import Int8Linear, load
+from qk.nn import Int8Linear, load, quantize_, save
 
 HALF, BFLOAT16 = torch.float16, torch.bfloat16
 
@@ -304,3 +304,172 @@ def test_gguf(tmp_path):
         layer = model.get_submodule(name)
         assert same(layer.dequantize(), weight.to(DEVICE)) and layer.group_size == 32
     assert same(model.up.bias, floats["up.bias"].to(DEVICE)) and len(report.rows) == 2
+
+
+class Tied(torch.nn.Module):
+    """What quantize_ meets: an embedding with a tied head, a layer in two places, a buffer, a hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(33, 64)
+        self.first = torch.nn.Linear(64, 64)
+        self.again = self.first
+        self.other = torch.nn.Linear(64, 64, False)
+        self.norm = torch.nn.BatchNorm1d(64)
+        self.head = torch.nn.Linear(64, 33, False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("angles", torch.arange(64.0), persistent=False)
+
+    def forward(self, ids):
+        x = self.again(self.first(self.embed(ids))) + self.angles / 64
+        return self.head(self.norm(self.other(x).flatten(0, 1)))
+
+
+@pytest.mark.parametrize("folder", [False, True])
+@pytest.mark.parametrize("to", ["int4", "int8", "rows", "mixed"])
+def test_own(tmp_path, to, folder):
+    torch.manual_seed(0)
+    model = Tied().to(DEVICE).eval()
+    model.other.weight.requires_grad_(False)
+    model.first.half().bias.requires_grad_(False)
+    model.first.weight.data = model.first.weight.data.float()
+    how = {
+        "int4": {"to": "int4", "group_size": None, "embeddings": True},
+        "int8": {"to": "int8", "block_size": 64, "rotate": True},
+        "rows": {"to": "int8", "block_size": None},
+        "mixed": {"to": lambda name, layer: {"first": "int4", "other": "int8"}.get(name), "group_size": 32},
+    }[to]
+    quantize_(model, **how, force=["embed"] if to == "int4" else ())
+    path = tmp_path / "new" if folder else tmp_path / "own.safetensors"
+    save(model, path)
+    assert [x.name for x in path.parent.glob("**/*") if x.is_file()] == ["model.safetensors" if folder else path.name]
+    torch.manual_seed(1)
+    other, calls = Tied().to(DEVICE).eval(), []
+    other.first.bias.requires_grad_(False)
+    other.other.register_forward_hook(lambda *_: calls.append(1))
+    loaded, report = load(path, other)
+    assert loaded is other and other.again is other.first
+    assert type(other.first) is type(model.first) and repr(other) == repr(model)
+    state = model.state_dict()
+    assert other.state_dict().keys() == state.keys()
+    for name, x in other.state_dict().items():
+        assert same(x, state[name]), name
+    assert other.first.dtype == model.first.dtype and not (
+        other.first.bias.requires_grad or other.other.trainable is None
+    )
+    ids = torch.arange(30, device=DEVICE).view(3, 10)
+    assert same(other(ids), model(ids)) and calls == [1]
+    assert len(report.rows) == len([x for x in model.modules() if isinstance(x, torch.nn.Linear)]) + (to == "int4") + 2
+    with torch.device("meta"):
+        bare = Tied()
+    with pytest.raises(ValueError, match="angles has no values"):
+        load(path, bare)
+    bare.angles = torch.arange(64.0)
+    assert same(load(path, bare.eval(), device=DEVICE)[0](ids), model(ids)) and bare.angles.device == ids.device
+    assert same(load(path, model)[0](ids), other(ids))  # over quantized layers
+
+
+def test_own_into_another_model(tmp_path):
+    model = Two(64, 32, 8).to(DEVICE)
+    quantize_(model, "int4", group_size=32)
+    save(model, tmp_path / "own.safetensors")
+    for wrong, text in (
+        (Two(64, 32, 9), "down has shape \\[8, 32\\], and the model's layer \\[9, 32\\]"),
+        (torch.nn.Sequential(torch.nn.Linear(3, 3)), "up isn't a layer in the model"),
+        (torch.nn.Linear(64, 32), "up isn't a layer"),
+    ):
+        before = {name: x.clone() for name, x in wrong.state_dict().items()}
+        with pytest.raises(ValueError, match=text):
+            load(tmp_path / "own.safetensors", wrong)
+        assert all(same(x, before[name]) for name, x in wrong.state_dict().items())
+    save_file({"up.weight": torch.ones(3, 3)}, tmp_path / "float.safetensors")
+    with pytest.raises(ValueError, match="isn't quantized: there is no quantization_config"):
+        load(tmp_path / "float.safetensors", model)
+    with pytest.raises(ValueError, match="model is None, and there is no config.json"):
+        load(tmp_path / "own.safetensors")
+    with pytest.raises(ValueError, match="model is a str; it takes a torch.nn.Module or None"):
+        load(tmp_path / "own.safetensors", "up")
+    with pytest.raises(ValueError, match="model is a dict; it takes a torch.nn.Module"):
+        save({}, tmp_path / "own.safetensors")
+
+
+def test_an_interrupted_save_leaves_the_older_file(tmp_path, monkeypatch):
+    model = Two(64, 32, 8).to(DEVICE)
+    quantize_(model)
+    save(model, tmp_path / "own.safetensors")
+    before = (tmp_path / "own.safetensors").read_bytes()
+
+    def interrupted(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("safetensors.torch.save_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(model, tmp_path / "own.safetensors")
+    assert [x.read_bytes() for x in tmp_path.iterdir()] == [before]
+
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 96}
+
+
+def whole(name):
+    """A small transformers model with random weights."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = {
+        "llama": lambda: transformers.LlamaConfig(**SIZES, num_key_value_heads=1, vocab_size=104, dtype="float16"),
+        "tied": lambda: transformers.Qwen2Config(
+            **SIZES, num_key_value_heads=2, vocab_size=104, dtype="bfloat16", tie_word_embeddings=True
+        ),
+        "fused": lambda: transformers.Phi3Config(
+            **SIZES, num_key_value_heads=2, vocab_size=104, dtype="float16", pad_token_id=0
+        ),
+        "bert": lambda: transformers.BertConfig(**SIZES, vocab_size=104, dtype="float16"),
+    }[name]()
+    kind = {"llama": "LlamaForCausalLM", "tied": "Qwen2ForCausalLM", "fused": "Phi3ForCausalLM", "bert": "BertModel"}
+    model = getattr(transformers, kind[name])._from_config(config).eval()
+    return model, json.loads(config.to_json_string(use_diff=False)) | {"architectures": [kind[name]]}
+
+
+@pytest.mark.parametrize("name", ["llama", "tied", "fused", "bert"])
+def test_whole_models(tmp_path, name):
+    """Folders with config.json, two shards and an index become models; nothing else is said about them."""
+    model, config = whole(name)
+    dtype, method = next(model.parameters()).dtype, "awq" if name == "fused" else "gptq"
+    tensors, dense = {}, {}
+    for key, x in model.state_dict().items():
+        layer = key.removesuffix(".weight")
+        if key == "lm_head.weight" and name == "tied":
+            continue
+        if isinstance(model.get_submodule(layer.rpartition(".")[0] if "bias" in key else layer), torch.nn.Linear) and (
+            key.endswith("weight") and layer != "lm_head"
+        ):
+            N, K = x.shape
+            codes, zeros, scales = numbers(len(key), N, K, 32, dtype)
+            tensors |= (awq if method == "awq" else gptq)(layer, codes, zeros, scales)
+            dense[key] = values(codes, zeros, scales, torch.arange(K) // 32)
+        else:
+            tensors[key] = dense[key] = x
+    names = sorted(tensors)
+    shards = {key: f"model-0000{1 + (i > len(names) // 2)}-of-00002.safetensors" for i, key in enumerate(names)}
+    for shard in set(shards.values()):
+        save_file({key: tensors[key].contiguous() for key in names if shards[key] == shard}, tmp_path / shard)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+    config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 32, "zero_point": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded, report = load(tmp_path, device=DEVICE)
+    assert type(loaded) is type(model) and not loaded.training and loaded.dtype == dtype
+    assert {x.device.type for x in (*loaded.parameters(), *loaded.buffers())} == {DEVICE}
+    assert all(row.replaced == (row.name != "lm_head") for row in report.rows) and len(report.rows) > 6
+    model.load_state_dict(dense, strict=name != "tied")
+    model.to(DEVICE)
+    ids = torch.arange(20, device=DEVICE).view(2, 10)
+    with torch.no_grad():
+        out, want = loaded(ids)[0].float(), model(ids)[0].float()
+    assert torch.linalg.norm(out - want) < {HALF: 0.005, BFLOAT16: 0.04}[dtype] * torch.linalg.norm(want)
+    if name == "tied":
+        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    save(loaded, tmp_path / "own")
+    again, _ = load(tmp_path / "own", device=DEVICE)
+    with torch.no_grad():
+        assert same(again(ids)[0].float(), out)
