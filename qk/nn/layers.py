@@ -39,7 +39,7 @@ from ..gemm_int4 import int4_gemm
 from ..hadamard import hadamard, hadamard_quant
 from ..int8 import act_quant, quantize_per_token
 from .calibration import quantize_weight, rotate_moment
-from .report import weight_shape
+from .kinds import as_conv1d, as_linear, is_transposed, linear_kinds, weight_shape
 from .weights import from_int4, from_int8, rotate_weight, to_int4, to_int8
 
 __all__ = ["Int4Linear", "Int8Embedding", "Int8Linear"]
@@ -345,16 +345,18 @@ class QuantizedLinear(QuantizedModule):
         bias = torch.nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
         self.register_parameter("bias", bias)
         self.in_features, self.out_features, self.rotate = in_features, out_features, bool(format[2] & 1)
+        self.transposed = False  # whether the float layer is a Conv1D
 
     @classmethod
     def _like(cls, linear, block, rotate):
         """Make an empty layer on the meta device. Returns it and the weight that it is to quantize."""
-        if not isinstance(linear, torch.nn.Linear):
+        if not isinstance(linear, linear_kinds()):
             raise ValueError(f"linear is a {type(linear).__name__}; it takes a torch.nn.Linear")
+        transposed, linear = is_transposed(linear), as_linear(linear)
         check_parameters("linear.", linear.weight, linear.bias)
         (N, K), w, bias = linear.weight.shape, linear.weight.detach(), linear.bias
         new = cls(K, N, bias is not None, block, rotate, "meta", w.dtype if bias is None else bias.dtype)
-        new.dtype, new.trainable = w.dtype, linear.weight.requires_grad
+        new.dtype, new.trainable, new.transposed = w.dtype, linear.weight.requires_grad, transposed
         if bias is not None:
             new.bias.requires_grad_(bias.requires_grad)
         return new.train(linear.training), rotate_weight(w, torch.float32) if rotate and not w.is_meta else w
@@ -389,7 +391,8 @@ class QuantizedLinear(QuantizedModule):
     def to_float(self):
         new = torch.nn.Linear(self.in_features, self.out_features, False, "meta")
         new.weight, new.bias = self._float_weight(), self.bias
-        return new.train(self.training)
+        new.train(self.training)
+        return as_conv1d(new) if self.transposed else new
 
     def settings(self):
         """What the class takes to make a layer like this one, besides device and dtype."""
@@ -423,7 +426,7 @@ def check_group_size(group_size):
 class Int8Linear(QuantizedLinear):
     """A linear layer with an int8 weight: x @ w.T + bias, where x is quantized on the fly.
 
-    It is filled with zeros until a state is loaded; `from_linear` converts a torch.nn.Linear. A call takes float16,
+    It is filled with zeros until a state is loaded; `from_linear` converts a float layer. A call takes float16,
     bfloat16 or float32 [..., in_features] with any strides. It returns [..., out_features] in the input's dtype, or in
     autocast's: to the bit what `int8_addmm` makes of `act_quant(x, block_size)`, or of `quantize_per_token(x)` if
     block_size is None. Gradients: see the top of the file.
@@ -459,7 +462,7 @@ class Int8Linear(QuantizedLinear):
 
     @classmethod
     def from_linear(cls, linear, block_size=128, rotate=False):
-        """Convert a torch.nn.Linear, which stays as it is.
+        """Convert a torch.nn.Linear, or a Conv1D of transformers, which stays as it is.
 
         Args:
             linear: its weight and bias are float16, bfloat16 or float32. On the meta device, so is the new layer.
@@ -501,7 +504,7 @@ class Int8Linear(QuantizedLinear):
 class Int4Linear(QuantizedLinear):
     """A linear layer with a packed int4 weight: x @ w.T + bias, where x stays in 16 bits.
 
-    It is filled with zeros until a state is loaded; `from_linear` converts a torch.nn.Linear. A call takes float16,
+    It is filled with zeros until a state is loaded; `from_linear` converts a float layer. A call takes float16,
     bfloat16 or float32 [..., in_features] with any strides. It returns [..., out_features] in the input's dtype, or in
     autocast's: to the bit what `int4_gemm` makes of x. A float32 x is first rounded to bfloat16, or to autocast's
     dtype. Gradients: see the top of the file.
@@ -552,7 +555,7 @@ class Int4Linear(QuantizedLinear):
 
     @classmethod
     def from_linear(cls, linear, group_size=128, rotate=False, second_moment=None):
-        """Convert a torch.nn.Linear, which stays as it is.
+        """Convert a torch.nn.Linear, or a Conv1D of transformers, which stays as it is.
 
         A group with a value beyond 65504, float16's largest, becomes NaN.
 
@@ -682,7 +685,7 @@ def why_unfit(layer):
     if weight is None:
         return "its weight is computed at each call, as by weight_norm or pruning"
     try:
-        check_parameters("its ", weight, getattr(layer, "bias", None))
+        check_parameters("its ", as_linear(layer).weight, getattr(layer, "bias", None))
     except ValueError as error:
         return str(error).partition(";")[0]
     if getattr(layer, "max_norm", None) is not None:

@@ -19,6 +19,7 @@ from torch.utils.benchmark import Timer
 from ..core.checks import FLOATS, check_integer, check_one_of, check_tensor
 from ..core.numerics import INTERPRETED
 from .calibration import LayerStatistics, check_moment, progress_bar
+from .kinds import as_linear, linear_kinds, weight_shape
 from .layers import (
     FORWARD_HOOKS,
     OTHER_HOOKS,
@@ -32,7 +33,7 @@ from .layers import (
     why_unfit,
     why_unusual,
 )
-from .report import Report, Row, bytes_of, rows_of_others, tensors_of, weight_shape
+from .report import Report, Row, bytes_of, rows_of_others, tensors_of
 from .training import Int8TrainLinear, check_training
 
 __all__ = ["dequantize_", "int8_train_", "quantize_", "warm_up"]
@@ -256,7 +257,7 @@ def _check_statistics(layers, statistics):
         found, what = statistics[name], f"statistics[{name!r}]"
         if not isinstance(found, LayerStatistics):
             raise ValueError(f"{what} is a {type(found).__name__}; it takes a qk.nn.calibration.LayerStatistics")
-        check_moment(found.second_moment, layer.weight.shape[1], f"{what}.second_moment")
+        check_moment(found.second_moment, weight_shape(layer)[1], f"{what}.second_moment")
 
 
 def _relative_error(new, weight):
@@ -288,7 +289,7 @@ def _microseconds(layer, example):
 
 
 def _example(layer, tokens):
-    (rows, columns), device = layer.weight.shape, layer.weight.device
+    (rows, columns), device = weight_shape(layer), layer.weight.device
     if isinstance(layer, torch.nn.Embedding):
         return torch.arange(tokens if rows else 0, device=device).remainder(max(rows, 1))
     return torch.randn(tokens, columns, dtype=layer.weight.dtype, device=device)
@@ -344,7 +345,7 @@ def _quantized(job, options, times):
             if problem := _not_finite(new, here.weight):
                 new, notes = None, [problem, *notes]
     if new is not None:
-        error = _relative_error(new, here.weight)
+        error = _relative_error(new, as_linear(here).weight)
         if options.tokens:
             if alike not in times:
                 example = _example(layer, options.tokens)
@@ -397,7 +398,7 @@ def quantize_(
     model, to="int8", skip=(), *, force=(), block_size=128, group_size=128, embeddings=False, statistics=None,
     rotate=False, measure=False, progress=True,
 ):  # fmt: skip
-    """Replace a model's torch.nn.Linear layers with quantized ones, in place.
+    """Replace a model's linear layers with quantized ones, in place: torch.nn.Linear, and Conv1D of transformers.
 
     What is replaced depends only on the model, so a state saved on one machine loads on any other. A module in several
     places becomes one new module, and so do layers that share weight and bias. Forward hooks move to the new layer. An
@@ -446,7 +447,7 @@ def quantize_(
     skip, force = checked_skip(skip), checked_skip(force, "force")
     tokens = _TOKENS if measure is True else 0 if measure is False else measure
     check_integer("measure", tokens, 0)
-    kinds = torch.nn.Linear, Int8TrainLinear, *((torch.nn.Embedding,) if embeddings else ())
+    kinds = *linear_kinds(), Int8TrainLinear, *((torch.nn.Embedding,) if embeddings else ())
     _check_model(model, kinds)
     jobs = decide(find_layers(model, kinds, force=force), to, skip)
     _check_devices([(job.names[0], job.layers[0]) for job in jobs if isinstance(job.to, str)], measure)
@@ -486,7 +487,7 @@ def _replacing(model, jobs, modules):
 
 @torch.no_grad()
 def dequantize_(model, progress=True):
-    """Undo `quantize_`: replace quantized layers with torch.nn.Linear and torch.nn.Embedding, in place.
+    """Undo `quantize_`: replace quantized layers with float ones of the kinds that they were made from, in place.
 
     The weights are what the codes stand for, so the rounding stays: quantizing lost it for good. They have the dtype
     that the model has now. What `quantize_` made one module of (layers that shared a weight) stays one. Biases stay the

@@ -123,13 +123,6 @@ def rows_of_others(model, layers, embeddings):
     return rows
 
 
-def weight_shape(layer):
-    """The shape of the weight that a linear layer or an embedding has, or stands for."""
-    if hasattr(layer, "out_features"):
-        return layer.out_features, layer.in_features
-    return layer.num_embeddings, layer.embedding_dim
-
-
 def _uninitialized(x):
     return isinstance(x, torch.nn.parameter.UninitializedTensorMixin)
 

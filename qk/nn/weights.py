@@ -6,6 +6,8 @@ doesn't use this file: there, kernels run everywhere.
 
 import functools
 
+import torch
+
 from ..core.checks import BLOCKS
 from ..core.launch import cdiv
 from ..hadamard import hadamard, hadamard_ref
@@ -29,9 +31,17 @@ def _where(function, reference):
 
     @functools.wraps(function)
     def call(x, *args, **options):
-        return (reference if x.is_cpu else function)(x, *args, **options)
+        if not x.is_cpu:
+            return function(x, *args, **options)
+        results = reference(x, *args, **options)
+        return _own(results) if isinstance(results, torch.Tensor) else tuple(map(_own, results))
 
     return call
+
+
+def _own(x):
+    """Copy x if it is a part of larger memory, which it would keep, and which safetensors doesn't save."""
+    return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
 
 
 rotate_weight = _where(hadamard, hadamard_ref)

@@ -1,5 +1,6 @@
 """Models of other libraries, quantized: small ones with random weights, as their own classes build them."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from cases import DEVICE, gpu, same
 from safetensors.torch import load_model, save_model
 
 import qk  # before what imports Triton
-from qk.nn import Int8Linear, quantize_
+from qk.nn import Int4Linear, Int8Linear, collect, dequantize_, quantize_
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 96}
@@ -156,11 +157,77 @@ def test_what_a_report_names():
     assert all(row.replaced for row in report.rows) and report.bytes_replaced < 0.5 * report.bytes_before
     (experts,) = (row for row in report.others if row.was == "MixtralExperts")
     assert experts.note == "not a torch.nn.Linear" and experts.bytes_before > 0.5 * report.bytes_before
+
+
+# Conv1D
+
+
+def gpt2(seed=0):
+    torch.manual_seed(seed)
     tokens = {"bos_token_id": 0, "eos_token_id": 0}
-    gpt2 = transformers.GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=99, **tokens)
-    report = quantize_(transformers.GPT2LMHeadModel(gpt2).to(DEVICE))
-    assert [row.note for row in report.others if row.was == "Conv1D"] == ["not a torch.nn.Linear"] * 4
-    assert "0 of 1 replaced, 0% of the model's bytes" in str(report)
+    config = transformers.GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=99, **tokens)
+    return transformers.GPT2LMHeadModel(config).to(DEVICE).eval()
+
+
+@pytest.mark.parametrize("how", [{}, {"block_size": None, "rotate": True}, {"to": "int4", "group_size": 32}], ids=str)
+def test_conv1d_is_a_linear_layer(how, tmp_path):
+    model = gpt2()
+    plain, out = copy.deepcopy(model), run(model, TOKENS)
+    (was, _), shapes = model.transformer.h[0].mlp.c_fc.weight.shape, {"c_attn": (192, 64), "c_fc": (256, 64)}
+    report = quantize_(model, measure=3, **how)
+    rows = {row.name.rpartition(".")[2]: row for row in report.rows if row.was == "Conv1D"}
+    assert len(report.rows) == 5 and [row.name for row in report.rows if not row.replaced] == ["lm_head"]
+    assert all(rows[name].shape == shape for name, shape in shapes.items()) and was == 64
+    layer, want = model.transformer.h[0].mlp.c_fc, plain.transformer.h[0].mlp.c_fc
+    linear = torch.nn.Linear(64, 256, device=DEVICE)
+    linear.load_state_dict({"weight": want.weight.detach().t(), "bias": want.bias.detach()})
+    kind = type(layer)
+    block = layer.group_size if kind is Int4Linear else layer.block_size
+    for name, value in kind.from_linear(linear, block, layer.rotate).state_dict().items():
+        assert same(layer.state_dict()[name], value), name
+        assert same(kind.from_linear(want, block, layer.rotate).state_dict()[name], value), name
+    assert 0 < torch.linalg.norm(run(model, TOKENS) - out) < 0.1 * torch.linalg.norm(out)
+    save_model(model, tmp_path / "model.safetensors")
+    other = gpt2(seed=1)
+    quantize_(other, **how)
+    load_model(other, tmp_path / "model.safetensors")
+    assert alike(run(other, TOKENS), run(model, TOKENS))
+    weight = layer.dequantize()
+    dequantize_(model)
+    restored = model.transformer.h[0].mlp.c_fc
+    assert type(restored) is type(want) and same(restored.weight.detach(), weight.t()) and repr(restored) == repr(want)
+    save_model(model, tmp_path / "float.safetensors")
+    load_model(plain, tmp_path / "float.safetensors")
+    assert alike(run(plain, TOKENS), run(model, TOKENS))
+
+
+def test_conv1d_is_calibrated():
+    """Statistics are those of a torch.nn.Linear, and so are the codes that they choose."""
+    model = gpt2()
+    name = "transformer.h.0.mlp.c_proj"
+    layer, found = model.get_submodule(name), []
+    handle = layer.register_forward_hook(lambda module, args, out: found.append(args[0].detach().flatten(0, 1)))
+    statistics = collect(model, [TOKENS])
+    handle.remove()
+    assert len(statistics) == 5 and statistics[name].second_moment.shape == (256, 256)
+    assert torch.allclose(statistics[name].second_moment, found[0].double().T @ found[0].double())
+    want = Int4Linear.from_linear(layer, 32, second_moment=statistics[name].second_moment)
+    plain = Int4Linear.from_linear(layer, 32)
+    quantize_(model, "int4", group_size=32, statistics=statistics)
+    assert same(model.get_submodule(name).packed, want.packed) and not same(want.packed, plain.packed)
+
+
+def test_conv1d_of_anyone_else_stays():
+    class Conv1D(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.nf, self.nx, self.weight = 64, 64, torch.nn.Parameter(torch.ones(64, 64))
+
+    model = torch.nn.Sequential(Conv1D(), torch.nn.Linear(64, 64)).to(DEVICE)
+    report = quantize_(model)
+    assert [row.name for row in report.rows] == ["1"] and isinstance(model[0], Conv1D)
+    with pytest.raises(ValueError, match="linear is a Conv1D; it takes a torch.nn.Linear"):
+        Int8Linear.from_linear(model[0])
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")

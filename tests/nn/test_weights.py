@@ -53,6 +53,16 @@ def test_bits_are_the_kernels(dtype, block):
         assert same(out, qk.dequantize_int4(packed, absmax, 150, block, out_dtype))
 
 
+@pytest.mark.parametrize("shape", [(40, 256), (40, 150), (1, 150)], ids=str)
+def test_results_have_their_own_memory(shape):
+    """References may return a part of padded tensors."""
+    w = randn(*shape)
+    for block in (128, None):
+        results = (*weights.to_int8(w, block), *weights.to_int4(w, block))
+        results += (weights.from_int8(*results[:2], block, torch.float32),)
+        assert all(x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes for x in results), block
+
+
 @pytest.mark.parametrize("shape", [(0, 70), (40, 0), (0, 0), (1, 1)], ids=str)
 @pytest.mark.parametrize("block", [32, None])
 def test_weights_of_no_size(shape, block):
