@@ -175,6 +175,7 @@ class QuantizedModule(torch.nn.Module):
             bias: a tensor of which it keeps a copy, or None.
         """
         self.trainable = getattr(layer, "trainable", layer.weight.requires_grad)
+        self.transposed = getattr(layer, "transposed", is_transposed(layer))
         buffers["format"] = torch.tensor(self._format, dtype=torch.int32, device=device)
         for name, buffer in buffers.items():
             setattr(self, name, buffer)

@@ -18,9 +18,10 @@ from torch.overrides import TorchFunctionMode
 from ..core.checks import listed
 from .calibration import progress_bar
 from .checkpoint import open_checkpoint
+from .kinds import linear_kinds, weight_shape
 from .layers import FORWARD_HOOKS, QuantizedModule
 from .plan import DTYPE_NAMES, KINDS, VERSION, Slot, plan
-from .report import Report, Row, bytes_of, rows_of_others, weight_shape
+from .report import Report, Row, bytes_of, rows_of_others
 
 __all__ = ["load", "save"]
 
@@ -122,7 +123,7 @@ def load(path, model=None, *, rename=None, device=None, progress=True):
 
 
 def _linears(model):
-    return {module for module in model.modules() if isinstance(module, torch.nn.Linear | QuantizedModule)}
+    return {module for module in model.modules() if isinstance(module, (*linear_kinds(), QuantizedModule))}
 
 
 @torch.no_grad()
@@ -145,13 +146,13 @@ def _read(model, layers, slots, device, progress):
         parent, _, key = item.name.rpartition(".")
         changes.append((model.get_submodule(parent)._modules, key, new))
         changes += [(new.__dict__, hooks, getattr(item.old, hooks)) for hooks in FORWARD_HOOKS]
-    rows, sizes = [], {item.old: item.size for item in layers}
+    rows, sizes = [], {item.old: sum(part.size for part in item.parts.values()) for item in layers}
     for name, old in model.named_modules():
         if old in made:
             new, error, note = made[old]
             kinds, size = (type(old).__name__, type(new).__name__), (sizes[old], bytes_of(new))
             rows.append(Row(name, *kinds, weight_shape(new), error, *size, None, None, note))
-        elif isinstance(old, torch.nn.Linear):
+        elif isinstance(old, linear_kinds()):
             kind, size = type(old).__name__, bytes_of(old)
             rows.append(Row(name, kind, kind, weight_shape(old), None, size, size, None, None, "float"))
     if device is not None or all(slot.tensor.is_meta for slot in slots):

@@ -9,8 +9,8 @@ import torch
 
 from ..core.checks import FLOATS, listed
 from .formats import FORMATS, MARKS, Refused, check_entry, dequantized
+from .kinds import linear_kinds, weight_shape
 from .layers import Int4Linear, Int8Embedding, Int8Linear, QuantizedLinear
-from .report import weight_shape
 
 __all__ = ["DTYPE_NAMES", "KINDS", "VERSION", "Layer", "Slot", "plan"]
 
@@ -18,7 +18,6 @@ KINDS = {kind.__name__: kind for kind in (Int4Linear, Int8Linear, Int8Embedding)
 DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in FLOATS}
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _FLOATS = (*FLOATS, torch.float64)
-_LINEAR = (torch.nn.Linear, QuantizedLinear)  # a layer that is replaced
 VERSION = 1
 _SHOWN = 4  # problems that an error names
 
@@ -28,7 +27,7 @@ class Layer(NamedTuple):
 
     name: str
     old: torch.nn.Module
-    size: int  # in the file
+    parts: dict  # an `Entry` for each
     read: Callable  # takes a device; returns the new module, its relative error or None, and a note
 
 
@@ -100,7 +99,7 @@ def _targets(group, name):
 
 def _plan_foreign(old, parts, format, settings):
     """Plan a layer that another library quantized."""
-    if not isinstance(old, _LINEAR):
+    if not isinstance(old, (*linear_kinds(), QuantizedLinear)):
         raise ValueError(f"is a {type(old).__name__} in the model; it takes a torch.nn.Linear")
     parts, bias = {**parts}, parts.get("bias")
     parts.pop("bias", None)
@@ -145,7 +144,9 @@ def _plan_own(old, parts, settings):
     kind = KINDS.get(settings.pop("kind", None))
     if kind is None:
         raise Refused("is of a kind that this qk doesn't know")
-    if not isinstance(old, (torch.nn.Embedding, Int8Embedding) if kind is Int8Embedding else _LINEAR):
+    if not isinstance(
+        old, (torch.nn.Embedding, Int8Embedding) if kind is Int8Embedding else (*linear_kinds(), QuantizedLinear)
+    ):
         raise ValueError(f"is a {type(old).__name__} in the model, and an {kind.__name__} in the checkpoint")
     try:
         new = kind(**settings, device="meta")
@@ -185,11 +186,13 @@ def _plan_layers(model, quantized, plan_one):
         try:
             if old is None or not name:
                 raise ValueError("isn't a layer in the model")
+            if any(layer.old is old and layer.parts != parts for layer in layers):
+                raise ValueError("is a layer that has another name, too, and the checkpoint has two layers")
             read = plan_one(name, old, parts)
         except ValueError as error:
             problems.append(f"{name} {error}")
             continue
-        layers.append(Layer(name, old, sum(part.size for part in parts.values()), read))
+        layers.append(Layer(name, old, parts, read))
     return layers, problems
 
 

@@ -6,8 +6,6 @@ doesn't use this file: there, kernels run everywhere.
 
 import functools
 
-import torch
-
 from ..core.checks import BLOCKS
 from ..core.launch import cdiv
 from ..hadamard import hadamard, hadamard_ref
@@ -31,25 +29,28 @@ def _where(function, reference):
 
     @functools.wraps(function)
     def call(x, *args, **options):
-        if not x.is_cpu:
-            return function(x, *args, **options)
-        results = reference(x, *args, **options)
-        return _own(results) if isinstance(results, torch.Tensor) else tuple(map(_own, results))
+        return (reference if x.is_cpu else function)(x, *args, **options)
 
     return call
 
 
-def _own(x):
-    """Copy x if it is a part of larger memory, which it would keep, and which safetensors doesn't save."""
-    return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
+def _compact(reference):
+    """Make a reference copy what is a part of padded memory, which it would keep, and safetensors doesn't save."""
+
+    @functools.wraps(reference)
+    def call(*args):
+        results = reference(*args)
+        return tuple(x.clone() if x.untyped_storage().nbytes() > x.nbytes else x for x in results)
+
+    return call
 
 
 rotate_weight = _where(hadamard, hadamard_ref)
-to_int4 = _where(quantize_int4, quantize_int4_ref)
+to_int4 = _where(quantize_int4, _compact(quantize_int4_ref))
 from_int4 = _where(dequantize_int4, dequantize_int4_ref)
-_rows_to_int8 = _where(quantize_per_token, quantize_per_token_ref)
+_rows_to_int8 = _where(quantize_per_token, _compact(quantize_per_token_ref))
 _rows_from_int8 = _where(act_dequant, act_dequant_ref)
-_squares_to_int8 = _where(weight_quant, weight_quant_ref)
+_squares_to_int8 = _where(weight_quant, _compact(weight_quant_ref))
 _squares_from_int8 = _where(weight_dequant, weight_dequant_ref)
 
 
