@@ -180,13 +180,13 @@ def _plan_layers(model, quantized, plan_one):
     Returns:
         A list of `Layer`, and what is wrong with others.
     """
-    modules, layers, problems = dict(model.named_modules(remove_duplicate=False)), [], []
+    modules, layers, planned, problems = dict(model.named_modules(remove_duplicate=False)), [], {}, []
     for name, parts in quantized.items():
         old = modules.get(name)
         try:
             if old is None or not name:
                 raise ValueError("isn't a layer in the model")
-            if any(layer.old is old and layer.parts != parts for layer in layers):
+            if planned.setdefault(old, parts) != parts:
                 raise ValueError("is a layer that has another name, too, and the checkpoint has two layers")
             read = plan_one(name, old, parts)
         except ValueError as error:

@@ -9,7 +9,8 @@ import json
 import pytest
 import torch
 from cases import DEVICE, same
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import qk
 from qk.nn import Int8Linear, load, quantize_, save
@@ -424,31 +425,34 @@ def whole(name):
         "fused": lambda: transformers.Phi3Config(
             **SIZES, num_key_value_heads=2, vocab_size=104, dtype="float16", pad_token_id=0
         ),
+        "conv1d": lambda: transformers.GPT2Config(
+            n_embd=64, n_layer=1, n_head=2, vocab_size=104, dtype="float16", bos_token_id=0, eos_token_id=0
+        ),
         "bert": lambda: transformers.BertConfig(**SIZES, vocab_size=104, dtype="float16"),
     }[name]()
     kind = {"llama": "LlamaForCausalLM", "tied": "Qwen2ForCausalLM", "fused": "Phi3ForCausalLM", "bert": "BertModel"}
+    kind["conv1d"] = "GPT2LMHeadModel"
     model = getattr(transformers, kind[name])._from_config(config).eval()
     return model, json.loads(config.to_json_string(use_diff=False)) | {"architectures": [kind[name]]}
 
 
-@pytest.mark.parametrize("name", ["llama", "tied", "fused", "bert"])
+@pytest.mark.parametrize("name", ["llama", "tied", "fused", "conv1d", "bert"])
 def test_whole_models(tmp_path, name):
     """Folders with config.json, two shards and an index become models; nothing else is said about them."""
     model, config = whole(name)
     dtype, method = next(model.parameters()).dtype, "awq" if name == "fused" else "gptq"
-    tensors, dense = {}, {}
+    tensors, dense, tied = {}, {}, name in ("tied", "conv1d")
     for key, x in model.state_dict().items():
-        layer = key.removesuffix(".weight")
-        if key == "lm_head.weight" and name == "tied":
-            continue
-        if isinstance(model.get_submodule(layer.rpartition(".")[0] if "bias" in key else layer), torch.nn.Linear) and (
-            key.endswith("weight") and layer != "lm_head"
-        ):
-            N, K = x.shape
+        layer, _, part = key.rpartition(".")
+        transposed = type(model.get_submodule(layer)).__name__ == "Conv1D"
+        linear = transposed or isinstance(model.get_submodule(layer), torch.nn.Linear)
+        if linear and part == "weight" and layer != "lm_head":
+            N, K = reversed(x.shape) if transposed else x.shape
             codes, zeros, scales = numbers(len(key), N, K, 32, dtype)
             tensors |= (awq if method == "awq" else gptq)(layer, codes, zeros, scales)
-            dense[key] = values(codes, zeros, scales, torch.arange(K) // 32)
-        else:
+            weight = values(codes, zeros, scales, torch.arange(K) // 32)
+            dense[key] = weight.T if transposed else weight
+        elif layer != "lm_head" or not tied:
             tensors[key] = dense[key] = x
     names = sorted(tensors)
     shards = {key: f"model-0000{1 + (i > len(names) // 2)}-of-00002.safetensors" for i, key in enumerate(names)}
@@ -460,16 +464,260 @@ def test_whole_models(tmp_path, name):
     loaded, report = load(tmp_path, device=DEVICE)
     assert type(loaded) is type(model) and not loaded.training and loaded.dtype == dtype
     assert {x.device.type for x in (*loaded.parameters(), *loaded.buffers())} == {DEVICE}
-    assert all(row.replaced == (row.name != "lm_head") for row in report.rows) and len(report.rows) > 6
-    model.load_state_dict(dense, strict=name != "tied")
+    assert all(row.replaced == (row.name != "lm_head") for row in report.rows) and len(report.rows) > 4
+    model.load_state_dict(dense, strict=not tied)
     model.to(DEVICE)
     ids = torch.arange(20, device=DEVICE).view(2, 10)
     with torch.no_grad():
         out, want = loaded(ids)[0].float(), model(ids)[0].float()
     assert torch.linalg.norm(out - want) < {HALF: 0.005, BFLOAT16: 0.04}[dtype] * torch.linalg.norm(want)
-    if name == "tied":
-        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    if tied:
+        assert loaded.lm_head.weight is loaded.get_input_embeddings().weight
     save(loaded, tmp_path / "own")
     again, _ = load(tmp_path / "own", device=DEVICE)
     with torch.no_grad():
         assert same(again(ids)[0].float(), out)
+
+
+def good(folder):
+    """A checkpoint that can be loaded, with one layer of each part: to be spoiled."""
+    tensors = plain(empty(64, 32, 8))
+    for name, N, K in (("up", 32, 64), ("down", 8, 32)):
+        codes, zeros, scales = numbers(N, N, K, 32)
+        tensors |= gptq(name, codes, zeros, scales, torch.arange(K) // 32)
+    return write(folder, tensors, {"quant_method": "gptq", "bits": 4, "group_size": 32})
+
+
+def refused(path, match, model=None):
+    """Loading fails with that message, and the model is as it was, down to its tensors."""
+    model = Two(64, 32, 8) if model is None else model
+    modules, state = [*model.modules()], {name: (x, x.clone()) for name, x in model.state_dict(keep_vars=True).items()}
+    with pytest.raises(ValueError, match=match):
+        load(path, model)
+    assert [*model.modules()] == modules
+    for name, x in model.state_dict(keep_vars=True).items():
+        assert x is state[name][0] and same(x.data, state[name][1].data)
+
+
+def spoiled(folder, **changes):
+    """Change tensors of a good checkpoint; None removes one."""
+    tensors = load_file(good(folder) / "model.safetensors") | changes
+    tensors = {name: x.contiguous() for name, x in tensors.items() if x is not None}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+WRONG_TENSORS = {
+    "a row less": (
+        {"up.qweight": torch.zeros(7, 32, dtype=torch.int32)},
+        "up.qweight has shape \\[7, 32\\]; it takes \\[8, 32",
+    ),
+    "another dtype": ({"up.qweight": torch.zeros(8, 32)}, "up.qweight has dtype torch.float32; it takes torch.int32"),
+    "three dimensions": ({"up.scales": torch.zeros(2, 32, 1, dtype=HALF)}, "up.scales has shape"),
+    "integer scales": ({"up.scales": torch.zeros(2, 32, dtype=torch.int32)}, "up.scales has dtype torch.int32"),
+    "no zeros": ({"down.qzeros": None}, "down has no qzeros"),
+    "another part": ({"down.extra": torch.zeros(3)}, "down has extra; GPTQ takes"),
+    "a wrong bias": ({"down.bias": torch.ones(9, dtype=HALF)}, "down.bias has shape \\[9\\]; it takes \\[8\\]"),
+    "no bias": ({"up.bias": None}, "up has no bias, and the model's layer does"),
+    "a group too many": ({"up.g_idx": torch.arange(64, dtype=torch.int32) // 16}, "other than 32 columns in a group"),
+    "groups below 0": ({"up.g_idx": torch.arange(64, dtype=torch.int32) // 32 - 1}, "groups that aren't there"),
+    "no norm": ({"norm.weight": None}, "norm.weight isn't in the checkpoint"),
+    "another norm": ({"norm.weight": torch.ones(31)}, "norm.weight has shape \\[31\\]; it takes \\[32\\]"),
+    "integers": ({"norm.weight": torch.ones(32, dtype=torch.int64)}, "norm.weight has dtype torch.int64"),
+    "another layer": ({"side.qweight": torch.ones(3, dtype=torch.int32)}, "side isn't a layer in the model"),
+    "another tensor": ({"norm.more": torch.ones(3)}, "norm.more isn't in the model"),
+    "codes for a norm": (
+        {"norm.qweight": torch.ones(3, dtype=torch.int32)},
+        "norm is a LayerNorm in the model; it takes",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_TENSORS)
+def test_wrong_tensors(tmp_path, what):
+    changes, match = WRONG_TENSORS[what]
+    refused(spoiled(tmp_path, **changes), match)
+
+
+def with_settings(folder, **settings):
+    config = json.loads((good(folder) / "config.json").read_text())
+    config["quantization_config"] |= settings
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+WRONG_SETTINGS = {
+    "8 bits": ({"bits": 8}, "up has codes of 8 bits; it takes 4|down has codes of 8 bits"),
+    "small groups": ({"group_size": 16}, "has groups of 16 columns; it takes 32, 64, 128 or 256, or whole rows"),
+    "no number": ({"group_size": [32]}, "has groups of \\[32\\] columns"),
+    "another format": ({"checkpoint_format": "marlin"}, "has checkpoint_format 'marlin'"),
+    "rules": ({"dynamic": {"+:up": {"bits": 8}}}, "has rules for single layers"),
+    "another method": ({"quant_method": "bitsandbytes"}, "has the quant_method 'bitsandbytes'; it takes"),
+    "no method": ({"quant_method": ["gptq"]}, "has the quant_method \\['gptq'\\]"),
+    "awq of another layout": (
+        {"quant_method": "awq", "version": "gemv"},
+        "has version 'gemv'; it takes 'gemm'|has g_idx",
+    ),
+    "no config groups": ({"quant_method": "compressed-tensors"}, "has no config_groups"),
+    "fp8": ({"quant_method": "fp8"}, "takes weight and weight_scale_inv"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_SETTINGS)
+def test_wrong_settings(tmp_path, what):
+    changes, match = WRONG_SETTINGS[what]
+    refused(with_settings(tmp_path, **changes), match)
+
+
+def test_wrong_config_files(tmp_path):
+    folder = good(tmp_path)
+    for text in ("", "[]", "{", "\x00", "[" * 100000, '{"quantization_config": 3}', '{"quantization_config": {}}'):
+        (folder / "config.json").write_text(text)
+        refused(folder, "config.json (can't be read|is a list)|isn't quantized|has the quant_method None")
+    (folder / "config.json").unlink()
+    refused(folder, "there is no quantization_config in a config.json next to it")
+
+
+def header(tensors, data=b"", size=None):
+    text = json.dumps(tensors).encode()
+    return struct.pack("<Q", len(text) if size is None else size) + text + data
+
+
+def tensor(begin, end, shape=(2,)):
+    return {"dtype": "F32", "shape": list(shape), "data_offsets": [begin, end]}
+
+
+class Evil:
+    def __reduce__(self):
+        return (pytest.fail, ("code of a checkpoint was run",))
+
+
+BYTES = {
+    "empty": b"",
+    "a few bytes": b"12345",
+    "a huge header": header({}, size=2**62),
+    "a header past the end": header({}, size=100),
+    "a header that is no JSON": struct.pack("<Q", 4) + b"{{{{",
+    "overlapping tensors": header({"a": tensor(0, 8), "b": tensor(4, 12)}, bytes(12)),
+    "a hole": header({"a": tensor(0, 8), "b": tensor(12, 20)}, bytes(20)),
+    "past the end": header({"a": tensor(0, 8)}, bytes(4)),
+    "a size that overflows": header({"a": tensor(0, 8, (2**62, 2**62))}, bytes(8)),
+    "less data than its shape": header({"a": tensor(0, 8, (3,))}, bytes(8)),
+    "a dtype that isn't there": header({"a": tensor(0, 8) | {"dtype": "F99"}}, bytes(8)),
+    "a pickle": pickle.dumps(Evil()),
+}
+
+
+@pytest.mark.parametrize("what", BYTES)
+def test_damaged_safetensors(tmp_path, what):
+    folder = good(tmp_path)
+    (folder / "model.safetensors").write_bytes(BYTES[what])
+    refused(folder, "model.safetensors is no safetensors file, or it is damaged")
+
+
+def test_truncated_anywhere(tmp_path):
+    file = good(tmp_path) / "model.safetensors"
+    whole = file.read_bytes()
+    for size in (*range(0, len(whole), 97), len(whole) - 1):
+        file.write_bytes(whole[:size])
+        refused(tmp_path, "model.safetensors is no safetensors file, or it is damaged")
+    file.write_bytes(whole)
+    assert isinstance(load(tmp_path, Two(64, 32, 8))[0].up, Int4Linear)
+
+
+def test_indices(tmp_path):
+    folder = good(tmp_path / "in")
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    (tmp_path / "secret.safetensors").write_bytes((folder / "part.safetensors").read_bytes())
+    names = list(load_file(folder / "part.safetensors"))
+
+    def index(places):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+        return folder
+
+    for file in ("../secret.safetensors", str(tmp_path / "secret.safetensors"), "..", "..\\secret.safetensors", "a/b.safetensors",
+                 "C:x.safetensors", "x.bin", ""):  # fmt: skip
+        refused(
+            index(dict.fromkeys(names, "part.safetensors") | {"up.qweight": file}), "takes names of .safetensors files"
+        )
+    refused(index(dict.fromkeys(names, "other.safetensors")), "names 'other.safetensors', which isn't there")
+    refused(index(dict.fromkeys([*names, "more"], "part.safetensors")), "has more in 'part.safetensors', which doesn't")
+    for places in ({}, [], {"up.qweight": 3}):
+        refused(index(places), "has no weight_map from tensors to files")
+    refused(index(dict.fromkeys(names[1:], "part.safetensors")), "the checkpoint can't be loaded")
+    assert isinstance(load(index(dict.fromkeys(names, "part.safetensors")), Two(64, 32, 8))[0].up, Int4Linear)
+
+
+def test_folders_without_a_checkpoint(tmp_path):
+    refused(tmp_path, "which has no checkpoint; it takes a folder with safetensors files")
+    refused(tmp_path / "nothing", "which doesn't exist")
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Evil()))
+    refused(tmp_path, "which has pickles only, which can run code, and are never loaded")
+    refused(tmp_path / "pytorch_model.bin", "Pickles can run code, and are never loaded")
+    refused(3, "path is a int; it takes a folder")
+    for name in ("a.safetensors", "b.safetensors"):
+        (tmp_path / name).write_bytes(b"")
+    refused(tmp_path, "which has 2 checkpoints and no index")
+
+
+@pytest.mark.parametrize("name", ["NoSuchModel", "AutoModel", "os", "PreTrainedModel", None, 3])
+def test_models_that_transformers_does_not_have(tmp_path, name):
+    pytest.importorskip("transformers")
+    config = json.loads((good(tmp_path) / "config.json").read_text())
+    config |= {"architectures": [name], "auto_map": {"AutoModelForCausalLM": "evil.Evil"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "evil.py").write_text("raise SystemExit('code of a checkpoint was run')")
+    with pytest.raises(ValueError, match="code in a checkpoint is never run"):
+        load(tmp_path)
+
+
+def test_configs_that_transformers_cannot_build(tmp_path):
+    pytest.importorskip("transformers")
+    config = json.loads((good(tmp_path) / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
+    for wrong in (
+        {"hidden_size": "many"},
+        {"num_attention_heads": 0},
+        {"hidden_size": 2**62},
+        {"num_hidden_layers": 2**40},
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | wrong))
+        with pytest.raises(ValueError, match="config.json doesn't describe a LlamaForCausalLM|the checkpoint can't be"):
+            load(tmp_path)
+
+
+def test_damaged_own_files(tmp_path):
+    model = Two(64, 32, 8)
+    quantize_(model, "int4", group_size=32)
+    save(model, tmp_path / "own.safetensors")
+    tensors = load_file(tmp_path / "own.safetensors")
+    with safe_open(tmp_path / "own.safetensors", "pt") as file:
+        header = json.loads(file.metadata()["qk"])
+
+    def written(tensors, header):
+        save_file(
+            tensors, tmp_path / "x.safetensors", {"qk": header if isinstance(header, str) else json.dumps(header)}
+        )
+        return tmp_path / "x.safetensors"
+
+    def changed(**settings):
+        new = copy.deepcopy(header)
+        new["layers"]["up"] |= settings
+        return new
+
+    for wrong in ("", "[]", "{", json.dumps(header | {"version": 2}), json.dumps(header | {"layers": []})):
+        refused(written(tensors, wrong), "saved by another version of qk; it takes version 1")
+    refused(written(tensors, header | {"layers": {"up": 3}}), "describes layers by something else")
+    refused(written(tensors, changed(kind="Linear")), "up is of a kind that this qk doesn't know")
+    refused(written(tensors, changed(kind="Int8Linear")), "up has settings that this qk doesn't know")
+    refused(written(tensors, changed(dtype="int8")), "dtype is None; it takes")
+    refused(written(tensors, changed(group_size=64)), "up has the format|up.absmax has shape")
+    refused(written(tensors, changed(in_features=2**62)), "up has shape")
+    refused(written(tensors, changed(in_features=-1)), "in_features is -1")
+    refused(
+        written(tensors, changed(rotate=True)), "has the format \\[2, 32, 0\\], and its settings say \\[2, 32, 1\\]"
+    )
+    refused(written(tensors, changed(more=1)), "up has settings that this qk doesn't know")
+    refused(written({k: x for k, x in tensors.items() if k != "up.packed"}, header), "up has .*; it takes")
+    refused(written(tensors | {"up.packed": torch.zeros(3)}, header), "up.packed has dtype")
+    refused(written(tensors | {"up.more": torch.zeros(3)}, header), "up has .*'more'")
+    assert isinstance(load(written(tensors, header), Two(64, 32, 8))[0].up, Int4Linear)
