@@ -61,6 +61,9 @@ def _build(checkpoint):
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel) or kind.config_class is None:
         has = f"config.json names the model class {name!r}, which transformers {transformers.__version__} doesn't have"
         raise ValueError(f"model is None, and {has}; pass a module as model (code in a checkpoint is never run)")
+    # a model with more layers than tensors doesn't fit; to find that out by building it could take forever
+    if many := [k for k, v in config.items() if "layers" in k and isinstance(v, int) and v > len(checkpoint.tensors)]:
+        raise ValueError(f"config.json has {many[0]} {config[many[0]]}, and the checkpoint fewer tensors")
     settings = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
     try:
         settings = kind.config_class.from_dict(settings)

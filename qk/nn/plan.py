@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..core.checks import FLOATS, listed
+from ..core.checks import FLOATS, check_one_of
 from .formats import FORMATS, MARKS, Refused, check_entry, dequantized
 from .kinds import linear_kinds, weight_shape
 from .layers import Int4Linear, Int8Embedding, Int8Linear, QuantizedLinear
@@ -104,7 +104,8 @@ def _plan_foreign(old, parts, format, settings):
     parts, bias = {**parts}, parts.get("bias")
     parts.pop("bias", None)
     if unknown := parts.keys() - format.required - format.optional:
-        raise ValueError(f"has {min(unknown)}; {format.name} takes {listed(sorted(format.required | format.optional))}")
+        takes = ", ".join(sorted(format.required | format.optional))
+        raise ValueError(f"has {min(unknown)}; {format.name} takes {takes}")
     if missing := format.required - parts.keys():
         raise ValueError(f"has no {min(missing)}")
     shape = weight_shape(old)
@@ -140,7 +141,10 @@ def _error(new, weight):
 
 def _plan_own(old, parts, settings):
     """Plan a layer that `save` wrote."""
-    settings = {key: _DTYPES.get(value) if key.endswith("dtype") else value for key, value in settings.items()}
+    for key in settings:
+        if key.endswith("dtype"):
+            check_one_of(f"its {key}", settings[key], tuple(_DTYPES))
+    settings = {key: _DTYPES[value] if key.endswith("dtype") else value for key, value in settings.items()}
     kind = KINDS.get(settings.pop("kind", None))
     if kind is None:
         raise Refused("is of a kind that this qk doesn't know")
@@ -150,8 +154,8 @@ def _plan_own(old, parts, settings):
         raise ValueError(f"is a {type(old).__name__} in the model, and an {kind.__name__} in the checkpoint")
     try:
         new = kind(**settings, device="meta")
-    except TypeError as error:
-        raise ValueError(f"has settings that this qk doesn't know: {error}") from None
+    except (TypeError, RuntimeError) as error:  # unknown names, or sizes beyond any memory
+        raise ValueError(f"has settings that an {kind.__name__} doesn't take: {error}") from None
     if weight_shape(new) != tuple(weight_shape(old)):
         raise ValueError(f"has shape {list(weight_shape(new))}, and the model's layer {list(weight_shape(old))}")
     wanted = new.state_dict()
@@ -321,7 +325,8 @@ def plan(checkpoint, model, rename):
     else:
         entries, quantized, plan_one = _plan_of_others(checkpoint.config, entries)
     layers, problems = _plan_layers(model, quantized, plan_one)
+    _fail(problems)
     left = {name: entry for name, entry in entries.items() if name.rpartition(".")[0] not in quantized}
-    slots, others = _plan_slots(model, left, {layer.old for layer in layers})
-    _fail(problems + others)
+    slots, problems = _plan_slots(model, left, {layer.old for layer in layers})
+    _fail(problems)
     return layers, slots

@@ -4,7 +4,10 @@ compressed-tensors and GGUF are written by their own libraries. GPTQ, AWQ and bl
 time, as their documentation describes it; nothing of `qk.nn.formats` is used for it.
 """
 
+import copy
 import json
+import pickle
+import struct
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import qk
-from qk.nn import Int8Linear, load, quantize_, save
+from qk.nn import Int4Linear, Int8Linear, load, quantize_, save
 
 HALF, BFLOAT16 = torch.float16, torch.bfloat16
 
@@ -277,34 +280,101 @@ def test_blocks(tmp_path, fp8):
         assert torch.linalg.norm(layer(x) - exact) <= 2.0**-8 * torch.linalg.norm(exact)
 
 
-def test_gguf(tmp_path):
+def gguf_file(path, tensors, alignment=32):
+    """Write a GGUF file with the library of its makers. tensors: for each name a float tensor and a type's name."""
     gguf = pytest.importorskip("gguf")
-    q4_0 = gguf.GGMLQuantizationType.Q4_0
-    generator = torch.Generator().manual_seed(0)
-    writer, want = gguf.GGUFWriter(str(tmp_path / "model.gguf"), "llama"), {}
+    writer, values = gguf.GGUFWriter(str(path), "llama"), {}
     writer.add_array("tokenizer.ggml.tokens", ["a", "b\u00e9", ""])
+    writer.add_array("tokenizer.ggml.scores", [0.5, 1.5])
     writer.add_uint32("llama.block_count", 1)
-    model = empty(96, 64, 8)
-    for name, N, K in (("up", 64, 96), ("down", 8, 64)):
-        blocks = gguf.quants.quantize(torch.randn(N, K, generator=generator).numpy(), q4_0)
-        want[name] = torch.from_numpy(gguf.quants.dequantize(blocks, q4_0))
-        writer.add_tensor(f"blk.0.{name}.weight", blocks, raw_dtype=q4_0)
-    floats = plain(model)
-    for name, x in floats.items():
-        writer.add_tensor(f"blk.0.{name}", x.float().numpy())
-    writer.add_tensor("rope_freqs.weight", torch.ones(4).numpy())
+    writer.add_custom_alignment(alignment)
+    for name, (x, kind) in tensors.items():
+        if kind is None:
+            writer.add_tensor(name, x.numpy())
+            continue
+        kind = gguf.GGMLQuantizationType[kind]
+        blocks = gguf.quants.quantize(x.float().numpy(), kind)
+        values[name] = torch.from_numpy(gguf.quants.dequantize(blocks, kind))
+        writer.add_tensor(name, blocks, raw_dtype=kind)
     for step in ("header_to_file", "kv_data_to_file", "tensors_to_file"):
         getattr(writer, f"write_{step}")()
     writer.close()
+    return values
+
+
+class Table(Two):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.table = torch.nn.Embedding(9, 96)
+
+
+@pytest.mark.parametrize("alignment", [32, 64])
+def test_gguf(tmp_path, alignment):
+    generator, file = torch.Generator().manual_seed(0), tmp_path / "model.gguf"
+    with torch.device("meta"):
+        model = Table(96, 64, 8)
+    floats = {f"blk.0.{name}": x for name, x in plain(Two(96, 64, 8)).items()}
+    weights = {"up": (64, 96), "down": (8, 64), "table": (9, 96)}
+    tensors = {
+        f"blk.0.{name}.weight": (torch.randn(*size, generator=generator), "Q4_0") for name, size in weights.items()
+    }
+    tensors |= {name: (x, None) for name, x in floats.items()} | {"rope_freqs.weight": (torch.ones(4), None)}
+    want = gguf_file(file, tensors, alignment)
 
     def rename(name):
         return name.removeprefix("blk.0.") if name.startswith("blk.") else None
 
-    model, report = load(tmp_path / "model.gguf", model, rename=rename, device=DEVICE)
-    for name, weight in want.items():
+    model, report = load(file, model, rename=rename, device=DEVICE)
+    for name in ("up", "down"):
         layer = model.get_submodule(name)
-        assert same(layer.dequantize(), weight.to(DEVICE)) and layer.group_size == 32
-    assert same(model.up.bias, floats["up.bias"].to(DEVICE)) and len(report.rows) == 2
+        assert same(layer.dequantize(), want[f"blk.0.{name}.weight"].to(DEVICE)) and layer.group_size == 32
+        check(layer, want[f"blk.0.{name}.weight"].half())
+    assert same(model.table.weight, want["blk.0.table.weight"].to(DEVICE))
+    assert same(model.up.bias, floats["blk.0.up.bias"].to(DEVICE)) and len(report.rows) == 2
+    refused(file, "isn't a layer in the model")
+    with pytest.raises(ValueError, match="rename\\('blk.0.*'\\) is 'up'; it takes a name of its own"):
+        load(file, Two(96, 64, 8), rename=lambda name: "up")
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q5_0"])
+def test_gguf_of_other_types_is_refused(tmp_path, kind):
+    tensors = {"up.weight": (torch.randn(32, 64), kind), "down.weight": (torch.randn(8, 32), "Q4_0")}
+    gguf_file(tmp_path / "x.gguf", tensors | {name: (x, None) for name, x in plain(Two(64, 32, 8)).items()})
+    refused(tmp_path / "x.gguf", f"up.weight has dtype {kind}; it takes Q4_0")
+
+
+def test_damaged_gguf(tmp_path):
+    file = tmp_path / "model.gguf"
+    tensors = {"up.weight": (torch.randn(32, 64), "Q4_0"), "down.weight": (torch.randn(8, 32), "Q4_0")}
+    gguf_file(file, tensors | {name: (x, None) for name, x in plain(Two(64, 32, 8)).items()})
+    whole = file.read_bytes()
+    assert isinstance(load(file, Two(64, 32, 8))[0].up, Int4Linear)
+    for size in (*range(0, 600, 7), *range(600, len(whole), 101)):
+        file.write_bytes(whole[:size])
+        refused(file, "is damaged|is no GGUF file|is empty")
+    huge = struct.pack("<Q", 2**63)
+    shape = struct.pack("<I", 2) + struct.pack("<QQ", 64, 32)  # of up, at its place in the file
+    for old, new, match in (
+        (b"GGUF", b"GGML", "is no GGUF file"),
+        (b"GGUF" + struct.pack("<I", 3), b"GGUF" + struct.pack("<I", 1), "is no GGUF file"),
+        (whole[8:16], huge, "ends in its header"),
+        (whole[16:24], huge, "ends in its header|a value of kind"),
+        (
+            b"general.alignment" + struct.pack("<II", 4, 32),
+            b"general.alignment" + struct.pack("<II", 4, 0),
+            "alignment is 0",
+        ),
+        (shape, struct.pack("<I", 9) + shape[4:], "up.weight has 9 dimensions"),
+        (shape, shape[:4] + struct.pack("<QQ", 2**40, 32), "passes the end"),
+        (shape, shape[:4] + struct.pack("<QQ", 63, 32), "and blocks of 32"),
+        (shape + struct.pack("<IQ", 2, 0), shape + struct.pack("<IQ", 2, 2**62), "passes the end"),
+        (shape + struct.pack("<IQ", 2, 0), shape + struct.pack("<IQ", 2, 1152), "overlaps another"),
+        (shape + struct.pack("<IQ", 2, 0), shape + struct.pack("<IQ", 99, 0), "type 99"),
+        (b"down.weight", b"down.w\xffight", "isn't UTF-8"),
+    ):
+        assert whole.count(old) >= 1, match
+        file.write_bytes(whole.replace(old, new, 1))
+        refused(file, match)
 
 
 class Tied(torch.nn.Module):
@@ -510,7 +580,7 @@ def spoiled(folder, **changes):
 WRONG_TENSORS = {
     "a row less": (
         {"up.qweight": torch.zeros(7, 32, dtype=torch.int32)},
-        "up.qweight has shape \\[7, 32\\]; it takes \\[8, 32",
+        "shape \\[7, 32\\]; it takes \\[8, 32",
     ),
     "another dtype": ({"up.qweight": torch.zeros(8, 32)}, "up.qweight has dtype torch.float32; it takes torch.int32"),
     "three dimensions": ({"up.scales": torch.zeros(2, 32, 1, dtype=HALF)}, "up.scales has shape"),
@@ -528,7 +598,7 @@ WRONG_TENSORS = {
     "another tensor": ({"norm.more": torch.ones(3)}, "norm.more isn't in the model"),
     "codes for a norm": (
         {"norm.qweight": torch.ones(3, dtype=torch.int32)},
-        "norm is a LayerNorm in the model; it takes",
+        "norm is a LayerNorm in the model",
     ),
 }
 
@@ -556,10 +626,10 @@ WRONG_SETTINGS = {
     "no method": ({"quant_method": ["gptq"]}, "has the quant_method \\['gptq'\\]"),
     "awq of another layout": (
         {"quant_method": "awq", "version": "gemv"},
-        "has version 'gemv'; it takes 'gemm'|has g_idx",
+        "has version 'gemv'|has g_idx",
     ),
     "no config groups": ({"quant_method": "compressed-tensors"}, "has no config_groups"),
-    "fp8": ({"quant_method": "fp8"}, "takes weight and weight_scale_inv"),
+    "fp8": ({"quant_method": "fp8"}, "takes weight, weight_scale_inv"),
 }
 
 
@@ -635,16 +705,16 @@ def test_indices(tmp_path):
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
         return folder
 
-    for file in ("../secret.safetensors", str(tmp_path / "secret.safetensors"), "..", "..\\secret.safetensors", "a/b.safetensors",
-                 "C:x.safetensors", "x.bin", ""):  # fmt: skip
-        refused(
-            index(dict.fromkeys(names, "part.safetensors") | {"up.qweight": file}), "takes names of .safetensors files"
-        )
+    outside = ["../secret.safetensors", str(tmp_path / "secret.safetensors"), "..\\secret.safetensors", ".."]
+    for file in (*outside, "a/b.safetensors", "C:x.safetensors", "x.bin", ""):
+        places = dict.fromkeys(names, "part.safetensors") | {"up.qweight": file}
+        refused(index(places), "takes names of .safetensors files next to it")
     refused(index(dict.fromkeys(names, "other.safetensors")), "names 'other.safetensors', which isn't there")
     refused(index(dict.fromkeys([*names, "more"], "part.safetensors")), "has more in 'part.safetensors', which doesn't")
     for places in ({}, [], {"up.qweight": 3}):
         refused(index(places), "has no weight_map from tensors to files")
-    refused(index(dict.fromkeys(names[1:], "part.safetensors")), "the checkpoint can't be loaded")
+    less = {name: "part.safetensors" for name in names if name != "up.qweight"}
+    refused(index(less), "up.* isn't in the model")
     assert isinstance(load(index(dict.fromkeys(names, "part.safetensors")), Two(64, 32, 8))[0].up, Int4Linear)
 
 
@@ -674,14 +744,15 @@ def test_models_that_transformers_does_not_have(tmp_path, name):
 def test_configs_that_transformers_cannot_build(tmp_path):
     pytest.importorskip("transformers")
     config = json.loads((good(tmp_path) / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
-    for wrong in (
-        {"hidden_size": "many"},
-        {"num_attention_heads": 0},
-        {"hidden_size": 2**62},
-        {"num_hidden_layers": 2**40},
+    for wrong, match in (
+        ({"hidden_size": "many"}, "config.json doesn't describe a LlamaForCausalLM"),
+        ({"num_attention_heads": 0}, "config.json doesn't describe a LlamaForCausalLM"),
+        ({"hidden_size": 2**62}, "config.json doesn't describe a LlamaForCausalLM"),
+        ({"num_hidden_layers": 2**40}, "has num_hidden_layers 1099511627776, and the checkpoint fewer tensors"),
+        ({"num_hidden_layers": 1}, "the checkpoint can't be loaded: (up|down) isn't a layer in the model"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | wrong))
-        with pytest.raises(ValueError, match="config.json doesn't describe a LlamaForCausalLM|the checkpoint can't be"):
+        with pytest.raises(ValueError, match=match):
             load(tmp_path)
 
 
@@ -708,15 +779,16 @@ def test_damaged_own_files(tmp_path):
         refused(written(tensors, wrong), "saved by another version of qk; it takes version 1")
     refused(written(tensors, header | {"layers": {"up": 3}}), "describes layers by something else")
     refused(written(tensors, changed(kind="Linear")), "up is of a kind that this qk doesn't know")
-    refused(written(tensors, changed(kind="Int8Linear")), "up has settings that this qk doesn't know")
-    refused(written(tensors, changed(dtype="int8")), "dtype is None; it takes")
+    refused(written(tensors, changed(kind="Int8Linear")), "up has settings that an Int")
+    refused(written(tensors, changed(dtype="int8")), "its dtype is 'int8'; it takes")
     refused(written(tensors, changed(group_size=64)), "up has the format|up.absmax has shape")
-    refused(written(tensors, changed(in_features=2**62)), "up has shape")
+    refused(written(tensors, changed(in_features=2**62)), "up has settings that an Int4Linear doesn't take")
+    refused(written(tensors, changed(in_features=66)), "up has shape \\[32, 66\\], and the model's layer \\[32, 64\\]")
     refused(written(tensors, changed(in_features=-1)), "in_features is -1")
     refused(
         written(tensors, changed(rotate=True)), "has the format \\[2, 32, 0\\], and its settings say \\[2, 32, 1\\]"
     )
-    refused(written(tensors, changed(more=1)), "up has settings that this qk doesn't know")
+    refused(written(tensors, changed(more=1)), "up has settings that an Int")
     refused(written({k: x for k, x in tensors.items() if k != "up.packed"}, header), "up has .*; it takes")
     refused(written(tensors | {"up.packed": torch.zeros(3)}, header), "up.packed has dtype")
     refused(written(tensors | {"up.more": torch.zeros(3)}, header), "up has .*'more'")
