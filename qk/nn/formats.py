@@ -28,7 +28,7 @@ from .weights import to_int8
 __all__ = ["FORMATS", "MARKS", "Format", "Refused", "check_entry", "dequantized"]
 
 _FLIP = 0x88888888 - 2**32  # the top bit of each nibble in an int32
-_AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight rows a word's nibbles hold, lowest first
+_AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word each of its eight rows is
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
 _CHUNK = 2**18  # words that stay in a CPU's cache
 
@@ -210,13 +210,12 @@ def _awq(parts, shape, config):
         step = max(1, _CHUNK // max(N, 1)) if words.device.type == "cpu" else max(K, 1)
         for chunk in words.split(step):
             _transpose_nibbles(chunk)
-        out = words.new_empty(N // 8, 8, K // 8)
-        for nibble, row in enumerate(_AWQ_ROWS):
-            out[:, row] = words[:, nibble].t()
+        rows = words.view(K // 8, N).t().contiguous().view(8, N // 8, K // 8)
+        out = words.view(N // 8, 8, K // 8)
+        torch.stack([rows[nibble] for nibble in _AWQ_NIBBLES], 1, out=out)
         zero = None
         if "qzeros" in parts:
-            nibble_of = sorted(range(8), key=_AWQ_ROWS.__getitem__)
-            zero = _nibbles(parts["qzeros"].read(device).t(), N, nibble_of)
+            zero = _nibbles(parts["qzeros"].read(device).t(), N, _AWQ_NIBBLES)
         return _int4(_flipped(out.view(N, K // 8), K), parts["scales"].read(device).t().contiguous(), zero)
 
     return size, read
