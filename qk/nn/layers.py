@@ -268,10 +268,6 @@ def _empty_input_gradient(g, columns, rotate, dtype, block_size, *weight):
     return g.new_empty((*g.shape[:-1], columns), dtype=dtype)
 
 
-def _zeros(zero_point):
-    return {} if zero_point is None else {"zero_point": zero_point}
-
-
 # Operators, since torch.compile limits what a backward function may ask of its tensors.
 @operator(_empty_input_gradient, fills=False)
 def _int8_input_gradient(
@@ -287,7 +283,7 @@ def _int4_input_gradient(
     g: torch.Tensor, columns: int, rotate: bool, dtype: torch.dtype, group_size: int | None, packed: torch.Tensor,
     absmax: torch.Tensor, zero_point: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    dx = g @ from_int4(packed, absmax, columns, group_size, g.dtype, **_zeros(zero_point))
+    dx = g @ from_int4(packed, absmax, columns, group_size, g.dtype, zero_point=zero_point)
     return rotate_weight(dx, dtype) if rotate else dx.to(dtype)
 
 
@@ -592,7 +588,7 @@ class Int4Linear(QuantizedLinear):
     def multiply(self, prepared, bias, dtype):
         buffers = self._buffers
         how = bias, self.group_size, dtype
-        return int4_gemm(*prepared, buffers["packed"], buffers["absmax"], *how, **_zeros(buffers["zero_point"]))
+        return int4_gemm(*prepared, buffers["packed"], buffers["absmax"], *how, zero_point=buffers["zero_point"])
 
     def input_gradient(self, g, dtype):
         buffers, how = self._buffers, (self.in_features, self.rotate, dtype, self.group_size)
@@ -601,7 +597,7 @@ class Int4Linear(QuantizedLinear):
 
     def dequantize(self):
         how = self.in_features, self.group_size, torch.float32
-        w = from_int4(self.packed, self.absmax, *how, **_zeros(self.zero_point))
+        w = from_int4(self.packed, self.absmax, *how, zero_point=self.zero_point)
         return rotate_weight(w) if self.rotate else self._in_place(w)
 
     def _in_place(self, columns):

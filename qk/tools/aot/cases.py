@@ -260,7 +260,10 @@ def _gemm_int4_sm90_cases(arch):
         columns = min(columns, 4 * min(group or 128, 128))
         call = f"{x}({M}, 8192), i32(8192, 1024), {x}({8192}, {groups}), {x}(8192), {x}({M}, 8192), {group}"
         few = {"spilled": 40} if tile.block_m == 128 and group == 32 else {}  # faster than smaller tiles
-        yield f"int4_gemm_sm90(Int4Problem({call}), '{config}')", {"wgmma": columns // 16 * tile.wgs, "cp.async.bulk": 2} | few
+        yield (
+            f"int4_gemm_sm90(Int4Problem({call}), '{config}')",
+            {"wgmma": columns // 16 * tile.wgs, "cp.async.bulk": 2} | few,
+        )
     for config in "decode8 ordered", "decode16 ordered", "32", "64", "128", "large":
         M = min(int4_sm90._CONFIGS[config].block_m, 100)
         for group, block, zero in (128, None, False), (128, 128, False), (None, None, False), (64, 32, True):
