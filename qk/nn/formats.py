@@ -25,7 +25,7 @@ from ..core.checks import BLOCKS, listed
 from ..core.launch import cdiv
 from .weights import to_int8
 
-__all__ = ["FORMATS", "MARKS", "Format", "Refused", "check_entry", "dequantized"]
+__all__ = ["FORMATS", "MARKS", "Format", "Refused", "Scratch", "check_entry", "dequantized"]
 
 _FLIP = 0x88888888 - 2**32  # the top bit of each nibble in an int32
 _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word each of its eight rows is
@@ -90,6 +90,23 @@ def _int4(packed, scale, zero, order=None):
     return buffers, ", ".join(notes)
 
 
+class Scratch:
+    """Memory for a copy of a layer's codes, the same for all layers: new memory takes longer than the copy."""
+
+    def __init__(self):
+        self._memory = torch.empty(0, dtype=torch.int32)
+
+    def copy(self, words):
+        """Copy contiguous words to the scratch memory. Returns the copy."""
+        if self._memory.numel() < words.numel() or self._memory.device != words.device:
+            self._memory = torch.empty_like(words).view(-1)
+        return self._memory[: words.numel()].view(words.shape).copy_(words)
+
+    def transpose(self, words):
+        """Transpose contiguous words [A, B] in their own memory. Returns them, [B, A]."""
+        return words.view(words.shape[::-1]).copy_(self.copy(words).t())
+
+
 def _order(groups, columns, size):
     """The order of columns that makes groups contiguous, int64 [K], or None if they are. groups: a tensor [K]."""
     size = size or max(columns, 1)
@@ -136,11 +153,11 @@ def _pack_quantized(parts, shape, config):
         columns = index.read()
         order = None if K and bool((columns == -1).all()) else _order(columns, K, size)
 
-    def read(device):
+    def read(device, scratch):
         words = parts["weight_packed"].read(device)
         on = None if order is None else order.to(device)
         if on is not None:
-            words = _ordered(words.t().contiguous(), on).t().contiguous()
+            words = scratch.transpose(_ordered(scratch.transpose(words), on))
         zeros = None if zero is None else _nibbles(zero.read(device), N)
         return _int4(_flipped(words, K), parts["weight_scale"].read(device), zeros, on)
 
@@ -166,13 +183,13 @@ def _gptq(parts, shape, config):
         check_entry(parts["g_idx"], (torch.int32, torch.int64), (K,))
         order = _order(parts["g_idx"].read(), K, size)
 
-    def read(device):
+    def read(device, scratch):
         words = parts["qweight"].read(device)
         on = None if order is None else order.to(device)
         words = words if on is None else _ordered(words, on)
         zero = _nibbles(parts["qzeros"].read(device).t(), N)
         zero = (zero + 1) & 15 if version == "gptq" else zero
-        return _int4(_flipped(words.t().contiguous(), K), parts["scales"].read(device).t().contiguous(), zero, on)
+        return _int4(_flipped(scratch.transpose(words), K), parts["scales"].read(device).t().contiguous(), zero, on)
 
     return size, read
 
@@ -205,18 +222,18 @@ def _awq(parts, shape, config):
     elif config.get("zero_point", True):
         raise ValueError("has no qzeros, though it has zero points")
 
-    def read(device):
+    def read(device, scratch):
         words = parts["qweight"].read(device).view(K // 8, 8, N // 8)
         step = max(1, _CHUNK // max(N, 1)) if words.device.type == "cpu" else max(K, 1)
         for chunk in words.split(step):
             _transpose_nibbles(chunk)
-        rows = words.view(K // 8, N).t().contiguous().view(8, N // 8, K // 8)
-        out = words.view(N // 8, 8, K // 8)
-        torch.stack([rows[nibble] for nibble in _AWQ_NIBBLES], 1, out=out)
+        rows = scratch.copy(scratch.transpose(words.view(K // 8, N))).view(8, N // 8, K // 8)
+        words = words.view(N // 8, 8, K // 8)
+        torch.stack([rows[nibble] for nibble in _AWQ_NIBBLES], 1, out=words)
         zero = None
         if "qzeros" in parts:
             zero = _nibbles(parts["qzeros"].read(device).t(), N, _AWQ_NIBBLES)
-        return _int4(_flipped(out.view(N, K // 8), K), parts["scales"].read(device).t().contiguous(), zero)
+        return _int4(_flipped(words.view(N, K // 8), K), parts["scales"].read(device).t().contiguous(), zero)
 
     return size, read
 
@@ -233,7 +250,7 @@ def _int_quantized(parts, shape, config):
     check_entry(parts["weight_scale"], _SCALES, (N, 1), (N,), (1,), ())
     note = "" if inputs.get("dynamic") else "its activations are quantized by token all the same"
 
-    def read(device):
+    def read(device, scratch):
         scale = parts["weight_scale"].read(device).float().reshape(-1, 1).expand(N, 1).contiguous()
         return {"codes": parts["weight"].read(device), "scale": scale}, note
 
@@ -249,7 +266,7 @@ def _blocks(parts, shape, config):
     check_entry(parts["weight"], (torch.float8_e4m3fn, torch.int8), shape)
     check_entry(parts["weight_scale_inv"], _SCALES, (cdiv(N, 128), cdiv(K, 128)))
 
-    def read(device):
+    def read(device, scratch):
         codes, scale = parts["weight"].read(device), parts["weight_scale_inv"].read(device).float()
         if codes.dtype == torch.int8:
             return {"codes": codes, "scale": scale}, ""
@@ -278,7 +295,7 @@ def _gguf_q4_0(parts, shape, config):
         raise ValueError(f"is [{N}, {K}]; Q4_0 has columns in 32s")
     check_entry(parts["weight"], ("Q4_0",), shape)
 
-    def read(device):
+    def read(device, scratch):
         words, scale = _q4_0(parts["weight"].read(device), shape)
         return _int4(_flipped(words, K), scale, None)
 
@@ -303,9 +320,9 @@ class Format(NamedTuple):
         name: for the report.
         required, optional: the parts that a layer has, besides its bias.
         plan: takes these parts as a dict of `Entry`, the weight's shape [N, K] and the format's settings, and checks
-            them. It returns the layer's block or group size, and a function that reads the parts to a device and
-            returns the layer's buffers and a remark. It raises Refused where no layer has such a weight, and
-            ValueError where something is wrong with it.
+            them. It returns the layer's block or group size, and a function of a device and a `Scratch` that reads
+            the parts and returns the layer's buffers and a remark. It raises Refused where no layer has such a weight,
+            and ValueError where something is wrong with it.
     """
 
     name: str

@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..core.checks import listed
 from .calibration import progress_bar
-from .checkpoint import open_checkpoint
+from .checkpoint import open_checkpoint, read_ahead
+from .formats import Scratch
 from .kinds import linear_kinds, weight_shape
 from .layers import FORWARD_HOOKS, QuantizedModule
 from .plan import DTYPE_NAMES, KINDS, VERSION, Slot, plan
@@ -137,19 +138,20 @@ def _read(model, layers, slots, device, progress):
     def where(tensor):
         return device if device is not None else default if tensor.device.type == "meta" else tensor.device
 
-    changes, made = [], {}
-    for item in progress_bar([*layers, *slots], "loading", progress):
+    changes, made, scratch = [], {}, Scratch()
+    items = [*layers, *slots]
+    for item, _ in zip(read_ahead(items), progress_bar(items, "loading", progress), strict=True):
         if isinstance(item, Slot):
             tensor = _read_slot(item, where(item.tensor))
             changes += [(settings, key, tensor) for settings, key in item.places]
         elif item.old not in made:
-            made[item.old] = item.read(where(item.old.weight))
+            made[item.old] = item.read(where(item.old.weight), scratch)
     for item in layers:
         new = made[item.old][0]
         parent, _, key = item.name.rpartition(".")
         changes.append((model.get_submodule(parent)._modules, key, new))
         changes += [(new.__dict__, hooks, getattr(item.old, hooks)) for hooks in FORWARD_HOOKS]
-    rows, sizes = [], {item.old: sum(part.size for part in item.parts.values()) for item in layers}
+    rows, sizes = [], {item.old: sum(entry.size for entry in item.entries) for item in layers}
     for name, old in model.named_modules():
         if old in made:
             new, error, note = made[old]

@@ -27,8 +27,8 @@ class Layer(NamedTuple):
 
     name: str
     old: torch.nn.Module
-    parts: dict  # an `Entry` for each
-    read: Callable  # takes a device; returns the new module, its relative error or None, and a note
+    entries: list
+    read: Callable  # takes a device and a Scratch; returns the new module, its relative error or None, and a note
 
 
 class Slot(NamedTuple):
@@ -115,8 +115,8 @@ def _plan_foreign(old, parts, format, settings):
         raise ValueError("has no bias, and the model's layer does")
     block, read = format.plan(parts, shape, settings)
 
-    def make(device):
-        buffers, note = read(device)
+    def make(device, scratch):
+        buffers, note = read(device, scratch)
         weight = buffers.pop("weight", None)
         of = None if bias is None else bias.read(device).to((old.weight if old.bias is None else old.bias).dtype)
         if old.bias is None and of is not None and not of.any():
@@ -166,7 +166,7 @@ def _plan_own(old, parts, settings):
     if (found := parts["format"].read().tolist()) != new.format_numbers:
         raise ValueError(f"has the format {found}, and its settings say {new.format_numbers}")
 
-    def make(device):
+    def make(device, scratch):
         buffers = {key: parts[key].read(device) for key in wanted if key not in ("bias", "format")}
         bias = parts["bias"].read(device) if "bias" in parts else None
         return new.fill(old, device, bias, **buffers), None, "saved by qk"
@@ -196,7 +196,7 @@ def _plan_layers(model, quantized, plan_one):
         except ValueError as error:
             problems.append(f"{name} {error}")
             continue
-        layers.append(Layer(name, old, parts, read))
+        layers.append(Layer(name, old, list(parts.values()), read))
     return layers, problems
 
 
