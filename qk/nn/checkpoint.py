@@ -7,7 +7,6 @@ touched. Pickles, which can run code, are never opened.
 import json
 import math
 import mmap
-import os
 import re
 import struct
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Checkpoint", "Entry", "open_checkpoint", "read_ahead"]
+__all__ = ["Checkpoint", "Entry", "open_checkpoint"]
 
 _TAKES = "it takes a folder with safetensors files, a .safetensors file or a .gguf file"
 _DTYPES = {
@@ -33,7 +32,6 @@ _GGUF_TYPES = {
 }  # fmt: skip
 _GGUF_VALUES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_AHEAD = 2**26  # bytes that the system is asked to read before they are needed
 
 
 class Entry(NamedTuple):
@@ -42,7 +40,6 @@ class Entry(NamedTuple):
     Attributes:
         dtype: a torch.dtype, or the file's name for it where torch has none.
         size: in bytes.
-        file, start: where it is: the path, and the first byte after the file's header.
         load: returns the tensor, on the CPU, in memory that nothing else uses. Of a dtype without a torch.dtype it
             returns the bytes, uint8 [size].
     """
@@ -51,8 +48,6 @@ class Entry(NamedTuple):
     shape: tuple
     dtype: object
     size: int
-    file: Path
-    start: int
     load: Callable
 
     def read(self, device="cpu"):
@@ -99,20 +94,6 @@ def open_checkpoint(path):
         raise ValueError(f"path is {str(path)!r}; {_TAKES}. Pickles can run code, and are never loaded")
     tensors, metadata = _open_index(file) if file.suffix == ".json" else _open_safetensors(file)
     return Checkpoint(file.parent, tensors, _config(file.parent), metadata)
-
-
-def read_ahead(items):
-    """Iterate over items that have `entries`, while the system reads from the disk what the next ones need."""
-    asked = ahead = 0
-    for item in items:
-        while hasattr(os, "posix_fadvise") and asked < len(items) and ahead < _AHEAD:
-            for entry in items[asked].entries:
-                with open(entry.file, "rb") as opened:
-                    os.posix_fadvise(opened.fileno(), entry.start, entry.size, os.POSIX_FADV_WILLNEED)
-                ahead += entry.size
-            asked += 1
-        yield item
-        ahead -= sum(entry.size for entry in item.entries)
 
 
 def _file_of(folder):
@@ -178,22 +159,18 @@ def _open_safetensors(file):
             handle, own = safe_open(file, "pt"), False
         names = handle.offset_keys() if hasattr(handle, "offset_keys") else handle.keys()
         slices = {name: handle.get_slice(name) for name in names}
-        tensors, start = {}, 0
-        for name, slice in slices.items():
-            tensors[name] = _entry(handle, name, slice, file, start, own)
-            start += tensors[name].size
-        return tensors, handle.metadata() or {}
+        return {name: _entry(handle, name, slice, own) for name, slice in slices.items()}, handle.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file.name} is no safetensors file, or it is damaged: {error}") from None
 
 
-def _entry(handle, name, slice, file, start, own):
+def _entry(handle, name, slice, own):
     """own: whether a tensor has memory of its own, and isn't part of a mapped file."""
     shape, kind = tuple(slice.get_shape()), slice.get_dtype()
     dtype = _DTYPES.get(kind, kind)
     size = math.prod(shape) * (dtype.itemsize if isinstance(dtype, torch.dtype) else 1)
     read = (lambda: handle.get_tensor(name)) if own else (lambda: handle.get_tensor(name).clone())
-    return Entry(name, shape, dtype, size, file, start, read)
+    return Entry(name, shape, dtype, size, read)
 
 
 class _Bytes:
@@ -269,8 +246,7 @@ def _open_gguf(file):
         if name in found or start + offset < end or start + offset + size > len(data):
             raise ValueError(f"{file.name} is damaged: {name} is there twice, or overlaps another, or passes the end")
         end = start + offset + size
-        load = _gguf_load(data, start + offset, shape, dtype, size)
-        found[name] = Entry(name, shape, dtype, size, file, start + offset, load)
+        found[name] = Entry(name, shape, dtype, size, _gguf_load(data, start + offset, shape, dtype, size))
     return Checkpoint(file.parent, found, {}, metadata, True)
 
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..core.checks import listed
 from .calibration import progress_bar
-from .checkpoint import open_checkpoint, read_ahead
+from .checkpoint import open_checkpoint
 from .formats import Scratch
 from .kinds import linear_kinds, weight_shape
 from .layers import FORWARD_HOOKS, QuantizedModule
@@ -139,8 +139,7 @@ def _read(model, layers, slots, device, progress):
         return device if device is not None else default if tensor.device.type == "meta" else tensor.device
 
     changes, made, scratch = [], {}, Scratch()
-    items = [*layers, *slots]
-    for item, _ in zip(read_ahead(items), progress_bar(items, "loading", progress), strict=True):
+    for item in progress_bar([*layers, *slots], "loading", progress):
         if isinstance(item, Slot):
             tensor = _read_slot(item, where(item.tensor))
             changes += [(settings, key, tensor) for settings, key in item.places]
