@@ -34,11 +34,11 @@ def empty_scale(x, groups, layout):
     return scale if layout == "row" else scale.movedim(0, -1)
 
 
-def evens_first(x):
+def put_evens_first(x):
     """Put the even columns of every 32 of x [..., K] before the odd ones."""
     return x.unflatten(-1, (x.shape[-1] // 32, 16, 2)).transpose(-1, -2).flatten(-3)
 
 
-def evens_back(x):
-    """Undo `evens_first`."""
+def undo_evens_first(x):
+    """Undo `put_evens_first`."""
     return x.unflatten(-1, (x.shape[-1] // 32, 2, 16)).transpose(-1, -2).flatten(-3)

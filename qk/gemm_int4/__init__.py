@@ -17,7 +17,7 @@ import torch
 
 from ..core.checks import BLOCKS, FLOATS, LARGEST_INT4_K, LARGEST_SIZE, check_one_of, check_tensor
 from ..core.launch import cdiv
-from ..core.matrices import as_matrix, evens_back, with_aligned_rows
+from ..core.matrices import as_matrix, undo_evens_first, with_aligned_rows
 from ..core.operators import operator
 from ..core.replay import replayed
 from .portable import int4_gemm_portable
@@ -183,7 +183,7 @@ def int4_gemm_ref(
     absmax = absmax.detach().float()
     scale = torch.where(absmax.isfinite(), absmax / torch.full_like(absmax, 7), torch.nan).double()
     w = codes * scale.repeat_interleave(group_size or max(K, 1), 1)[:, :K]
-    x = evens_back(x) if evens_first else x
+    x = undo_evens_first(x) if evens_first else x
     x = x.detach().double()
     if x_scale is not None:
         x = x * x_scale.detach().double().repeat_interleave(block_size or max(K, 1), -1)[..., :K]

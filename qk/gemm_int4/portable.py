@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 from ..core.launch import SHARED_KIB, cdiv, gpu, launch, next_power_of_2, temporary
-from ..core.matrices import evens_back, with_aligned_rows
+from ..core.matrices import undo_evens_first, with_aligned_rows
 from ..core.numerics import INTERPRETED, LONGEST_SUM, seventh, tile_of, to_dtype, to_float32, wait_if_early
 
 try:
@@ -375,7 +375,7 @@ def int4_gemm_portable(problem, config=None):
     config: a Tile to use instead of the table's.
     """
     p = problem
-    x = evens_back(p.x) if p.evens_first else p.x
+    x = undo_evens_first(p.x) if p.evens_first else p.x
     x = with_aligned_rows(x)[:, : x.shape[1]]
     (M, N), K = p.out.shape, x.shape[1]
     c, dot_k = _choose(p) if config is None else (config, _dot_columns(p, config))

@@ -251,13 +251,15 @@ def test_rows_longer_than_a_grid(monkeypatch):
     most = 65535 * 1024
     monkeypatch.setattr(int4_portable, "gpu", lambda device: launch.Gpu((8, 0), 108))
     for K, scratch in ((most, True), (most + 1, False)):
-        config, _ = int4_portable._choose(torch.empty((600, K), dtype=torch.float16, device="meta"), 8, None)
+        x = torch.empty((600, K), dtype=torch.float16, device="meta")
+        out = torch.empty((600, 8), device="meta")
+        config, _ = int4_portable._choose(Int4Problem(x, None, None, None, out))
         assert (config.scratch > 0) == scratch
     monkeypatch.setattr(int4_sm90, "AVAILABLE", True)
     monkeypatch.setattr(int4_sm90, "gpu", lambda device: launch.Gpu((9, 0), 132))
     for K, can in ((0, False), (1, True), (65535 * 256, True), (65535 * 256 + 1, False)):
-        x = types.SimpleNamespace(shape=(17, K), is_cuda=True, device=None)
-        assert int4_sm90.supports_int4_sm90(x) == can
+        problem = types.SimpleNamespace(x=types.SimpleNamespace(shape=(17, K), is_cuda=True, device=None))
+        assert int4_sm90.supports_int4_sm90(problem) == can
 
 
 def test_pads_are_not_looked_at():
@@ -324,10 +326,9 @@ def test_a_seventh_is_correctly_rounded():
 def portable(x, packed, absmax, bias, group_size, out_dtype):
     """By the kernel of most GPUs, on Hopper too."""
     out = x.new_full((x.shape[0], packed.shape[0]), NAN, dtype=out_dtype)
-    config, _ = int4_portable._choose(x, packed.shape[0], group_size)
-    int4_portable.int4_gemm_portable(
-        Int4Problem(x, gemm_int4._as_words(packed), absmax, bias, out, group_size), config
-    )
+    config, _ = int4_portable._choose(Int4Problem(x, None, None, None, out, group_size))
+    problem = Int4Problem(x, gemm_int4._as_words(packed), absmax, bias, out, group_size)
+    int4_portable.int4_gemm_portable(problem, config)
     return out
 
 

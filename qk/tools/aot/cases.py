@@ -260,15 +260,21 @@ def _gemm_int4_sm90_cases(arch):
         columns = min(columns, 4 * min(group or 128, 128))
         call = f"{x}({M}, 8192), i32(8192, 1024), {x}({8192}, {groups}), {x}(8192), {x}({M}, 8192), {group}"
         few = {"spilled": 40} if tile.block_m == 128 and group == 32 else {}  # faster than smaller tiles
-        yield (
-            f"int4_gemm_sm90(Int4Problem({call}), '{config}')",
-            {"wgmma": columns // 16 * tile.wgs, "cp.async.bulk": 2} | few,
-        )
-    for config in "decode8 ordered", "decode16 ordered", "32", "64", "128", "large":
+        yield f"int4_gemm_sm90(Int4Problem({call}), '{config}')", {"wgmma": columns // 16 * tile.wgs, "cp.async.bulk": 2} | few
+    for config in "decode8 ordered", "decode16 ordered", "32", "64 int8", "128 int8":
         M = min(int4_sm90._CONFIGS[config].block_m, 100)
         for group, block, zero in (128, None, False), (128, 128, False), (None, None, False), (64, 32, True):
             problem = _int8_problem(M, group, block, zero, evens_first=True)
-            yield f"int4_gemm_sm90({problem}, '{config}')", {"wgmma": 4, "cp.async.bulk": 2}
+            few = {"spilled": 128} if config == "128 int8" and group == 64 else {}
+            yield f"int4_gemm_sm90({problem}, '{config}')", {"wgmma": 4, "cp.async.bulk": 2} | few
+
+
+def _gemm_int4_sm90_int8_cases(arch):
+    if arch != 90 or not gluon.AVAILABLE:
+        return
+    for group, block, zero in (128, None, False), (128, 128, False), (None, None, False), (64, 32, True):
+        for M, out in (1000, "bf16"), (300, "f32"):
+            yield f"int4_gemm_sm90_int8({_int8_problem(M, group, block, zero, True, out)})", {"wgmma": 16}
 
 
 def _hadamard_cases(arch):
@@ -352,6 +358,7 @@ CASES = {
     "gemm_int4.sm75": _gemm_int4_sm75_cases,
     "gemm_int4.portable": _gemm_int4_portable_cases,
     "gemm_int4.sm90": _gemm_int4_sm90_cases,
+    "gemm_int4.sm90_int8": _gemm_int4_sm90_int8_cases,
     "hadamard": _hadamard_cases,
     "gelu": _gelu_cases,
     "dequant": _dequant_cases,
