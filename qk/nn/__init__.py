@@ -3,6 +3,7 @@
 import importlib
 
 from .calibration import LayerStatistics, collect
+from .experts import QuantizedExperts
 from .layers import Int4Linear, Int8Embedding, Int8Linear
 from .load import load, save
 from .replace import dequantize_, int8_train_, quantize_, warm_up
@@ -16,6 +17,7 @@ __all__ = [
     "Int8Linear",
     "Int8TrainLinear",
     "LayerStatistics",
+    "QuantizedExperts",
     "Report",
     "Row",
     "collect",

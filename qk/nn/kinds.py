@@ -41,9 +41,14 @@ def as_conv1d(linear):
 
 
 def weight_shape(layer):
-    """The shape [out, in] of the weight that a linear layer has or stands for; of an embedding, [rows, columns]."""
+    """The shape [out, in] of the weight that a linear layer has or stands for.
+
+    Of an embedding, it is [rows, columns]; of experts, gate_up_proj's, which has three dimensions.
+    """
     if is_transposed(layer):
         return layer.nf, layer.nx
+    if "gate_up_proj" in layer._parameters:
+        return tuple(layer.gate_up_proj.shape)
     if hasattr(layer, "out_features"):
         return layer.out_features, layer.in_features
     return layer.num_embeddings, layer.embedding_dim

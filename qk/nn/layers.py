@@ -115,8 +115,8 @@ class QuantizedWeight:
             raise AttributeError(name)
         raise AttributeError(
             f"the weight of an {type(self._layer).__name__} is frozen codes: it has dtype, device, shape and "
-            f"dequantize(), but no {name}. Code that needs a float weight needs the float layer: name it in "
-            "quantize_(model, skip=[...])"
+            f"dequantize(), but no {name}. Code that needs a float weight needs the float layer: call "
+            "dequantize_(model), or name it in quantize_(model, skip=[...])"
         )
 
     @classmethod
@@ -247,7 +247,8 @@ def output_dtype(x, columns, name="x"):
         ValueError: if the layer can't take x.
     """
     device = x.device.type if isinstance(x, torch.Tensor) else None
-    if device not in ("cuda", "cpu") or x.dtype not in FLOATS or not x.ndim or x.shape[-1] != columns:
+    dense = device in ("cuda", "cpu") and x.dtype in FLOATS and not x.is_nested
+    if not dense or not x.ndim or x.shape[-1] != columns:
         check_tensor(name, x, FLOATS, "[..., K]")
         raise ValueError(f"{name} has shape {list(x.shape)}; it takes [..., {columns}]")
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -477,24 +478,24 @@ class Int8Linear(QuantizedLinear):
     def settings(self):
         return super().settings() | {"block_size": self.block_size}
 
+    def _operands(self):
+        return self._buffers["codes"], self._buffers["scale"]  # by attribute, they take nn.Module's slow path
+
     def compute(self, x, bias, dtype):
-        codes, scale = self._buffers["codes"], self._buffers["scale"]  # by attribute, they take nn.Module's slow path
-        return _int8_linear(x, codes, scale, bias, self.block_size, self.rotate, dtype)
+        return _int8_linear(x, *self._operands(), bias, self.block_size, self.rotate, dtype)
 
     def prepare(self, x, dtype):
         return _quantize_input(x, self.block_size, self.rotate)
 
     def multiply(self, prepared, bias, dtype):
-        codes, scale = prepared
-        buffers = self._buffers  # as attributes, buffers take nn.Module's slow path
-        return int8_addmm(codes, scale, buffers["codes"], buffers["scale"], bias, self.block_size, dtype)
+        return int8_addmm(*prepared, *self._operands(), bias, self.block_size, dtype)
 
     def input_gradient(self, g, dtype):
         how = self.in_features, self.rotate, dtype, self.block_size
-        return _int8_input_gradient(g, *how, self._buffers["codes"], self._buffers["scale"])
+        return _int8_input_gradient(g, *how, *self._operands())
 
     def dequantize(self):
-        w = from_int8(self.codes, self.scale, self.block_size, torch.float32)
+        w = from_int8(*self._operands(), self.block_size, torch.float32)
         return rotate_weight(w) if self.rotate else w
 
 
@@ -674,6 +675,27 @@ class Int8Embedding(QuantizedModule):
 
     def extra_repr(self):
         return f"{self.num_embeddings}, {self.embedding_dim}, dtype={self.dtype}"
+
+
+class TiedInt8Linear(Int8Linear):
+    """A linear layer whose weight is an embedding table. Both are one `Int8Embedding`, wherever the model is moved.
+
+    Args:
+        table: the `Int8Embedding`, a scale for each of whose rows suits `block_size=None`.
+        linear: the torch.nn.Linear that it is made from, whose bias it copies.
+    """
+
+    def __init__(self, table, linear):
+        size = table.embedding_dim, table.num_embeddings
+        QuantizedLinear.__init__(self, *size, False, [1, 0, 0], table.format.device, table.dtype)
+        self.block_size, self.table, self.trainable = None, table, linear.weight.requires_grad
+        if linear.bias is not None:
+            self.bias = torch.nn.Parameter(linear.bias.detach().clone(), linear.bias.requires_grad)
+        self.train(linear.training)
+
+    def _operands(self):
+        buffers = self._modules["table"]._buffers
+        return buffers["codes"], buffers["scale"]
 
 
 def why_unfit(layer):

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import fnmatch
 import itertools
+import math
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils.benchmark import Timer
 from ..core.checks import FLOATS, check_integer, check_one_of, check_tensor
 from ..core.numerics import INTERPRETED
 from .calibration import LayerStatistics, check_moment, progress_bar
+from .experts import QuantizedExperts, is_experts, linears_of
 from .kinds import as_linear, linear_kinds, weight_shape
 from .layers import (
     FORWARD_HOOKS,
@@ -28,6 +30,7 @@ from .layers import (
     Int8Linear,
     QuantizedLinear,
     QuantizedModule,
+    TiedInt8Linear,
     check_block_size,
     check_group_size,
     why_unfit,
@@ -70,6 +73,7 @@ class Job(NamedTuple):
     to: object  # "int8", "int4", a module, or None, which leaves it alone
     note: str
     forced: str = ""  # why it would have been left alone, had it not been named in force
+    tie: object = None  # an embedding's only linear layer with the same weight, or that layer's embedding
 
 
 def find_layers(model, kinds, stays=False, force=()):
@@ -108,7 +112,8 @@ def find_layers(model, kinds, stays=False, force=()):
         if unusual and not (unfit or matched or stays):
             unfit, unusual = f"{unusual} (force replaces it)", ""
         note = unfit or (unusual if stays else "")
-        jobs.append(Job(layers, places, None, note, "" if note else unusual))
+        tie = _partner(layer, users) if note and not stays else None
+        jobs.append(Job(layers, places, None, note, "" if note else unusual, tie))
     _check_used("force", unused)
     return jobs
 
@@ -122,8 +127,30 @@ def _alike(layer, users):
     )
 
 
+def _partner(layer, users):
+    """Returns the other one of an embedding and a linear layer that alone share a weight, or None."""
+    pair, layers = (torch.nn.Embedding, torch.nn.Linear), [module for module, _ in users]
+    kinds = {type(module) for module in layers}
+    if len(layers) != 2 or kinds != set(pair) or any(why_unfit(each) or why_unusual(each, pair) for each in layers):
+        return None
+    return layers[layers[0] is layer]
+
+
+def _tied(jobs, to):
+    """Let an embedding and a linear layer with the same weight become one, if both are to become int8."""
+    of = {job.layers[0]: job for job in jobs if job.tie is not None and job.note != "skipped"}
+    for head in list(of.values()):
+        table = of.get(head.tie)
+        if isinstance(head.tie, torch.nn.Embedding) and table is not None and _answer(to, head) == "int8":
+            of[head.tie] = table._replace(to="int8", note="")
+            of[head.layers[0]] = head._replace(to="int8", note=f"its weight is the table of {table.names[0]}")
+    return [of.get(job.layers[0], job) for job in jobs]
+
+
 def _reasons(model, layers, places, kinds, stays, names, users):
     """Say why these layers can't be replaced, or "", and why they are replaced only if forced, or ""."""
+    if "gate_up_proj" in layers[0]._parameters:
+        return _why_not_experts(layers[0]), ""
     unfit = next(filter(None, map(why_unfit, layers)), "")
     others = [(module, key) for module, key in users if module is not layers[0]]
     if not unfit and len(layers) > 1 and any(getattr(layer, hooks) for layer in layers for hooks in FORWARD_HOOKS):
@@ -138,8 +165,22 @@ def _reasons(model, layers, places, kinds, stays, names, users):
         note, force = _reader(model, name)
         if note and not force:
             return note, ""
-        unusual = unusual or note
+        unusual = note or unusual
     return "", unusual
+
+
+def _why_not_experts(experts):
+    """Say why experts of transformers can't be replaced, or return ""."""
+    if not is_experts(experts):
+        return "experts of an unknown kind"
+    for name, parameter in experts._parameters.items():
+        if type(parameter) is not torch.nn.Parameter:
+            return f"its {name} is a {type(parameter).__name__}"
+        if parameter.dtype not in FLOATS:
+            return f"its {name} has dtype {parameter.dtype}"
+    if "forward" in experts.__dict__:
+        return "its forward was replaced"
+    return "it has hooks besides those of forward" if any(getattr(experts, hooks) for hooks in OTHER_HOOKS) else ""
 
 
 def _reader(model, name):
@@ -233,7 +274,8 @@ def _check_devices(layers, measure):
     """Check that layers, as (name, layer), can be quantized where they are."""
     found = {}
     for name, layer in layers:
-        found.setdefault(layer.weight.device.type, (name, layer.weight))
+        weight = _weight(layer)
+        found.setdefault(weight.device.type, (name, weight))
     if len(found) > 1:
         (a, x), (b, y), *_ = found.values()
         raise ValueError(f"model has {a} on {x.device}, and {b} on {y.device}; it takes one that is on one device")
@@ -260,18 +302,41 @@ def _check_statistics(layers, statistics):
         check_moment(found.second_moment, weight_shape(layer)[1], f"{what}.second_moment")
 
 
-def _relative_error(new, weight):
-    if not isinstance(new, QuantizedModule) or weight.is_meta or new.format.is_meta:
+def _weight(layer):
+    """The weight of a layer; of experts, the first of two."""
+    return layer.gate_up_proj if "gate_up_proj" in layer._parameters else layer.weight
+
+
+def _pairs(new, layer):
+    """Iterate over quantized layers and the float weights [out, in] that they stand for: one, or those of experts."""
+    if not isinstance(new, QuantizedExperts):
+        yield new, as_linear(layer).weight
+        return
+    for part, linear in zip(new.layers(), linears_of(layer), strict=True):
+        yield part, linear.weight
+
+
+def _relative_error(new, layer):
+    if not isinstance(new, QuantizedModule | QuantizedExperts):
         return None
-    difference = new.dequantize().to(weight.device).sub_(weight)
-    # float64: the squares of large weights overflow in float32
-    error, norm = (torch.linalg.vector_norm(w, dtype=torch.float64).item() for w in (difference, weight))
-    return error / norm if norm else error
+    errors, norms = 0.0, 0.0
+    for part, weight in _pairs(new, layer):
+        if weight.is_meta or part.format.is_meta:
+            return None
+        difference = part.dequantize().to(weight.device).sub_(weight)
+        # float64: the squares of large weights overflow in float32
+        error, norm = (torch.linalg.vector_norm(w, dtype=torch.float64).item() for w in (difference, weight))
+        errors, norms = math.hypot(errors, error), math.hypot(norms, norm)
+    return errors / norms if norms else errors
 
 
-def _not_finite(new, weight):
-    """Say why codes can't represent this weight, or return ""."""
-    scale = getattr(new, "absmax", getattr(new, "scale", None))
+def _not_finite(new, layer):
+    """Say why codes can't represent a layer's weight, or return ""."""
+    return next(filter(None, (_not_finite_in(*pair) for pair in _pairs(new, layer))), "")
+
+
+def _not_finite_in(new, weight):
+    scale = new.table.scale if isinstance(new, TiedInt8Linear) else getattr(new, "absmax", getattr(new, "scale", None))
     if scale.is_meta or scale.isfinite().all():
         return ""
     if not weight.isfinite().all():
@@ -318,35 +383,43 @@ class _Options(NamedTuple):
         """Quantize a layer. to: "int8" or "int4"."""
         if isinstance(layer, torch.nn.Embedding):
             return Int8Embedding.from_embedding(layer)
+        if is_experts(layer):
+            return self.make_experts(layer, to)
         if to == "int8":
             return Int8Linear.from_linear(layer, self.block_size, self.rotate)
         moment = None if self.statistics is None else self.statistics[name].second_moment
         return Int4Linear.from_linear(layer, self.group_size, self.rotate, moment)
 
+    def make_experts(self, experts, to):
+        """Quantize experts, without statistics. to: "int8" or "int4"."""
+        alone = self._replace(statistics=None)
+        return QuantizedExperts(experts, lambda linear: alone.make("", linear, to))
+
 
 @torch.no_grad()
-def _quantized(job, options, times):
+def _quantized(job, options, times, tables):
     """Do a job without changing the model. Returns the new module, or None, and the Row.
 
     times: measurements of earlier layers, for those that are alike.
+    tables: what embeddings became, by embedding.
     """
     layer, name, to = job.layers[0], job.names[0], job.to
     new, error, us, notes = None, None, (None, None), [job.note] if job.note else []
     if len(job.names) > 1:
         notes.append(f"also {', '.join(job.names[1:])}")
     if to is not None:
-        home, alike, here = layer.weight.device, name, layer
+        home, alike, here = _weight(layer).device, name, layer
         new = to
         if isinstance(to, str):
             if home.type == "cpu" and not INTERPRETED.value:
                 here = _on_gpu(layer)
-            new = options.make(name, here, to)
-            alike = type(layer), repr(new), layer.weight.dtype, home
-            if problem := _not_finite(new, here.weight):
+            new = options.make(name, here, to) if job.tie not in tables else TiedInt8Linear(tables[job.tie], layer)
+            alike = type(layer), repr(new), _weight(layer).dtype, home
+            if problem := _not_finite(new, here):
                 new, notes = None, [problem, *notes]
     if new is not None:
-        error = _relative_error(new, as_linear(here).weight)
-        if options.tokens:
+        error = _relative_error(new, here)
+        if options.tokens and not is_experts(layer):  # which take more than tokens
             if alike not in times:
                 example = _example(layer, options.tokens)
                 times[alike] = _microseconds(layer, example), _microseconds(new, example)
@@ -398,23 +471,26 @@ def quantize_(
     model, to="int8", skip=(), *, force=(), block_size=128, group_size=128, embeddings=False, statistics=None,
     rotate=False, measure=False, progress=True,
 ):  # fmt: skip
-    """Replace a model's linear layers with quantized ones, in place: torch.nn.Linear, and Conv1D of transformers.
+    """Replace a model's linear layers with quantized ones, in place.
 
-    What is replaced depends only on the model, so a state saved on one machine loads on any other. A module in several
-    places becomes one new module, and so do layers that share weight and bias. Forward hooks move to the new layer. An
-    optimizer made before still has the old parameters.
+    Linear layers are torch.nn.Linear, and of transformers, Conv1D and the experts of most mixtures of experts, which
+    become `QuantizedExperts`. What is replaced depends only on the model, so a state saved on one machine loads on any
+    other. A module in several places becomes one new module, and so do layers that share weight and bias. Forward hooks
+    move to the new layer. An optimizer made before still has the old parameters.
 
     Some layers stay as they are, and the report says why:
 
     - Its weight is computed at each call, `from_linear` doesn't take it, or codes can't represent it: it holds NaN or
       Inf, or for int4 a value beyond 65504.
     - It may do more than a torch.nn.Linear: it is of a subclass, has another forward or hooks besides forward hooks, or
-      shares its weight with something else (often an embedding). `force` replaces it.
+      shares its weight with something else (often an embedding; see embeddings). `force` replaces it.
     - Its parent computes with its weight instead of calling it, as torch.nn.MultiheadAttention does, or it is an
       adapter of peft. `force` replaces these, too.
 
     Any other module that computes with `layer.weight` gets the dequantized weight at each call. That is correct but
-    slow, so it is better to skip such a layer. torch.nn.TransformerEncoderLayer leaves its fast path for that reason.
+    slow, so it is better to skip such a layer. torch.nn.TransformerEncoderLayer leaves its fast path for that reason. A
+    torch.nn.TransformerEncoder whose first layer is skipped needs enable_nested_tensor=False: quantized layers take no
+    nested tensors.
 
     Args:
         model: a torch.nn.Module, not quantized yet.
@@ -426,7 +502,8 @@ def quantize_(
         block_size: for int8, the rows and columns of a square block that share a scale: 32, 64, 128 or 256. None: each
             row of a weight and each token has one scale, as in most int8 checkpoints.
         group_size: for int4, the columns of a row that share a scale: 32, 64, 128, 256, or None for the whole row.
-        embeddings: whether each torch.nn.Embedding becomes an `Int8Embedding`.
+        embeddings: whether each torch.nn.Embedding becomes an `Int8Embedding`. If a torch.nn.Linear has the same weight
+            and is to become int8, both become one table, which has a scale for each row and isn't rotated.
         statistics: what `collect` returned. int4 codes are then chosen to suit the inputs.
         rotate: whether weights and inputs are rotated by a Hadamard matrix. See qk/nn/layers.py.
         measure: whether to time each layer on 256 tokens, before and after; or another number of tokens.
@@ -449,11 +526,15 @@ def quantize_(
     check_integer("measure", tokens, 0)
     kinds = *linear_kinds(), Int8TrainLinear, *((torch.nn.Embedding,) if embeddings else ())
     _check_model(model, kinds)
-    jobs = decide(find_layers(model, kinds, force=force), to, skip)
+    kinds = *kinds, *{type(module) for module in model.modules() if is_experts(module)}
+    jobs = _tied(decide(find_layers(model, kinds, force=force), to, skip), to)
     _check_devices([(job.names[0], job.layers[0]) for job in jobs if isinstance(job.to, str)], measure)
     if statistics is not None:
-        _check_statistics([(job.names[0], job.layers[0]) for job in jobs if job.to == "int4"], statistics)
-        silent = {job.names[0] for job in jobs if job.to == "int4" and not statistics[job.names[0]].tokens}
+        calibrated = [
+            (job.names[0], job.layers[0]) for job in jobs if job.to == "int4" and not is_experts(job.layers[0])
+        ]
+        _check_statistics(calibrated, statistics)
+        silent = {name for name, _ in calibrated if not statistics[name].tokens}
         jobs = [job._replace(note="had no input in calibration") if job.names[0] in silent else job for job in jobs]
     return _quantize(model, jobs, _Options(block_size, group_size, rotate, statistics, tokens), embeddings, progress)
 
@@ -463,11 +544,21 @@ def _quantize(model, jobs, options, embeddings, progress):
     times, tensors = {}, tensors_of(model)
     sizes = [x.numel() * x.itemsize for x in tensors]
     others = rows_of_others(model, {layer for job in jobs for layer in job.layers}, embeddings)
-    results = [_quantized(job, options, times) for job in progress_bar(jobs, "quantization", progress)]
+    found, tables = {}, {}
+    # heads last: they need their embeddings' tables
+    for job in progress_bar(sorted(jobs, key=_is_head), "quantization", progress):
+        new, _ = found[job.layers[0]] = _quantized(job, options, times, tables)
+        if isinstance(new, Int8Embedding):
+            tables[job.layers[0]] = new
+    results = [found[job.layers[0]] for job in jobs]
     with _replacing(model, jobs, [new for new, _ in results]):
         left = set(tensors_of(model))
         replaced = sum(size for x, size in zip(tensors, sizes, strict=True) if x not in left)
         return Report([row for _, row in results], sum(sizes), bytes_of(model), others, replaced)
+
+
+def _is_head(job):
+    return isinstance(job.tie, torch.nn.Embedding)
 
 
 @contextlib.contextmanager
@@ -508,12 +599,20 @@ def dequantize_(model, progress=True):
     """
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; it takes a torch.nn.Module")
-    if isinstance(model, QuantizedModule):
-        raise ValueError(f"model is an {type(model).__name__}; it takes a model with layers in it (see to_float)")
+    if isinstance(model, QuantizedModule | QuantizedExperts):
+        raise ValueError(
+            f"model is itself quantized, {type(model).__name__}; it takes a model with layers in it (see to_float)"
+        )
     names = collections.defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, QuantizedModule):
+        if isinstance(module, QuantizedModule | QuantizedExperts):
             names[module].append(name)
+    for module in [module for module in names if isinstance(module, QuantizedExperts)]:
+        for part in module.layers():
+            del names[part]
+    heads = [module for module in names if isinstance(module, TiedInt8Linear)]
+    for head in heads:
+        names[head.table] = [name for name in names[head.table] if name.removesuffix(".table") not in names[head]]
     if not names:
         raise ValueError(f"model is a {type(model).__name__} without quantized layers; it takes what quantize_ made")
     for layer, (name, *_) in names.items():
@@ -521,6 +620,9 @@ def dequantize_(model, progress=True):
             raise ValueError(f"model has {name}, and {why}; it takes layers as quantize_ made them")
     jobs, size = [Job([layer], places, None, "") for layer, places in names.items()], bytes_of(model)
     modules = [layer.to_float() for layer in progress_bar(names, "dequantization", progress)]
+    made = dict(zip(names, modules, strict=True))
+    for head in heads:
+        made[head].weight = made[head.table].weight
     with _replacing(model, jobs, modules):
         rows = [_row_of_float(job, new) for job, new in zip(jobs, modules, strict=True)]
         others = rows_of_others(model, set(modules), True)
@@ -529,7 +631,9 @@ def dequantize_(model, progress=True):
 
 def _changed(layer):
     """Say how a quantized layer differs from one that `quantize_` made, or return ""."""
-    if type(layer) not in (Int8Linear, Int4Linear, Int8Embedding):
+    if isinstance(layer, QuantizedExperts):
+        return next(filter(None, map(_changed, layer.layers())), "")
+    if type(layer) not in (Int8Linear, Int4Linear, Int8Embedding, TiedInt8Linear):
         return f"it is a {type(layer).__name__}"
     if "forward" in layer.__dict__:
         return "its forward was replaced"
@@ -540,7 +644,7 @@ def _row_of_float(job, new):
     layer, name = job.layers[0], job.names[0]
     note = f"also {', '.join(job.names[1:])}" if len(job.names) > 1 else ""
     kinds, sizes = (type(layer).__name__, type(new).__name__), (bytes_of(layer), bytes_of(new))
-    return Row(name, *kinds, weight_shape(layer), None, *sizes, None, None, note)
+    return Row(name, *kinds, weight_shape(new), None, *sizes, None, None, note)
 
 
 def warm_up(model, tokens=_SERVED, progress=True):

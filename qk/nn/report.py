@@ -118,6 +118,8 @@ def rows_of_others(model, layers, embeddings):
             note = "embeddings=True replaces it"
         else:
             note = NO_MATRIX if largest.ndim < 2 else "not a torch.nn.Linear"
+            if isinstance(module, torch.nn.MultiheadAttention):
+                note = "it computes with its weights itself"
         size = sum(p.numel() * p.itemsize for p in parameters)
         rows.append(Row(name, kind, kind, tuple(largest.shape), None, size, size, None, None, note))
     return rows

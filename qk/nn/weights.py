@@ -6,19 +6,10 @@ doesn't use this file: there, kernels run everywhere.
 
 import functools
 
-import torch
-
 from ..core.checks import BLOCKS
 from ..core.launch import cdiv
 from ..hadamard import hadamard, hadamard_ref
-from ..int4 import (
-    dequantize_int4,
-    dequantize_int4_ref,
-    quantize_int4,
-    quantize_int4_ref,
-    unpack_int4,
-    unpack_int4_ref,
-)
+from ..int4 import dequantize_int4, dequantize_int4_ref, quantize_int4, quantize_int4_ref
 from ..int8 import (
     act_dequant,
     act_dequant_ref,
@@ -37,8 +28,8 @@ def _where(function, reference):
     """Returns what calls the function, or its reference if the first argument is on the CPU."""
 
     @functools.wraps(function)
-    def call(x, *args):
-        return (reference if x.is_cpu else function)(x, *args)
+    def call(x, *args, **options):
+        return (reference if x.is_cpu else function)(x, *args, **options)
 
     return call
 
@@ -56,8 +47,7 @@ def _compact(reference):
 
 rotate_weight = _where(hadamard, hadamard_ref)
 to_int4 = _where(quantize_int4, _compact(quantize_int4_ref))
-_codes_of = _where(unpack_int4, unpack_int4_ref)
-_symmetric_from_int4 = _where(dequantize_int4, dequantize_int4_ref)
+from_int4 = _where(dequantize_int4, dequantize_int4_ref)
 _rows_to_int8 = _where(quantize_per_token, _compact(quantize_per_token_ref))
 _rows_from_int8 = _where(act_dequant, act_dequant_ref)
 _squares_to_int8 = _where(weight_quant, _compact(weight_quant_ref))
@@ -75,14 +65,3 @@ def from_int8(codes, scale, block_size, dtype):
         return _squares_from_int8(codes, scale, block_size, dtype)
     widest = BLOCKS[-1]
     return _rows_from_int8(codes, scale.expand(-1, cdiv(codes.shape[1], widest)), widest, dtype)
-
-
-def from_int4(packed, absmax, columns, group_size, dtype, zero_point=None):
-    """Dequantize an int4 weight: (code - zero_point) * (absmax / 7). zero_point: int8, of absmax's shape, or None."""
-    if zero_point is None:
-        return _symmetric_from_int4(packed, absmax, columns, group_size, dtype)
-    codes, scale = _codes_of(packed, columns), absmax.float() / torch.full_like(absmax, 7, dtype=torch.float32)
-    zero_point, scale = (
-        x.repeat_interleave(group_size or max(columns, 1), 1)[:, :columns] for x in (zero_point, scale)
-    )
-    return ((codes - zero_point) * scale).to(dtype)

@@ -794,17 +794,102 @@ def test_a_bias_that_is_shared_is_copied():
     assert same(model["a"].bias, model["b"].bias) and model["a"].bias.data_ptr() != model["b"].bias.data_ptr()
 
 
-@pytest.mark.parametrize("embeddings", [False, True])
-def test_weights_tied_to_an_embedding_stay(embeddings):
-    model = nn.ModuleDict({"embed": embedding(50, 70), "inner": linear(70, 70), "head": linear(70, 50, False)})
-    model["head"].weight = model["embed"].weight
-    report = quantize_(model, embeddings=embeddings)
+def tied(bias=False, first="embed", seed=0):
+    """A model whose head has the weight of its embedding."""
+    table, head = embedding(50, 70), linear(70, 50, bias, seed=seed)
+    with torch.no_grad():
+        table.weight.copy_(randn(50, 70, seed=seed))
+    head.weight = table.weight
+    ends = {"embed": table, "head": head} if first == "embed" else {"head": head, "embed": table}
+    return nn.ModuleDict({**ends, "inner": linear(70, 70, seed=seed)})
+
+
+def logits(model):
+    return model["head"](model["inner"](model["embed"](IDS)))
+
+
+STAYS_TIED = [
+    {},
+    {"to": "int4", "embeddings": True},
+    {"to": lambda name, layer: None if name == "head" else "int8", "embeddings": True},
+]
+
+
+@pytest.mark.parametrize("how", STAYS_TIED)
+def test_weights_tied_to_an_embedding_stay(how):
+    model = tied()
+    report = quantize_(model, **how)
     assert type(model["head"]) is nn.Linear and model["head"].weight is model["embed"].weight
     assert row_of(report, "head").note == "its weight is embed.weight, too (force replaces it)"
     assert not row_of(report, "head").replaced
-    assert isinstance(model["inner"], Int8Linear)
-    if embeddings:
+    assert isinstance(model["inner"], Int4Linear if how.get("to") == "int4" else Int8Linear)
+    if how:
         assert row_of(report, "embed").note == "its weight is head.weight, too (force replaces it)"
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("first", ["embed", "head"])
+def test_a_tied_embedding_and_head_become_one(first, bias, tmp_path):
+    model = tied(bias, first)
+    plain = copy.deepcopy(model)
+    report = quantize_(model, embeddings=True, rotate=True, measure=3)
+    embed, head = model["embed"], model["head"]
+    assert type(embed) is Int8Embedding and isinstance(head, Int8Linear) and head.table is embed
+    assert row_of(report, "head").note.endswith("its weight is the table of embed") and row_of(report, "head").replaced
+    assert (
+        row_of(report, "embed").error == pytest.approx(row_of(report, "head").error)
+        and row_of(report, "head").error < 0.02
+    )
+    assert report.bytes_after == sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+    codes, scale = qk.quantize_per_token(plain["embed"].weight)
+    assert same(embed.codes, codes) and same(embed.scale, scale) and same(head.dequantize(), embed.dequantize())
+    untied = Int8Linear.from_linear(plain["head"], None)
+    x = randn(5, 70).requires_grad_()
+    assert same(head(x), untied(x)) and repr(head).partition("(")[2].startswith("\n  in_features=70, out_features=50")
+    gradients = [torch.autograd.grad(layer(x).sum(), x)[0] for layer in (head, untied)]
+    assert same(*gradients)
+    out = logits(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(model).to("meta")):
+        assert other["head"].table is other["embed"] and other["head"].table.codes is other["embed"].codes
+    save_model(model, tmp_path / "model.safetensors")
+    loaded = tied(bias, first, seed=9)
+    quantize_(loaded, embeddings=True, rotate=True)
+    load_model(loaded, tmp_path / "model.safetensors")
+    assert same(logits(loaded), out)
+    half = copy.deepcopy(model).half()
+    assert logits(half).dtype == half["embed"](IDS).dtype == torch.float16 and half["head"].table is half["embed"]
+    report = dequantize_(model)
+    assert type(model["head"]) is nn.Linear and model["head"].weight is model["embed"].weight
+    assert [row.name for row in report.rows] == [first, *({"embed", "head"} - {first}), "inner"]
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert torch.linalg.norm(logits(model) - out) < 0.03 * torch.linalg.norm(out)
+
+
+def test_what_is_skipped_or_forced_is_no_pair():
+    model = tied()
+    report = quantize_(model, skip=["embed"], embeddings=True)
+    assert row_of(report, "head").note == "its weight is embed.weight, too (force replaces it)"
+    assert type(model["embed"]) is nn.Embedding and type(model["head"]) is nn.Linear
+    model = tied()
+    quantize_(model, force=["head", "embed"], embeddings=True)
+    assert type(model["head"]) is Int8Linear and type(model["embed"]) is Int8Embedding
+    model = tied()
+    model["third"] = linear(70, 50, False)
+    model["third"].weight = model["embed"].weight
+    assert [row.name for row in quantize_(model, embeddings=True).rows if row.replaced] == ["inner"]
+
+
+def test_a_tied_table_that_codes_can_t_represent_stays():
+    model = tied()
+    model["embed"].weight.data[3, 4] = torch.nan
+    report = quantize_(model, embeddings=True)
+    assert [row.name for row in report.rows if row.replaced] == ["inner"]
+    assert (
+        row_of(report, "embed").note
+        == row_of(report, "head").note.partition(", its")[0]
+        == "its weight holds NaN or Inf"
+    )
+    assert model["head"].weight is model["embed"].weight
 
 
 def test_a_weight_that_a_module_holds_itself_stays():
@@ -857,13 +942,14 @@ def test_transformers_of_torch(force):
         report = quantize_(model, force=force)
         for row in report.rows:
             if row.name.endswith("out_proj"):
+                note = "MultiheadAttention computes with its weight itself"
                 assert row.was == "NonDynamicallyQuantizableLinear" and row.replaced == bool(force)
-                assert row.note.startswith("forced, though a subclass of Linear" if force else "a subclass of Linear")
+                assert row.note == (f"forced, though {note}" if force else f"{note} (force replaces it)")
             else:
                 assert row.replaced and row.note == ""
-        assert {row.name for row in report.others if "self_attn" in row.name} == {
-            "encoder.layers.0.self_attn", "decoder.self_attn",
-        }  # fmt: skip
+        assert {row.name: row.note for row in report.others if "self_attn" in row.name} == dict.fromkeys(
+            ("encoder.layers.0.self_attn", "decoder.self_attn"), "it computes with its weights itself"
+        )
         called = []
         model["encoder"].layers[0].linear1.compute = lambda *args: (
             called.append(1) or Int8Linear.compute(model["encoder"].layers[0].linear1, *args)
@@ -882,6 +968,27 @@ def test_transformers_of_torch_when_compiled(force):
         want = model(x)
         out = torch.compile(model, backend="aot_eager")(x)
     assert torch.linalg.norm(out - want) < 1e-3 * torch.linalg.norm(want)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("skip", [(), ["layers.1"]], ids=str)
+def test_padded_input_of_torch_s_encoder(skip):
+    """With a mask, and without gradients, it would like to make a nested tensor."""
+    layer = nn.TransformerEncoderLayer(64, 4, 96, batch_first=True, device=DEVICE)
+    model, x = nn.TransformerEncoder(layer, 2).eval(), randn(3, 5, 64)
+    mask = torch.arange(5, device=DEVICE) >= torch.tensor([3, 5, 4], device=DEVICE)[:, None]
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        want = model(x, src_key_padding_mask=mask)
+        quantize_(model, skip=skip)
+        out = model(x, src_key_padding_mask=mask)
+        assert 0 < torch.linalg.norm((out - want)[~mask]) < 0.02 * torch.linalg.norm(want[~mask])
+        quantize_(other, skip=["layers.0"])
+        with pytest.raises(ValueError, match=r"^input has layout nested; it takes torch\.strided"):
+            other(x, src_key_padding_mask=mask)
+        other.use_nested_tensor = False  # what enable_nested_tensor sets
+        out = other(x, src_key_padding_mask=mask)
+        assert 0 < torch.linalg.norm((out - want)[~mask]) < 0.02 * torch.linalg.norm(want[~mask])
 
 
 class Lora(nn.Module):
@@ -986,6 +1093,7 @@ def test_force(note, change):
 def test_force_unties():
     """The table stays, and so does what it takes."""
     model = tied()
+    del model["inner"]
     table, before = model["embed"].weight, copy.deepcopy(model["head"])
     report = quantize_(model, force="head")
     (row,) = report.rows
@@ -1140,12 +1248,6 @@ def with_hooks():
 
 def two_devices():
     return nn.ModuleDict({"a": linear(70, 70), "b": nn.Linear(70, 70, device="meta")})
-
-
-def tied():
-    model = nn.ModuleDict({"embed": embedding(50, 70), "head": linear(70, 50, False)})
-    model["head"].weight = model["embed"].weight
-    return model
 
 
 def twice():
@@ -1503,7 +1605,7 @@ def to_another_class(layer):
     [
         (lambda: [1], "model is a list; it takes a torch.nn.Module"),
         (Block, "model is a Block without quantized layers; it takes what quantize_ made"),
-        (lambda: layer_of(Int8Linear), "model is an Int8Linear; it takes a model with layers in it (see to_float)"),
+        (lambda: layer_of(Int8Linear), "model is itself quantized, Int8Linear; it takes a model with layers"),
         (lambda: changed(to_another_class), "model has 1, and it is a Mine; it takes layers as quantize_ made them"),
         (lambda: changed(lambda layer: layer.register_full_backward_hook(print)), "model has 1, and it has hooks"),
         (lambda: changed(lambda layer: setattr(layer, "forward", print)), "model has 1, and its forward was replaced"),
