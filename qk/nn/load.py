@@ -20,7 +20,7 @@ from .calibration import progress_bar
 from .checkpoint import open_checkpoint
 from .formats import Scratch
 from .kinds import linear_kinds, weight_shape
-from .layers import FORWARD_HOOKS, QuantizedModule
+from .layers import FORWARD_HOOKS, QuantizedModule, TiedInt8Linear
 from .plan import DTYPE_NAMES, KINDS, VERSION, Slot, plan
 from .report import Report, Row, bytes_of, rows_of_others
 
@@ -145,11 +145,12 @@ def _read(model, layers, slots, device, progress):
             changes += [(settings, key, tensor) for settings, key in item.places]
         elif item.old not in made:
             made[item.old] = item.read(where(item.old.weight), scratch)
-    for item in layers:
-        new = made[item.old][0]
-        parent, _, key = item.name.rpartition(".")
-        changes.append((model.get_submodule(parent)._modules, key, new))
-        changes += [(new.__dict__, hooks, getattr(item.old, hooks)) for hooks in FORWARD_HOOKS]
+    for name, old in model.named_modules(remove_duplicate=False):
+        parent, _, key = name.rpartition(".")
+        if old in made and model.get_submodule(parent) not in made:
+            new = made[old][0]
+            changes.append((model.get_submodule(parent)._modules, key, new))
+            changes += [(new.__dict__, hooks, getattr(old, hooks)) for hooks in FORWARD_HOOKS]
     rows, sizes = [], {item.old: sum(entry.size for entry in item.entries) for item in layers}
     for name, old in model.named_modules():
         if old in made:
@@ -191,17 +192,24 @@ def save(model, path):
         raise ValueError(f"model is a {type(model).__name__}; it takes a torch.nn.Module")
     from safetensors.torch import save_file
 
-    path, layers = Path(path), {}
+    path, layers, heads = Path(path), {}, {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, QuantizedModule):
+        if isinstance(module, TiedInt8Linear):
+            heads[f"{name}.table"] = name, module
+        elif isinstance(module, QuantizedModule) and name not in heads:
             if type(module).__name__ not in KINDS:
                 raise ValueError(f"{name} is a {type(module).__name__}; it takes {listed(KINDS)}")
             settings = {"kind": type(module).__name__, "dtype": module.dtype, **module.settings()}
             layers[name] = {key: DTYPE_NAMES.get(value, value) for key, value in settings.items()}
+    for name, module in heads.values():
+        table = next(other for other in layers if model.get_submodule(other) is module.table)
+        layers[name] = {"kind": type(module).__name__, "table": table}
     file = path if path.suffix == ".safetensors" else path / "model.safetensors"
     file.parent.mkdir(parents=True, exist_ok=True)
     kept, tied, seen = {}, {}, {}
     for name, tensor in model.state_dict().items():
+        if name.rpartition(".")[0] in heads:
+            continue
         place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
         first = seen.setdefault(place, name) if tensor.numel() else name
         if first == name:

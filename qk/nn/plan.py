@@ -10,7 +10,7 @@ import torch
 from ..core.checks import FLOATS, check_one_of
 from .formats import FORMATS, MARKS, Refused, check_entry, dequantized
 from .kinds import linear_kinds, weight_shape
-from .layers import Int4Linear, Int8Embedding, Int8Linear, QuantizedLinear
+from .layers import Int4Linear, Int8Embedding, Int8Linear, QuantizedLinear, TiedInt8Linear
 
 __all__ = ["DTYPE_NAMES", "KINDS", "VERSION", "Layer", "Slot", "plan"]
 
@@ -139,8 +139,31 @@ def _error(new, weight):
     return torch.linalg.vector_norm(new.dequantize().sub_(weight)).item() / (norm or 1.0)
 
 
-def _plan_own(old, parts, settings):
-    """Plan a layer that `save` wrote."""
+def _plan_tied(old, parts, settings, tables):
+    """Plan a head that has an embedding's table."""
+    table = tables.get(settings.get("table"))
+    if table is None or weight_shape(table) != weight_shape(old):
+        raise ValueError(f"has the table of {settings.get('table')!r}, which isn't there, or has another shape")
+    if parts.keys() - {"bias"} != {"format"}:
+        raise ValueError(f"has {sorted(parts)}; it takes format and maybe bias")
+    if "bias" in parts:
+        check_entry(parts["bias"], FLOATS, weight_shape(old)[:1])
+
+    def make(device, scratch):
+        new = TiedInt8Linear(table, old)
+        grad = new.bias is None or new.bias.requires_grad
+        new.bias = torch.nn.Parameter(parts["bias"].read(device), grad) if "bias" in parts else None
+        return new, None, f"saved by qk, with the table of {settings['table']}"
+
+    return make
+
+
+def _plan_own(name, old, parts, settings, tables):
+    """Plan a layer that `save` wrote. tables: the new embeddings by name, to which it adds its own."""
+    if not isinstance(old, (torch.nn.Embedding, *linear_kinds(), QuantizedLinear, Int8Embedding)):
+        raise ValueError(f"is a {type(old).__name__} in the model; it takes a linear layer or an embedding")
+    if settings.get("kind") == TiedInt8Linear.__name__:
+        return _plan_tied(old, parts, settings, tables)
     for key in settings:
         if key.endswith("dtype"):
             check_one_of(f"its {key}", settings[key], tuple(_DTYPES))
@@ -165,6 +188,9 @@ def _plan_own(old, parts, settings):
         check_entry(parts[key], FLOATS if key == "bias" else (tensor.dtype,), tuple(tensor.shape))
     if (found := parts["format"].read().tolist()) != new.format_numbers:
         raise ValueError(f"has the format {found}, and its settings say {new.format_numbers}")
+
+    if kind is Int8Embedding:
+        tables[name] = new
 
     def make(device, scratch):
         buffers = {key: parts[key].read(device) for key in wanted if key not in ("bias", "format")}
@@ -290,8 +316,11 @@ def _plan_of_own(own, entries):
         raise ValueError("the checkpoint's header is damaged: it describes layers by something else than settings")
     entries = {**entries, **{name: entries[kept] for name, kept in tied.items() if kept in entries}}
     groups = _by_layer(entries)
-    quantized = {name: groups.get(name, {}) for name in layers}
-    return entries, quantized, lambda name, old, parts: _plan_own(old, parts, layers[name])
+    tables, last = {}, TiedInt8Linear.__name__  # which need the embeddings
+    quantized = {
+        name: groups.get(name, {}) for name in sorted(layers, key=lambda name: layers[name].get("kind") == last)
+    }
+    return entries, quantized, lambda name, old, parts: _plan_own(name, old, parts, layers[name], tables)
 
 
 def _plan_of_gguf(model, entries):

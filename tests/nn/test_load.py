@@ -7,7 +7,9 @@ time, as their documentation describes it; nothing of `qk.nn.formats` is used fo
 import copy
 import json
 import pickle
+import re
 import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -440,6 +442,39 @@ def test_own(tmp_path, to, folder):
     assert same(load(path, model)[0](ids), other(ids))  # over quantized layers
 
 
+def test_own_with_a_head_that_is_the_embedding(tmp_path):
+    """quantize_ makes one table of both, and so does load."""
+
+    class Head(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = torch.nn.Embedding(33, 64), torch.nn.Linear(64, 33)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids):
+            return self.head(self.embed(ids))
+
+    model, file = Head().to(DEVICE), tmp_path / "own.safetensors"
+    quantize_(model, embeddings=True)
+    assert model.head.table is model.embed
+    save(model, file)
+    assert not any("table" in name for name in load_file(file))
+    ids = torch.arange(9, device=DEVICE)
+    for other in (Head().to(DEVICE), model):
+        out = model(ids)
+        loaded, report = load(file, other)
+        assert loaded.head.table is loaded.embed and [row.now for row in report.rows] == [
+            "Int8Embedding",
+            "TiedInt8Linear",
+        ]
+        assert same(loaded(ids), out) and loaded.state_dict().keys() == model.state_dict().keys()
+    with safe_open(file, "pt") as opened:
+        text = opened.metadata()["qk"]
+    for old, new in (('"table": "embed"', '"table": "other"'), ('"table": "embed"', '"table": 3')):
+        save_file(load_file(file), file, {"qk": text.replace(old, new)})
+        refused(file, "head has the table of .*, which isn't there", Head().to(DEVICE))
+
+
 def test_own_into_another_model(tmp_path):
     model = Two(64, 32, 8).to(DEVICE)
     quantize_(model, "int4", group_size=32)
@@ -506,9 +541,8 @@ def whole(name):
     return model, json.loads(config.to_json_string(use_diff=False)) | {"architectures": [kind[name]]}
 
 
-@pytest.mark.parametrize("name", ["llama", "tied", "fused", "conv1d", "bert"])
-def test_whole_models(tmp_path, name):
-    """Folders with config.json, two shards and an index become models; nothing else is said about them."""
+def write_whole(folder, name):
+    """Write a folder with config.json, two shards and an index. Returns a model with the weights of its codes."""
     model, config = whole(name)
     dtype, method = next(model.parameters()).dtype, "awq" if name == "fused" else "gptq"
     tensors, dense, tied = {}, {}, name in ("tied", "conv1d")
@@ -527,16 +561,22 @@ def test_whole_models(tmp_path, name):
     names = sorted(tensors)
     shards = {key: f"model-0000{1 + (i > len(names) // 2)}-of-00002.safetensors" for i, key in enumerate(names)}
     for shard in set(shards.values()):
-        save_file({key: tensors[key].contiguous() for key in names if shards[key] == shard}, tmp_path / shard)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+        save_file({key: tensors[key].contiguous() for key in names if shards[key] == shard}, folder / shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
     config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 32, "zero_point": True}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config))
+    model.load_state_dict(dense, strict=not tied)
+    return model.to(DEVICE)
+
+
+@pytest.mark.parametrize("name", ["llama", "tied", "fused", "conv1d", "bert"])
+def test_whole_models(tmp_path, name):
+    model = write_whole(tmp_path, name)
+    dtype, tied = next(model.parameters()).dtype, name in ("tied", "conv1d")
     loaded, report = load(tmp_path, device=DEVICE)
     assert type(loaded) is type(model) and not loaded.training and loaded.dtype == dtype
     assert {x.device.type for x in (*loaded.parameters(), *loaded.buffers())} == {DEVICE}
     assert all(row.replaced == (row.name != "lm_head") for row in report.rows) and len(report.rows) > 4
-    model.load_state_dict(dense, strict=not tied)
-    model.to(DEVICE)
     ids = torch.arange(20, device=DEVICE).view(2, 10)
     with torch.no_grad():
         out, want = loaded(ids)[0].float(), model(ids)[0].float()
@@ -793,3 +833,85 @@ def test_damaged_own_files(tmp_path):
     refused(written(tensors | {"up.packed": torch.zeros(3)}, header), "up.packed has dtype")
     refused(written(tensors | {"up.more": torch.zeros(3)}, header), "up has .*'more'")
     assert isinstance(load(written(tensors, header), Two(64, 32, 8))[0].up, Int4Linear)
+
+
+def test_readme(tmp_path, monkeypatch):
+    """What it says of checkpoints that others made, run."""
+    pytest.importorskip("transformers")
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(model, report = qk.nn.load\(\"Qwen.*?)```", readme, re.DOTALL)
+    folder = tmp_path / re.search(r'"(.*?)"', block)[1]
+    folder.mkdir()
+    write_whole(folder, "tied")
+    monkeypatch.chdir(tmp_path)
+    known = {"qk": qk, "print": lambda report: known.update(text=str(report))}
+    exec(block, known)
+    assert type(known["model"]).__name__ == "Qwen2ForCausalLM" and "GPTQ, zero points" in known["text"]
+
+
+def test_layers_with_zero_points_and_an_order(tmp_path):
+    """They are layers as all others: state, copies, dtypes, torch.compile."""
+    codes, zeros, scales = numbers(1, 40, 96, 32)
+    group_of = torch.arange(96)[torch.randperm(96, generator=torch.Generator().manual_seed(1))] // 32
+    tensors = gptq("up", codes, zeros, scales, group_of) | plain(empty(96, 40, 8)) | {"down.weight": torch.ones(8, 40)}
+    model, _ = load(
+        write(tmp_path, tensors, {"quant_method": "gptq", "bits": 4, "group_size": 32}), empty(96, 40, 8), device=DEVICE
+    )
+    layer, flags = model.up, {"zero_point": True, "order": True, "absmax_dtype": torch.float32}
+    other = Int4Linear(96, 40, group_size=32, device=DEVICE, dtype=HALF, **flags)
+    assert other.settings() == layer.settings()
+    with pytest.raises(RuntimeError, match="takes int4 codes in groups of 32; .* with zero points, with an order of"):
+        Int4Linear(96, 40, group_size=32, device=DEVICE).load_state_dict(layer.state_dict())
+    other.load_state_dict(layer.state_dict())
+    x = torch.randn(3, 96, dtype=HALF, device=DEVICE)
+    moved = copy.deepcopy(layer).float().half()
+    for same_layer in (other, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), moved):
+        assert same(same_layer(x), layer(x)) and same(same_layer.dequantize(), layer.dequantize())
+        assert [x.dtype for x in same_layer.buffers()] == [x.dtype for x in layer.buffers()]
+    torch.compiler.reset()
+    assert same(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
+    for wrong, match in (
+        ({"zero_point": 1}, "zero_point is 1"),
+        ({"order": True, "rotate": True}, "order is True; it takes False where rotate is True"),
+        ({"absmax_dtype": BFLOAT16}, "absmax_dtype is torch.bfloat16"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            Int4Linear(96, 40, **wrong)
+
+
+def test_float32_scales(tmp_path):
+    """absmax / 7 can't be every float32: the report says so, and the difference is in the last bit."""
+    codes, zeros, scales = numbers(1, 40, 96, 32, torch.float32)
+    group_of = torch.arange(96) // 32
+    tensors = gptq("up", codes, zeros, scales) | plain(empty(96, 40, 8)) | {"down.weight": torch.ones(8, 40)}
+    folder = write(tmp_path, tensors, {"quant_method": "gptq", "bits": 4, "group_size": 32})
+    model, report = load(folder, empty(96, 40, 8), device=DEVICE)
+    assert "float32 scales, some rounded in the last bit" in report.rows[0].note
+    want = values(codes, zeros, scales, group_of).to(DEVICE)
+    difference = (model.up.dequantize() - want).abs()
+    # one unit of the scale, and two roundings
+    assert 0 < difference.max() and (difference <= 2.0**-22 * want.abs()).all()
+
+
+def test_biases(tmp_path):
+    """Zeros that tools store for layers without a bias are dropped, and other biases are kept."""
+    for value in (0.0, 0.5):
+        tensors = load_file(good(tmp_path) / "model.safetensors") | {"down.bias": torch.full((8,), value, dtype=HALF)}
+        save_file(tensors, tmp_path / "model.safetensors")
+        model, _ = load(tmp_path, Two(64, 32, 8).to(DEVICE))
+        assert (model.down.bias is None) == (value == 0)
+    assert same(model.down.bias.data, torch.full((8,), 0.5, dtype=HALF, device=DEVICE))
+
+
+def test_one_layer_in_two_places(tmp_path):
+    """In the checkpoint it is there once, or the same tensors twice; two different layers are an error."""
+    file, model = good(tmp_path) / "model.safetensors", Two(64, 32, 8)
+    model.again = model.up
+    load(tmp_path, model)
+    assert model.up is model.again and isinstance(model.again, Int4Linear)
+    tensors = load_file(file)
+    tensors |= {name.replace("up.", "again."): x.clone() for name, x in tensors.items() if name.startswith("up.")}
+    save_file(tensors, file)
+    model = Two(64, 32, 8)
+    model.again = model.up
+    refused(tmp_path, "is a layer that has another name, too, and the checkpoint has two layers", model)
