@@ -551,6 +551,12 @@ class Int4Linear(QuantizedLinear):
         how = {"group_size": self.group_size, "absmax_dtype": self.absmax.dtype}
         return super().settings() | how | {name: self._buffers[name] is not None for name in ("zero_point", "order")}
 
+    def extra_repr(self):
+        extras = [f"{name}=True" for name in ("zero_point", "order") if self._buffers[name] is not None]
+        if self.absmax.dtype != torch.float16:
+            extras.append(f"absmax_dtype={self.absmax.dtype}")
+        return ", ".join([super().extra_repr(), *extras])
+
     @classmethod
     def from_linear(cls, linear, group_size=128, rotate=False, second_moment=None):
         """Convert a torch.nn.Linear, or a Conv1D of transformers, which stays as it is.

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import qk
-from qk.nn import Int4Linear, Int8Linear, load, quantize_, save
+from qk.nn import Int4Linear, Int8Linear, dequantize_, load, quantize_, save
 
 HALF, BFLOAT16 = torch.float16, torch.bfloat16
 
@@ -133,6 +133,8 @@ def test_gptq(tmp_path, size, act_order, symmetric, v2):
         assert (layer.zero_point is None) == symmetric
         assert (layer.order is not None) == (act_order and layer.in_features > size)
     assert [row.now for row in report.rows] == ["Int4Linear"] * 2
+    dequantize_(model)
+    assert all(same(model.get_submodule(name).weight.data, x.to(DEVICE)) for name, x in want.items())
     assert same(model.norm.weight, tensors["norm.weight"].to(DEVICE))
     assert model(torch.randn(2, K, dtype=HALF, device=DEVICE)).isfinite().all()
 
@@ -870,6 +872,9 @@ def test_layers_with_zero_points_and_an_order(tmp_path):
         assert [x.dtype for x in same_layer.buffers()] == [x.dtype for x in layer.buffers()]
     torch.compiler.reset()
     assert same(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
+    assert repr(layer).endswith("rotate=False, zero_point=True, order=True, absmax_dtype=torch.float32)")
+    with pytest.raises(ValueError, match="ColwiseQuantized takes no zero points, and no order of columns"):
+        qk.nn.parallel.ColwiseQuantized()._apply(layer, None)
     for wrong, match in (
         ({"zero_point": 1}, "zero_point is 1"),
         ({"order": True, "rotate": True}, "order is True; it takes False where rotate is True"),
