@@ -149,7 +149,7 @@ def _open_index(index):
 
 
 def _open_safetensors(file):
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError, safe_open  # here, since nothing else of the package needs it
 
     own = True
     try:
@@ -169,7 +169,13 @@ def _entry(handle, name, slice, own):
     shape, kind = tuple(slice.get_shape()), slice.get_dtype()
     dtype = _DTYPES.get(kind, kind)
     size = math.prod(shape) * (dtype.itemsize if isinstance(dtype, torch.dtype) else 1)
-    read = (lambda: handle.get_tensor(name)) if own else (lambda: handle.get_tensor(name).clone())
+
+    def read():
+        try:
+            return handle.get_tensor(name) if own else handle.get_tensor(name).clone()
+        except Exception as error:  # the file has changed since it was opened
+            raise ValueError(f"{name} can't be read: {error}") from None
+
     return Entry(name, shape, dtype, size, read)
 
 

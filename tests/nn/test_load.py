@@ -6,9 +6,11 @@ time, as their documentation describes it; nothing of `qk.nn.formats` is used fo
 
 import copy
 import json
+import os
 import pickle
 import re
 import struct
+import sys
 from pathlib import Path
 
 import pytest
@@ -735,6 +737,19 @@ def test_truncated_anywhere(tmp_path):
         refused(tmp_path, "model.safetensors is no safetensors file, or it is damaged")
     file.write_bytes(whole)
     assert isinstance(load(tmp_path, Two(64, 32, 8))[0].up, Int4Linear)
+
+
+def test_a_file_that_is_cut_off_while_it_is_read(tmp_path, monkeypatch):
+    module = sys.modules["qk.nn.load"]
+    model, file, plan = Two(64, 32, 8), good(tmp_path) / "model.safetensors", module.plan
+
+    def cut(*args):
+        planned = plan(*args)
+        os.truncate(file, 2000)
+        return planned
+
+    monkeypatch.setattr(module, "plan", cut)
+    refused(tmp_path, "can't be read", model)
 
 
 def test_indices(tmp_path):
