@@ -5,6 +5,7 @@ import importlib
 from .calibration import LayerStatistics, collect
 from .experts import QuantizedExperts
 from .layers import Int4Linear, Int8Embedding, Int8Linear
+from .load import load, save
 from .replace import int8_train_, quantize_, warm_up
 from .report import Report, Row
 from .restore import dequantize_
@@ -23,7 +24,9 @@ __all__ = [
     "collect",
     "dequantize_",
     "int8_train_",
+    "load",
     "quantize_",
+    "save",
     "warm_up",
 ]
 

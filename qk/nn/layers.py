@@ -10,8 +10,9 @@ rotates x in the same way. H is symmetric and orthogonal, so (x H) (w H)^T = x w
 columns.
 
 Codes and scales are buffers, and they keep their dtypes under .half() and .to(dtype). The bias is a parameter. The
-buffer `format` describes the others in three integers (kind, block size, rotated), and a state in another format, or
-with codes and no format, is refused. A bias in another dtype is converted, as torch.nn.Linear does it.
+buffer `format` describes the others in three integers: kind, block size, and flags (1 rotated, 2 zero points, 4 another
+order of columns, 8 absmax in float32). A state in another format, or with codes and no format, is refused. A bias in
+another dtype is converted, as torch.nn.Linear does it.
 
 The weights are frozen, but gradients pass through them: the gradient of x is g @ w, where w is the dequantized weight,
 as if x had not been quantized. The bias gets a gradient if it requires one.
@@ -63,12 +64,13 @@ OTHER_HOOKS = (
 
 
 def _described(format):
-    """Describe a format [kind, block size (0 for a row), rotated], or whatever a state has in its place."""
+    """Describe a format [kind, block size (0 for a row), flags], or whatever a state has in its place."""
     numbers = isinstance(format, list) and all(isinstance(number, int | float) for number in format)
     if not numbers or len(format) != 3 or format[0] not in _KINDS:
         return f"a format that this qk doesn't know, {format}"
-    kind, block, rotated = format
-    return _KINDS[kind].format(block or "a row") + (", rotated" if rotated else "")
+    kind, block, flags = format
+    extras = (", rotated", ", with zero points", ", with an order of columns", ", with float32 absmax")
+    return _KINDS[kind].format(block or "a row") + "".join(text for i, text in enumerate(extras) if flags >> i & 1)
 
 
 class QuantizedWeight:
@@ -139,7 +141,7 @@ class QuantizedModule(torch.nn.Module):
     """A module whose buffers keep their dtypes, and whose state must have the same format.
 
     Args:
-        format: [kind, block size (0 for a row), rotated].
+        format: [kind, block size (0 for a row), flags].
         dtype: the dtype of the weight that the codes stand for. It follows .half() and .to(dtype).
         buffers: codes and scales.
     """
@@ -157,15 +159,29 @@ class QuantizedModule(torch.nn.Module):
         """A `QuantizedWeight`, with the dtype, device and shape that other code may read."""
         return QuantizedWeight(self)
 
+    @property
+    def format_numbers(self):
+        """What the buffer `format` holds, as a list."""
+        return list(self._format)
+
     def _fill(self, layer, **buffers):
-        """Give a module made on the meta device its buffers, and what it inherits from the float layer."""
-        self.trainable = layer.weight.requires_grad
-        buffers["format"] = torch.tensor(self._format, dtype=torch.int32, device=layer.weight.device)
+        return self.fill(layer, layer.weight.device, getattr(layer, "bias", None), **buffers)
+
+    def fill(self, layer, device, bias, **buffers):
+        """Give a module made on the meta device its buffers, and what it inherits from the layer that it replaces.
+
+        Args:
+            device: where the buffers are.
+            bias: a tensor of which it keeps a copy, or None.
+        """
+        self.trainable = getattr(layer, "trainable", layer.weight.requires_grad)
+        self.transposed = getattr(layer, "transposed", is_transposed(layer))
+        buffers["format"] = torch.tensor(self._format, dtype=torch.int32, device=device)
         for name, buffer in buffers.items():
             setattr(self, name, buffer)
-        bias = getattr(layer, "bias", None)
         if bias is not None:
-            self.bias = torch.nn.Parameter(bias.detach().clone(), bias.requires_grad)
+            grad = getattr(getattr(layer, "bias", None), "requires_grad", bias.requires_grad)
+            self.bias = torch.nn.Parameter(bias.detach().clone(), grad)
         return self.train(layer.training)
 
     def to_float(self):
@@ -266,9 +282,9 @@ def _int8_input_gradient(
 @operator(_empty_input_gradient, fills=False)
 def _int4_input_gradient(
     g: torch.Tensor, columns: int, rotate: bool, dtype: torch.dtype, group_size: int | None, packed: torch.Tensor,
-    absmax: torch.Tensor,
+    absmax: torch.Tensor, zero_point: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    dx = g @ from_int4(packed, absmax, columns, group_size, g.dtype)
+    dx = g @ from_int4(packed, absmax, columns, group_size, g.dtype, zero_point=zero_point)
     return rotate_weight(dx, dtype) if rotate else dx.to(dtype)
 
 
@@ -326,7 +342,7 @@ class QuantizedLinear(QuantizedModule):
         super().__init__(format, device, dtype, **quantized)
         bias = torch.nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
         self.register_parameter("bias", bias)
-        self.in_features, self.out_features, self.rotate = in_features, out_features, bool(format[-1])
+        self.in_features, self.out_features, self.rotate = in_features, out_features, bool(format[2] & 1)
         self.transposed = False  # whether the float layer is a Conv1D
 
     @classmethod
@@ -376,6 +392,11 @@ class QuantizedLinear(QuantizedModule):
         new.train(self.training)
         return as_conv1d(new) if self.transposed else new
 
+    def settings(self):
+        """What the class takes to make a layer like this one, besides device and dtype."""
+        names = "in_features", "out_features", "rotate"
+        return {name: getattr(self, name) for name in names} | {"bias": self.bias is not None}
+
     def extra_repr(self):
         block = "block_size" if hasattr(self, "block_size") else "group_size"
         parts = {name: getattr(self, name) for name in ("in_features", "out_features")}
@@ -418,7 +439,7 @@ class Int8Linear(QuantizedLinear):
         codes: int8 [out_features, in_features], as `weight_quant` makes them, or `quantize_per_token`.
         scale: float32 [ceil(out_features / block_size), ceil(in_features / block_size)]; [out_features, 1] for rows.
         bias: a parameter [out_features], or None.
-        format: int32 [3]: kind, block size (0 for a row), rotated.
+        format: int32 [3]: kind, block size (0 for a row), flags.
 
     Raises:
         ValueError: for bad arguments, when it is made and when it is called.
@@ -454,6 +475,9 @@ class Int8Linear(QuantizedLinear):
         codes, scale = to_int8(w, block_size)
         return new._fill(linear, codes=codes, scale=scale)
 
+    def settings(self):
+        return super().settings() | {"block_size": self.block_size}
+
     def _operands(self):
         return self._buffers["codes"], self._buffers["scale"]  # by attribute, they take nn.Module's slow path
 
@@ -487,27 +511,51 @@ class Int4Linear(QuantizedLinear):
         group_size: 32, 64, 128 or 256 columns of a row that share an absmax. None: the whole row does.
         rotate: whether weight and x are rotated by a Hadamard matrix. See the top of the file.
         dtype: the bias's. None is torch.get_default_dtype().
+        zero_point, order, absmax_dtype: whether it has these buffers, and whether absmax is float16 or float32.
+            Checkpoints that other libraries made need them.
 
     Attributes:
         packed: uint8 [out_features, ceil(in_features / 2)], as `quantize_int4` makes it from a float16 weight.
-        absmax: float16 [out_features, ceil(in_features / group_size)].
+        absmax: float16 or float32 [out_features, ceil(in_features / group_size)].
+        zero_point: int8, of absmax's shape, or None, where it is 0. The weight is (code - zero_point) * absmax / 7.
+        order: int64 [in_features], or None: which column of x and of the weight each column of codes stands for.
         bias: a parameter [out_features], or None.
-        format: int32 [3]: kind, block size (0 for a row), rotated.
+        format: int32 [3]: kind, block size (0 for a row), flags.
 
     Raises:
         ValueError: for bad arguments, when it is made and when it is called.
     """
 
-    def __init__(self, in_features, out_features, bias=True, group_size=128, rotate=False, device=None, dtype=None):
+    def __init__(
+        self, in_features, out_features, bias=True, group_size=128, rotate=False, device=None, dtype=None, *,
+        zero_point=False, order=False, absmax_dtype=torch.float16,
+    ):  # fmt: skip
         _check_linear(in_features, out_features, bias, rotate)
         check_group_size(group_size)
+        check_one_of("zero_point", zero_point, (True, False))
+        check_one_of("order", order, (False,) if rotate else (True, False), " where rotate is True" if rotate else "")
+        check_one_of("absmax_dtype", absmax_dtype, (torch.float16, torch.float32))
         groups = 1 if group_size is None else cdiv(in_features, group_size)
+        flags = rotate, zero_point, order, absmax_dtype == torch.float32
         super().__init__(
-            in_features, out_features, bias, [2, group_size or 0, int(rotate)], device, dtype,
+            in_features, out_features, bias, [2, group_size or 0, sum(on << i for i, on in enumerate(flags))], device,
+            dtype,
             packed=torch.zeros(out_features, cdiv(in_features, 2), dtype=torch.uint8, device=device),
-            absmax=torch.zeros(out_features, groups, dtype=torch.float16, device=device),
+            absmax=torch.zeros(out_features, groups, dtype=absmax_dtype, device=device),
+            zero_point=torch.zeros(out_features, groups, dtype=torch.int8, device=device) if zero_point else None,
+            order=torch.arange(in_features, device=device) if order else None,
         )  # fmt: skip
         self.group_size = group_size
+
+    def settings(self):
+        how = {"group_size": self.group_size, "absmax_dtype": self.absmax.dtype}
+        return super().settings() | how | {name: self._buffers[name] is not None for name in ("zero_point", "order")}
+
+    def extra_repr(self):
+        extras = [f"{name}=True" for name in ("zero_point", "order") if self._buffers[name] is not None]
+        if self.absmax.dtype != torch.float16:
+            extras.append(f"absmax_dtype={self.absmax.dtype}")
+        return ", ".join([super().extra_repr(), *extras])
 
     @classmethod
     def from_linear(cls, linear, group_size=128, rotate=False, second_moment=None):
@@ -541,19 +589,28 @@ class Int4Linear(QuantizedLinear):
             taken = torch.bfloat16 if dtype == torch.float32 else dtype
         if self.rotate:
             return (hadamard(x, taken),)
+        x = x if self._buffers["order"] is None else x[..., self._buffers["order"]]
         return (x if x.dtype == taken else x.to(taken),)
 
     def multiply(self, prepared, bias, dtype):
         buffers = self._buffers
-        return int4_gemm(*prepared, buffers["packed"], buffers["absmax"], bias, self.group_size, dtype)
+        how = bias, self.group_size, dtype
+        return int4_gemm(*prepared, buffers["packed"], buffers["absmax"], *how, zero_point=buffers["zero_point"])
 
     def input_gradient(self, g, dtype):
-        how = self.in_features, self.rotate, dtype, self.group_size
-        return _int4_input_gradient(g, *how, self._buffers["packed"], self._buffers["absmax"])
+        buffers, how = self._buffers, (self.in_features, self.rotate, dtype, self.group_size)
+        dx = _int4_input_gradient(g, *how, buffers["packed"], buffers["absmax"], buffers["zero_point"])
+        return self._in_place(dx)
 
     def dequantize(self):
-        w = from_int4(self.packed, self.absmax, self.in_features, self.group_size, torch.float32)
-        return rotate_weight(w) if self.rotate else w
+        how = self.in_features, self.group_size, torch.float32
+        w = from_int4(self.packed, self.absmax, *how, zero_point=self.zero_point)
+        return rotate_weight(w) if self.rotate else self._in_place(w)
+
+    def _in_place(self, columns):
+        """Put columns of the codes back to where they are in x."""
+        order = self._buffers["order"]
+        return columns if order is None else torch.empty_like(columns).index_copy_(-1, order, columns)
 
 
 class Int8Embedding(QuantizedModule):
@@ -570,7 +627,7 @@ class Int8Embedding(QuantizedModule):
     Attributes:
         codes: int8 [num_embeddings, embedding_dim], as `quantize_per_token` makes them.
         scale: float32 [num_embeddings, 1].
-        format: int32 [3]: kind, block size (0 for a row), rotated.
+        format: int32 [3]: kind, block size (0 for a row), flags.
 
     Raises:
         ValueError: for bad arguments, when it is made and when it is called.
@@ -608,6 +665,10 @@ class Int8Embedding(QuantizedModule):
             check_data("input", input, (torch.int32, torch.int64))
         rows = torch.nn.functional.embedding(input, self.codes)
         return (rows * torch.nn.functional.embedding(input, self.scale)).to(self.dtype)
+
+    def settings(self):
+        """What the class takes to make a table like this one, besides device and dtype."""
+        return {name: getattr(self, name) for name in ("num_embeddings", "embedding_dim", "padding_idx")}
 
     def dequantize(self):
         """Returns the table that the layer stands for, float32 [num_embeddings, embedding_dim]."""

@@ -102,6 +102,8 @@ class _Style(ParallelStyle):
         if kind is None:
             takes = "an Int8Linear or an Int4Linear, whole (an nn.Linear: torch's own styles)"
             raise ValueError(f"module is a {type(module).__name__}; {type(self).__name__} takes {takes}")
+        if any(getattr(module, name, None) is not None for name in ("zero_point", "order")):
+            raise ValueError(f"module is {module}; {type(self).__name__} takes no zero points, and no order of columns")
         if device_mesh.ndim != 1:
             raise ValueError(f"device_mesh has {device_mesh.ndim} dimensions; it takes one, such as mesh['tp']")
         spans, buffers = self._cut(module, device_mesh.size()), kind.cuts_of(module)

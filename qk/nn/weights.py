@@ -28,8 +28,8 @@ def _where(function, reference):
     """Returns what calls the function, or its reference if the first argument is on the CPU."""
 
     @functools.wraps(function)
-    def call(x, *args):
-        return (reference if x.is_cpu else function)(x, *args)
+    def call(x, *args, **options):
+        return (reference if x.is_cpu else function)(x, *args, **options)
 
     return call
 

@@ -1516,7 +1516,7 @@ def test_readme(tmp_path, monkeypatch):
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     section = readme.partition("\n### Your own model\n")[2].partition("\n### ")[0]
     blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     known = {"MyModel": Block, "batch": IDS, "batches": [IDS], "print": lambda *_: None}

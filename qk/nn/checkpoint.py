@@ -1,0 +1,279 @@
+"""Open checkpoints without trusting them: safetensors, in one file or several, and GGUF.
+
+Only headers are read at first, and what they claim is checked: a corrupted file is a ValueError here, before a model is
+touched. Pickles, which can run code, are never opened.
+"""
+
+import json
+import math
+import mmap
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Checkpoint", "Entry", "open_checkpoint"]
+
+_TAKES = "it takes a folder with safetensors files, a .safetensors file or a .gguf file"
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+# GGUF's types of tensors: a name or a torch dtype, elements in a block, and bytes
+_GGUF_TYPES = {
+    0: (torch.float32, 1, 4), 1: (torch.float16, 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 24: (torch.int8, 1, 1), 25: (torch.int16, 1, 2),
+    26: (torch.int32, 1, 4), 27: (torch.int64, 1, 8), 28: (torch.float64, 1, 8), 30: (torch.bfloat16, 1, 2),
+}  # fmt: skip
+_GGUF_VALUES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+
+class Entry(NamedTuple):
+    """A tensor of a checkpoint that wasn't read yet.
+
+    Attributes:
+        dtype: a torch.dtype, or the file's name for it where torch has none.
+        size: in bytes.
+        load: returns the tensor, on the CPU, in memory that nothing else uses. Of a dtype without a torch.dtype it
+            returns the bytes, uint8 [size].
+    """
+
+    name: str
+    shape: tuple
+    dtype: object
+    size: int
+    load: Callable
+
+    def read(self, device="cpu"):
+        return self.load().to(device)
+
+
+class Checkpoint(NamedTuple):
+    """What `open_checkpoint` found.
+
+    Attributes:
+        folder: where the files are.
+        tensors: an `Entry` for each name.
+        config: config.json, or {}.
+        metadata: of the file's header; of a GGUF file, its keys and values, long arrays left out.
+        gguf: whether it is a GGUF file.
+    """
+
+    folder: Path
+    tensors: dict
+    config: dict
+    metadata: dict
+    gguf: bool = False
+
+
+def open_checkpoint(path):
+    """Open a checkpoint: a folder, a .safetensors file, an index of several, or a .gguf file.
+
+    Returns:
+        A `Checkpoint`.
+
+    Raises:
+        ValueError: there is none, or something is wrong with it.
+    """
+    try:
+        path = Path(path)
+    except TypeError:
+        raise ValueError(f"path is a {type(path).__name__}; {_TAKES}") from None
+    file = _file_of(path) if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"path is {str(path)!r}, which doesn't exist; {_TAKES}")
+    if file.suffix == ".gguf":
+        return _open_gguf(file)
+    if file.suffix not in (".safetensors", ".json"):
+        raise ValueError(f"path is {str(path)!r}; {_TAKES}. Pickles can run code, and are never loaded")
+    tensors, metadata = _open_index(file) if file.suffix == ".json" else _open_safetensors(file)
+    return Checkpoint(file.parent, tensors, _config(file.parent), metadata)
+
+
+def _file_of(folder):
+    for name in ("model.safetensors.index.json", "model.safetensors"):
+        if (folder / name).is_file():
+            return folder / name
+    found = [*folder.glob("*.safetensors"), *folder.glob("*.gguf")]
+    if len(found) == 1:
+        return found[0]
+    has = f"{len(found)} checkpoints and no index" if found else "no checkpoint"
+    if not found and any(path.suffix in (".bin", ".pt", ".pth", ".ckpt") for path in folder.iterdir()):
+        has = "pickles only, which can run code, and are never loaded"
+    raise ValueError(f"path is {str(folder)!r}, which has {has}; {_TAKES}")
+
+
+def _config(folder):
+    """config.json, with quantize_config.json in it where older tools wrote the quantization's settings to that file."""
+    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    other = folder / "quantize_config.json"
+    if "quantization_config" not in config and other.is_file():
+        config["quantization_config"] = {"quant_method": "gptq", **read_json(other)}
+    return config
+
+
+def read_json(path):
+    """Read a JSON file that holds an object. Raises ValueError."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path.name} can't be read: {type(error).__name__}: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path.name} is a {type(found).__name__}; it takes an object")
+    return found
+
+
+def _open_index(index):
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(file, str) for file in places.values()):
+        raise ValueError(f"{index.name} has no weight_map from tensors to files")
+    files = {}
+    for file in sorted(set(places.values())):
+        # a name alone, so that an index can't point out of its folder
+        if not re.fullmatch(r"[^/\\:\0]+\.safetensors", file):
+            raise ValueError(f"{index.name} names {file!r}; it takes names of .safetensors files next to it")
+        if not (index.parent / file).is_file():
+            raise ValueError(f"{index.name} names {file!r}, which isn't there")
+        files[file] = _open_safetensors(index.parent / file)
+    for name, file in places.items():
+        if name not in files[file][0]:
+            raise ValueError(f"{index.name} has {name} in {file!r}, which doesn't")
+    metadata = {key: value for _, found in files.values() for key, value in found.items()}
+    return {name: files[file][0][name] for name, file in places.items()}, metadata
+
+
+def _open_safetensors(file):
+    from safetensors import SafetensorError, safe_open  # here, since nothing else of the package needs it
+
+    own = True
+    try:
+        try:
+            handle = safe_open(file, "pt", backend="pread")
+        except TypeError:  # an older safetensors, which maps the file into memory
+            handle, own = safe_open(file, "pt"), False
+        names = handle.offset_keys() if hasattr(handle, "offset_keys") else handle.keys()
+        slices = {name: handle.get_slice(name) for name in names}
+        return {name: _entry(handle, name, slice, own) for name, slice in slices.items()}, handle.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file.name} is no safetensors file, or it is damaged: {error}") from None
+
+
+def _entry(handle, name, slice, own):
+    """own: whether a tensor has memory of its own, and isn't part of a mapped file."""
+    shape, kind = tuple(slice.get_shape()), slice.get_dtype()
+    dtype = _DTYPES.get(kind, kind)
+    size = math.prod(shape) * (dtype.itemsize if isinstance(dtype, torch.dtype) else 1)
+
+    def read():
+        try:
+            return handle.get_tensor(name) if own else handle.get_tensor(name).clone()
+        except Exception as error:  # the file has changed since it was opened
+            raise ValueError(f"{name} can't be read: {error}") from None
+
+    return Entry(name, shape, dtype, size, read)
+
+
+class _Bytes:
+    """Take values from the bytes of a GGUF file, one after the other."""
+
+    def __init__(self, file, data):
+        self.file, self.data, self.at = file, data, 0
+
+    def skip(self, size):
+        """Move on by that many bytes. Returns where they begin."""
+        start = self.at
+        if size > len(self.data) - start:
+            raise ValueError(f"{self.file.name} is damaged: it ends in its header")
+        self.at += size
+        return start
+
+    def take(self, kind):
+        start = self.skip(struct.calcsize("<" + kind))
+        return struct.unpack_from("<" + kind, self.data, start)[0]
+
+    def string(self):
+        size = self.take("Q")
+        start = self.skip(size)
+        try:
+            return self.data[start : start + size].decode()
+        except UnicodeDecodeError:
+            raise ValueError(f"{self.file.name} is damaged: a name in it isn't UTF-8") from None
+
+    def value(self):
+        kind = self.take("I")
+        return self.array() if kind == _ARRAY else self.plain(kind)
+
+    def plain(self, kind):
+        if kind == _STRING:
+            return self.string()
+        if kind not in _GGUF_VALUES:
+            raise ValueError(f"{self.file.name} is damaged: it has a value of kind {kind}")
+        return self.take(_GGUF_VALUES[kind])
+
+    def array(self):
+        """Move on to an array's end. Returns its length: a vocabulary isn't needed here."""
+        kind, count = self.take("I"), self.take("Q")
+        if kind in _GGUF_VALUES:
+            self.skip(count * struct.calcsize("<" + _GGUF_VALUES[kind]))
+        elif kind == _STRING:
+            for _ in range(count):  # ends with the file: each takes eight bytes or more
+                self.skip(self.take("Q"))
+        else:
+            raise ValueError(f"{self.file.name} is damaged: it has an array of kind {kind}")
+        return count
+
+
+def _open_gguf(file):
+    if not file.stat().st_size:
+        raise ValueError(f"{file.name} is empty")
+    with open(file, "rb") as opened:
+        data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+    source = _Bytes(file, data)
+    if source.take("4s") != b"GGUF" or source.take("I") not in (2, 3):
+        raise ValueError(f"{file.name} is no GGUF file of version 2 or 3")
+    tensors, values = source.take("Q"), source.take("Q")
+    metadata = {}
+    for _ in range(values):
+        key = source.string()
+        metadata[key] = source.value()
+    infos = [_gguf_info(source) for _ in range(tensors)]
+    step = metadata.get("general.alignment", 32)
+    if not isinstance(step, int) or step < 1:
+        raise ValueError(f"{file.name} is damaged: general.alignment is {step!r}")
+    start = -(-source.at // step) * step
+    found, end = {}, start
+    for name, shape, dtype, offset, size in sorted(infos, key=lambda info: info[3]):
+        if name in found or start + offset < end or start + offset + size > len(data):
+            raise ValueError(f"{file.name} is damaged: {name} is there twice, or overlaps another, or passes the end")
+        end = start + offset + size
+        found[name] = Entry(name, shape, dtype, size, _gguf_load(data, start + offset, shape, dtype, size))
+    return Checkpoint(file.parent, found, {}, metadata, True)
+
+
+def _gguf_info(source):
+    """Take what a GGUF file says about a tensor: name, shape, dtype, offset and size."""
+    name, dims = source.string(), source.take("I")
+    if dims > 4:
+        raise ValueError(f"{source.file.name} is damaged: {name} has {dims} dimensions")
+    shape = tuple(source.take("Q") for _ in range(dims))[::-1]  # a row's length is first in the file
+    kind, offset = source.take("I"), source.take("Q")
+    dtype, block, size = _GGUF_TYPES.get(kind, (f"of GGUF's type {kind}", 1, 0))
+    if shape and shape[-1] % block:
+        raise ValueError(f"{source.file.name} is damaged: {name} has shape {list(shape)}, and blocks of {block}")
+    return name, shape, dtype, offset, math.prod(shape) // block * size
+
+
+def _gguf_load(data, start, shape, dtype, size):
+    def load():
+        if not size:
+            return torch.empty(shape if isinstance(dtype, torch.dtype) else 0, dtype=torch.uint8)
+        read = torch.frombuffer(data, dtype=torch.uint8, count=size, offset=start).clone()
+        return read.view(dtype).view(shape) if isinstance(dtype, torch.dtype) else read
+
+    return load

@@ -1,0 +1,348 @@
+"""Quantized weights as other libraries store them, converted to what `Int4Linear` and `Int8Linear` hold.
+
+A weight is [N, K], and q is a code without sign, 0 .. 15. In a word of 32 bits the first of eight codes is lowest.
+
+    pack-quantized   weight_packed [N, K / 8], eight columns in a word; weight_scale [N, groups];
+                     weight_zero_point [N / 8, groups], eight rows in a word; weight_g_idx [K]
+    GPTQ             qweight [K / 8, N], eight columns in a word; qzeros [groups, N / 8], one less than the zero point
+                     in version 1; scales [groups, N]; g_idx [K], the group of each column
+    AWQ              qweight [K, N / 8] and qzeros [groups, N / 8], rows 0 2 4 6 1 3 5 7 in a word; scales [groups, N]
+    int-quantized    weight int8 [N, K], weight_scale [N, 1]
+    block FP8        weight [N, K], weight_scale_inv [N / 128, K / 128], which the weight is multiplied by
+    GGUF Q4_0        for each 32 columns of a row a float16 scale, then 16 bytes: columns 0-15 low, 16-31 high
+
+The value of a 4-bit code is (q - zero) * scale. `Int4Linear` has (code - zero_point) * (absmax / 7) with signed codes:
+code = q - 8, which flips a nibble's top bit, zero_point = zero - 8, and absmax = 7 * scale in float32. Seven times a
+float16 or bfloat16 has few enough bits to be exact, and so has the product of the difference and the scale.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ..core.checks import BLOCKS, listed
+from ..core.launch import cdiv
+from .weights import to_int8
+
+__all__ = ["FORMATS", "MARKS", "Format", "Refused", "Scratch", "check_entry", "dequantized"]
+
+_FLIP = 0x88888888 - 2**32  # the top bit of each nibble in an int32
+_AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word each of its eight rows is
+_SCALES = (torch.float16, torch.bfloat16, torch.float32)
+_CHUNK = 2**18  # words that stay in a CPU's cache
+
+
+class Refused(ValueError):
+    """A weight for which there is no layer, though nothing is wrong with it."""
+
+
+def check_entry(entry, dtypes, *shapes):
+    """Check a tensor's dtype, and that it has one of these shapes. Raises ValueError."""
+    if entry.dtype not in dtypes:
+        raise ValueError(f"{entry.name} has dtype {entry.dtype}; it takes {listed(dtypes)}")
+    if entry.shape not in shapes:
+        takes = listed([list(shape) for shape in shapes])
+        raise ValueError(f"{entry.name} has shape {list(entry.shape)}; it takes {takes}")
+
+
+def _group_size(size, columns):
+    """The group size that `Int4Linear` takes, given a config's. Raises Refused if there is none."""
+    if size in (None, -1) or isinstance(size, int) and size >= columns:
+        return None
+    if size not in BLOCKS or isinstance(size, bool):
+        raise Refused(f"has groups of {size} columns; it takes {listed(BLOCKS)}, or whole rows")
+    return size
+
+
+def _check_bits(config, key="bits"):
+    if config.get(key) != 4:
+        raise Refused(f"has codes of {config.get(key)} bits; it takes 4")
+
+
+def _nibbles(words, rows, order=range(8)):
+    """Unpack int32 [A, B] that hold eight rows each into int8 [rows, B], 0 .. 15. order: the nibble of each row."""
+    shifts = 4 * torch.tensor(list(order), dtype=torch.int32, device=words.device)
+    return ((words[:, None, :] >> shifts[:, None]) & 15).to(torch.int8).flatten(0, 1)[:rows]
+
+
+def _flipped(words, columns):
+    """Turn codes 0 .. 15 in contiguous words [N, K / 8] into signed ones, uint8 [N, ceil(K / 2)]. Overwrites words."""
+    packed = words.bitwise_xor_(_FLIP).view(torch.uint8)[:, : cdiv(columns, 2)].contiguous()
+    if columns % 2:
+        packed[:, -1] &= 15  # the padding of a row is 0
+    return packed
+
+
+def _int4(packed, scale, zero, order=None):
+    """The buffers of an `Int4Linear`, and a remark. zero: int8 [N, groups], 0 .. 15, or None, where it is 8."""
+    absmax = scale.float() * 7
+    notes = []
+    if scale.dtype == torch.float32 and not torch.equal(absmax / torch.full_like(absmax, 7), scale):
+        notes.append("float32 scales, some rounded in the last bit")
+    if zero is not None and bool((zero == 8).all()):
+        zero = None
+    if zero is not None:
+        notes.append("zero points")
+    if order is not None:
+        notes.append("columns in another order")
+    buffers = {"packed": packed, "absmax": absmax, "zero_point": None if zero is None else zero - 8, "order": order}
+    return buffers, ", ".join(notes)
+
+
+class Scratch:
+    """Memory for a copy of a layer's codes, the same for all layers: new memory takes longer than the copy."""
+
+    def __init__(self):
+        self._memory = torch.empty(0, dtype=torch.int32)
+
+    def copy(self, words):
+        """Copy contiguous words to the scratch memory. Returns the copy."""
+        if self._memory.numel() < words.numel() or self._memory.device != words.device:
+            self._memory = torch.empty_like(words).view(-1)
+        return self._memory[: words.numel()].view(words.shape).copy_(words)
+
+    def transpose(self, words):
+        """Transpose contiguous words [A, B] in their own memory. Returns them, [B, A]."""
+        return words.view(words.shape[::-1]).copy_(self.copy(words).t())
+
+
+def _order(groups, columns, size):
+    """The order of columns that makes groups contiguous, int64 [K], or None if they are. groups: a tensor [K]."""
+    size = size or max(columns, 1)
+    sorted_groups, order = groups.sort(stable=True)
+    if not torch.equal(sorted_groups, torch.arange(columns, dtype=groups.dtype) // size):
+        raise ValueError(f"g_idx has other than {size} columns in a group, or groups that aren't there")
+    return None if torch.equal(sorted_groups, groups) else order
+
+
+def _ordered(words, order):
+    """Gather the columns of words [K / 8, N] in another order, as words [K / 8, N]."""
+    out = torch.zeros_like(words)
+    for j in range(8):
+        source = order[j::8]
+        codes = (words[source // 8] >> (4 * (source % 8)).to(torch.int32)[:, None]) & 15
+        out |= codes << 4 * j
+    return out
+
+
+def _pack_quantized(parts, shape, config):
+    """compressed-tensors, 4 bits in int32."""
+    N, K = shape
+    weights = config.get("weights") or {}
+    _check_bits(weights, "num_bits")
+    kind, strategy = weights.get("type", "int"), weights.get("strategy")
+    if kind != "int" or strategy not in ("group", "channel"):
+        raise Refused(f"has {kind} codes with a scale per {strategy}; it takes int codes with one per group or channel")
+    size = _group_size(weights.get("group_size") if strategy == "group" else None, K)
+    groups = cdiv(K, size) if size else 1
+    check_entry(parts["weight_packed"], (torch.int32,), (N, cdiv(K, 8)))
+    check_entry(parts["weight_scale"], _SCALES, (N, groups))
+    zero, index, whole = (parts.get(name) for name in ("weight_zero_point", "weight_g_idx", "weight_shape"))
+    if zero is not None:
+        check_entry(zero, (torch.int32,), (cdiv(N, 8), groups))
+    elif not weights.get("symmetric", True):
+        raise ValueError("has no weight_zero_point, though it isn't symmetric")
+    if whole is not None:
+        check_entry(whole, (torch.int64, torch.int32), (2,))
+        if (stored := whole.read().tolist()) != [N, K]:
+            raise ValueError(f"{whole.name} is {stored}; it takes {[N, K]}")
+    order = None
+    if index is not None:
+        check_entry(index, (torch.int32, torch.int64), (K,))
+        columns = index.read()
+        order = None if K and bool((columns == -1).all()) else _order(columns, K, size)
+
+    def read(device, scratch):
+        words = parts["weight_packed"].read(device)
+        on = None if order is None else order.to(device)
+        if on is not None:
+            words = scratch.transpose(_ordered(scratch.transpose(words), on))
+        zeros = None if zero is None else _nibbles(zero.read(device), N)
+        return _int4(_flipped(words, K), parts["weight_scale"].read(device), zeros, on)
+
+    return size, read
+
+
+def _gptq(parts, shape, config):
+    """GPTQ, 4 bits."""
+    N, K = shape
+    _check_bits(config)
+    version = config.get("checkpoint_format", "gptq")
+    if version not in ("gptq", "gptq_v2"):
+        raise Refused(f"has checkpoint_format {version!r}; it takes 'gptq' or 'gptq_v2'")
+    size = _group_size(config.get("group_size"), K)
+    groups = cdiv(K, size) if size else 1
+    if K % 8 or N % 8:
+        raise ValueError(f"is [{N}, {K}]; GPTQ has rows and columns in eights")
+    check_entry(parts["qweight"], (torch.int32,), (K // 8, N))
+    check_entry(parts["qzeros"], (torch.int32,), (groups, N // 8))
+    check_entry(parts["scales"], _SCALES, (groups, N))
+    order = None
+    if "g_idx" in parts:
+        check_entry(parts["g_idx"], (torch.int32, torch.int64), (K,))
+        order = _order(parts["g_idx"].read(), K, size)
+
+    def read(device, scratch):
+        words = parts["qweight"].read(device)
+        on = None if order is None else order.to(device)
+        words = words if on is None else _ordered(words, on)
+        zero = _nibbles(parts["qzeros"].read(device).t(), N)
+        zero = (zero + 1) & 15 if version == "gptq" else zero
+        return _int4(_flipped(scratch.transpose(words), K), parts["scales"].read(device).t().contiguous(), zero, on)
+
+    return size, read
+
+
+def _transpose_nibbles(words):
+    """Exchange nibble i of row j with nibble j of row i, in place, in each eight rows of int32 [A, 8, B]."""
+    for distance, mask in ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F)):
+        pairs = words.view(words.shape[0], 4 // distance, 2, distance, words.shape[2])
+        top, bottom = pairs.unbind(2)
+        change = (top >> 4 * distance).bitwise_xor_(bottom).bitwise_and_(mask)
+        bottom ^= change
+        top ^= change.bitwise_left_shift_(4 * distance)
+
+
+def _awq(parts, shape, config):
+    """AWQ in the layout "gemm", 4 bits."""
+    N, K = shape
+    _check_bits(config)
+    version = str(config.get("version", "gemm")).lower()
+    if version != "gemm":
+        raise Refused(f"has version {version!r}; it takes 'gemm'")
+    size = _group_size(config.get("group_size"), K)
+    groups = cdiv(K, size) if size else 1
+    if K % 8 or N % 8:
+        raise ValueError(f"is [{N}, {K}]; AWQ has rows and columns in eights")
+    check_entry(parts["qweight"], (torch.int32,), (K, N // 8))
+    check_entry(parts["scales"], _SCALES, (groups, N))
+    if "qzeros" in parts:
+        check_entry(parts["qzeros"], (torch.int32,), (groups, N // 8))
+    elif config.get("zero_point", True):
+        raise ValueError("has no qzeros, though it has zero points")
+
+    def read(device, scratch):
+        words = parts["qweight"].read(device).view(K // 8, 8, N // 8)
+        step = max(1, _CHUNK // max(N, 1)) if words.device.type == "cpu" else max(K, 1)
+        for chunk in words.split(step):
+            _transpose_nibbles(chunk)
+        rows = scratch.copy(scratch.transpose(words.view(K // 8, N))).view(8, N // 8, K // 8)
+        words = words.view(N // 8, 8, K // 8)
+        torch.stack([rows[nibble] for nibble in _AWQ_NIBBLES], 1, out=words)
+        zero = None
+        if "qzeros" in parts:
+            zero = _nibbles(parts["qzeros"].read(device).t(), N, _AWQ_NIBBLES)
+        return _int4(_flipped(words.view(N, K // 8), K), parts["scales"].read(device).t().contiguous(), zero)
+
+    return size, read
+
+
+def _int_quantized(parts, shape, config):
+    """compressed-tensors, int8 with a scale for each row."""
+    N, _ = shape
+    weights, inputs = config.get("weights") or {}, config.get("input_activations") or {}
+    if not weights.get("symmetric", True) or "weight_zero_point" in parts:
+        raise Refused("has zero points of 8 bits; it takes symmetric codes")
+    if not inputs.get("symmetric", True):
+        raise Refused("has activations with zero points; it takes symmetric ones")
+    check_entry(parts["weight"], (torch.int8,), shape)
+    check_entry(parts["weight_scale"], _SCALES, (N, 1), (N,), (1,), ())
+    note = "" if inputs.get("dynamic") else "its activations are quantized by token all the same"
+
+    def read(device, scratch):
+        scale = parts["weight_scale"].read(device).float().reshape(-1, 1).expand(N, 1).contiguous()
+        return {"codes": parts["weight"].read(device), "scale": scale}, note
+
+    return None, read
+
+
+def _blocks(parts, shape, config):
+    """FP8 or int8 in blocks of 128 x 128, as DeepSeek stores them."""
+    N, K = shape
+    sizes = config.get("weight_block_size")
+    if sizes is None or list(sizes) != [128, 128]:
+        raise Refused(f"has weight_block_size {sizes}; it takes [128, 128]")
+    check_entry(parts["weight"], (torch.float8_e4m3fn, torch.int8), shape)
+    check_entry(parts["weight_scale_inv"], _SCALES, (cdiv(N, 128), cdiv(K, 128)))
+
+    def read(device, scratch):
+        codes, scale = parts["weight"].read(device), parts["weight_scale_inv"].read(device).float()
+        if codes.dtype == torch.int8:
+            return {"codes": codes, "scale": scale}, ""
+        weight = codes.float()
+        weight *= scale.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
+        codes, scale = to_int8(weight, 128)
+        return {"codes": codes, "scale": scale, "weight": weight}, "from FP8, quantized again"
+
+    return 128, read
+
+
+def _q4_0(data, shape):
+    """Take blocks uint8 [N, groups * 18] apart: words of codes 0 .. 15, and float16 scales [N, groups]."""
+    N, K = shape
+    data = data.view(N, K // 32, 18)
+    scale = data[..., :2].contiguous().view(torch.float16)[..., 0]
+    even, odd = data[..., 2::2], data[..., 3::2]
+    low, high = (even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)
+    return torch.cat((low, high), -1).view(N, K // 2).view(torch.int32), scale
+
+
+def _gguf_q4_0(parts, shape, config):
+    """GGUF's Q4_0."""
+    N, K = shape
+    if K % 32:
+        raise ValueError(f"is [{N}, {K}]; Q4_0 has columns in 32s")
+    check_entry(parts["weight"], ("Q4_0",), shape)
+
+    def read(device, scratch):
+        words, scale = _q4_0(parts["weight"].read(device), shape)
+        return _int4(_flipped(words, K), scale, None)
+
+    return 32, read
+
+
+def dequantized(entry):
+    """Returns an `Entry` that reads a tensor in Q4_0 as float32, for an embedding."""
+
+    def load():
+        words, scale = _q4_0(entry.load(), entry.shape)
+        codes = _nibbles(words.t(), entry.shape[1]).t().float() - 8
+        return codes * scale.float().repeat_interleave(32, 1)
+
+    return entry._replace(dtype=torch.float32, load=load)
+
+
+class Format(NamedTuple):
+    """How a library stores a layer's weight.
+
+    Attributes:
+        name: for the report.
+        required, optional: the parts that a layer has, besides its bias.
+        plan: takes these parts as a dict of `Entry`, the weight's shape [N, K] and the format's settings, and checks
+            them. It returns the layer's block or group size, and a function of a device and a `Scratch` that reads
+            the parts and returns the layer's buffers and a remark. It raises Refused where no layer has such a weight,
+            and ValueError where something is wrong with it.
+    """
+
+    name: str
+    required: set
+    optional: set
+    plan: Callable
+
+
+MARKS = {"weight_packed", "weight_scale", "weight_scale_inv", "qweight"}  # a layer with one of these is quantized
+FORMATS = {
+    "pack-quantized": Format(
+        "compressed-tensors, 4 bits", {"weight_packed", "weight_scale"},
+        {"weight_zero_point", "weight_g_idx", "weight_shape"}, _pack_quantized,
+    ),
+    "int-quantized": Format(
+        "compressed-tensors, 8 bits", {"weight", "weight_scale"},
+        {"weight_zero_point", "input_scale", "input_zero_point"}, _int_quantized,
+    ),
+    "gptq": Format("GPTQ", {"qweight", "qzeros", "scales"}, {"g_idx"}, _gptq),
+    "awq": Format("AWQ", {"qweight", "scales"}, {"qzeros"}, _awq),
+    "blocks": Format("blocks of 128 x 128", {"weight", "weight_scale_inv"}, set(), _blocks),
+    "gguf": Format("GGUF", {"weight"}, set(), _gguf_q4_0),
+}  # fmt: skip

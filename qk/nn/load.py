@@ -1,0 +1,232 @@
+"""Save quantized models, and load them: our own, and checkpoints that other libraries made.
+
+`load` works in four steps. Nothing of the model changes before the last one:
+
+    open     headers and config.json                                    checkpoint.py
+    plan     what each tensor becomes, and every check                  plan.py, and formats.py for others' layers
+    read     layer by layer, converted on the device that it goes to
+    change   put new layers, parameters and buffers into the model
+"""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ..core.checks import listed
+from .calibration import progress_bar
+from .checkpoint import open_checkpoint
+from .formats import Scratch
+from .kinds import linear_kinds, weight_shape
+from .layers import FORWARD_HOOKS, QuantizedModule, TiedInt8Linear
+from .plan import DTYPE_NAMES, KINDS, VERSION, Slot, plan
+from .report import Report, Row, bytes_of, rows_of_others
+
+__all__ = ["load", "save"]
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Put what torch.empty makes on the meta device: weights to be, but not what a model computes, such as angles."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.empty and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": "meta"}
+        return function(*args, **kwargs)
+
+
+def _read_slot(slot, device):
+    """Read a slot's tensor. Raises ValueError if the file has several for it, and they differ."""
+    first, *others = ({entry.name: entry for entry in slot.entries}).values()
+    tensor = first.read(device).to(slot.tensor.dtype)
+    for other in others:
+        if not torch.equal(other.read(device).to(tensor.dtype), tensor):
+            raise ValueError(f"{first.name} and {other.name} differ, and in the model they are one")
+    if isinstance(slot.tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(tensor, slot.tensor.requires_grad)
+    return tensor
+
+
+def _build(checkpoint):
+    """Build the transformers model that config.json names, with weights on the meta device."""
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError("model is None; without the library transformers it takes a module") from None
+    config = checkpoint.config
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    kind = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel) or kind.config_class is None:
+        has = f"config.json names the model class {name!r}, which transformers {transformers.__version__} doesn't have"
+        raise ValueError(f"model is None, and {has}; pass a module as model (code in a checkpoint is never run)")
+    # a model with more layers than tensors doesn't fit; to find that out by building it could take forever
+    if many := [k for k, v in config.items() if "layers" in k and isinstance(v, int) and v > len(checkpoint.tensors)]:
+        raise ValueError(f"config.json has {many[0]} {config[many[0]]}, and the checkpoint fewer tensors")
+    settings = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
+    try:
+        settings = kind.config_class.from_dict(settings)
+        with _EmptyOnMeta():
+            model = kind._from_config(settings).eval()
+        if (checkpoint.folder / "generation_config.json").is_file():
+            model.generation_config = transformers.GenerationConfig.from_pretrained(checkpoint.folder)
+        return model
+    except Exception as error:  # whatever a config can cause
+        text = f"{type(error).__name__}: {error}"
+        raise ValueError(f"config.json doesn't describe a {name} that transformers can build: {text}") from error
+
+
+def load(path, model=None, *, rename=None, device=None, progress=True):
+    """Load a quantized checkpoint: our own, or compressed-tensors, GPTQ, AWQ, block FP8 or GGUF's Q4_0.
+
+    Its format is found in config.json or in the file's header, and its 4-bit and 8-bit layers become `Int4Linear` and
+    `Int8Linear`. Their weights are the checkpoint's to the bit, except that FP8 is quantized again to int8, and that
+    some float32 scales of 4-bit codes are rounded in the last bit; the report says where. Code in a checkpoint is never
+    run, and pickles are never opened.
+
+    Args:
+        path: a folder, a .safetensors file, the index of several, or a .gguf file. config.json is looked for next to
+            it. It isn't needed for what `save` wrote.
+        model: the torch.nn.Module to fill, in place, with float layers where the checkpoint has quantized ones. Its
+            layers have the names and shapes of the checkpoint's. Made on the meta device, it needs no memory before.
+            None: the transformers model that config.json names.
+        rename: a function that turns a tensor's name in the file into its name in the model, or into None to leave the
+            tensor out.
+        device: where tensors go, and are converted. None: to where the model's are, or to torch's default device if the
+            model is None or on the meta device.
+        progress: whether to show a progress bar, if it takes longer than a second.
+
+    Returns:
+        The model, and a `Report`: bytes before are the file's.
+
+    Raises:
+        ValueError: there is no checkpoint, or something about it is wrong, or doesn't fit the model or any layer that
+            there is. The model is then unchanged.
+    """
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}; it takes a torch.nn.Module or None")
+    checkpoint = open_checkpoint(path)
+    if model is None:
+        if not checkpoint.config:
+            raise ValueError("model is None, and there is no config.json next to the checkpoint; it takes a module")
+        model = _build(checkpoint)
+    layers, slots = plan(checkpoint, model, rename)
+    changes, rows = _read(model, layers, slots, device, progress)
+    was = [settings[key] for settings, key, _ in changes]
+    try:
+        for settings, key, value in changes:
+            settings[key] = value
+        size = sum(entry.size for entry in checkpoint.tensors.values())
+        return model, Report(rows, size, bytes_of(model), rows_of_others(model, _linears(model), True))
+    except BaseException:
+        for (settings, key, _), value in zip(changes, was, strict=True):
+            settings[key] = value
+        raise
+
+
+def _linears(model):
+    return {module for module in model.modules() if isinstance(module, (*linear_kinds(), QuantizedModule))}
+
+
+@torch.no_grad()
+def _read(model, layers, slots, device, progress):
+    """Read all layers and slots. Returns what to set, as (dict, key, value), and the rows of the report."""
+    default = torch.get_default_device()
+
+    def where(tensor):
+        return device if device is not None else default if tensor.device.type == "meta" else tensor.device
+
+    changes, made, scratch = [], {}, Scratch()
+    for item in progress_bar([*layers, *slots], "loading", progress):
+        if isinstance(item, Slot):
+            tensor = _read_slot(item, where(item.tensor))
+            changes += [(settings, key, tensor) for settings, key in item.places]
+        elif item.old not in made:
+            made[item.old] = item.read(where(item.old.weight), scratch)
+    for name, old in model.named_modules(remove_duplicate=False):
+        parent, _, key = name.rpartition(".")
+        if old in made and model.get_submodule(parent) not in made:
+            new = made[old][0]
+            changes.append((model.get_submodule(parent)._modules, key, new))
+            changes += [(new.__dict__, hooks, getattr(old, hooks)) for hooks in FORWARD_HOOKS]
+    rows, sizes = [], {item.old: sum(entry.size for entry in item.entries) for item in layers}
+    for name, old in model.named_modules():
+        if old in made:
+            new, error, note = made[old]
+            kinds, size = (type(old).__name__, type(new).__name__), (sizes[old], bytes_of(new))
+            rows.append(Row(name, *kinds, weight_shape(new), error, *size, None, None, note))
+        elif isinstance(old, linear_kinds()):
+            kind, size = type(old).__name__, bytes_of(old)
+            rows.append(Row(name, kind, kind, weight_shape(old), None, size, size, None, None, "float"))
+    if device is not None or all(slot.tensor.is_meta for slot in slots):
+        changes += _moved(model, made, slots, default if device is None else device)
+    return changes, rows
+
+
+def _moved(model, made, slots, device):
+    """List what to set to move the buffers that the file doesn't have."""
+    taken = {slot.tensor for slot in slots}
+    for module in model.modules():
+        for key, tensor in module._buffers.items():
+            if module not in made and tensor is not None and tensor not in taken and not tensor.is_meta:
+                yield module._buffers, key, tensor.to(device)
+
+
+def save(model, path):
+    """Save a model with quantized layers, so that `load` needs no arguments of `quantize_` again.
+
+    The file's header says how each layer was quantized. It is written under another name first: an interrupted save
+    leaves an older file whole.
+
+    Args:
+        model: a torch.nn.Module.
+        path: a .safetensors file, or a folder: there goes model.safetensors, and for a transformers model config.json,
+            so that `load` can build the model, too.
+
+    Raises:
+        ValueError: for bad arguments, or a quantized layer of a kind that can't be saved.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}; it takes a torch.nn.Module")
+    from safetensors.torch import save_file
+
+    path, layers, heads = Path(path), {}, {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, TiedInt8Linear):
+            heads[f"{name}.table"] = name, module
+        elif isinstance(module, QuantizedModule) and name not in heads:
+            if type(module).__name__ not in KINDS:
+                raise ValueError(f"{name} is a {type(module).__name__}; it takes {listed(KINDS)}")
+            settings = {"kind": type(module).__name__, "dtype": module.dtype, **module.settings()}
+            layers[name] = {key: DTYPE_NAMES.get(value, value) for key, value in settings.items()}
+    for name, module in heads.values():
+        table = next(other for other in layers if model.get_submodule(other) is module.table)
+        layers[name] = {"kind": type(module).__name__, "table": table}
+    file = path if path.suffix == ".safetensors" else path / "model.safetensors"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    kept, tied, seen = {}, {}, {}
+    for name, tensor in model.state_dict().items():
+        if name.rpartition(".")[0] in heads:
+            continue
+        place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        first = seen.setdefault(place, name) if tensor.numel() else name
+        if first == name:
+            kept[name] = tensor.contiguous()
+        else:
+            tied[name] = first
+    header = {"version": VERSION, "layers": layers, "tied": tied}
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        save_file(kept, partial, {"format": "pt", "qk": json.dumps(header)})
+        os.replace(partial, file)
+    finally:
+        partial.unlink(missing_ok=True)
+    config = getattr(model, "config", None)
+    if file != path and hasattr(config, "to_json_string"):
+        settings = json.loads(config.to_json_string(use_diff=False))
+        settings |= {"architectures": [type(model).__name__], "quantization_config": {"quant_method": "qk", **header}}
+        (path / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(path)

@@ -1,0 +1,361 @@
+"""Plan what each tensor of a checkpoint becomes in a model, and check it, before anything is read."""
+
+import json
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ..core.checks import FLOATS, check_one_of
+from .formats import FORMATS, MARKS, Refused, check_entry, dequantized
+from .kinds import linear_kinds, weight_shape
+from .layers import Int4Linear, Int8Embedding, Int8Linear, QuantizedLinear, TiedInt8Linear
+
+__all__ = ["DTYPE_NAMES", "KINDS", "VERSION", "Layer", "Slot", "plan"]
+
+KINDS = {kind.__name__: kind for kind in (Int4Linear, Int8Linear, Int8Embedding)}
+DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in FLOATS}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_FLOATS = (*FLOATS, torch.float64)
+VERSION = 1
+_SHOWN = 4  # problems that an error names
+
+
+class Layer(NamedTuple):
+    """A quantized layer of a checkpoint."""
+
+    name: str
+    old: torch.nn.Module
+    entries: list
+    read: Callable  # takes a device and a Scratch; returns the new module, its relative error or None, and a note
+
+
+class Slot(NamedTuple):
+    """A parameter or buffer of a model, with all (dict, key) that hold it, and the tensors of the file for it."""
+
+    tensor: torch.Tensor
+    places: list
+    entries: list
+
+
+def _fail(problems):
+    """Raise a ValueError with the first few of these problems, if there are any."""
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise ValueError(f"the checkpoint can't be loaded: {'; '.join(problems[:_SHOWN])}{more}")
+
+
+def _layers_of(config):
+    """Return a function from a layer's name to its format and settings, given config.json."""
+    settings = config.get("quantization_config")
+    if not isinstance(settings, dict):
+        raise ValueError("the checkpoint isn't quantized: there is no quantization_config in a config.json next to it")
+    method = settings.get("quant_method")
+    if method == "compressed-tensors":
+        return _compressed_tensors(settings)
+    if method in ("fp8", "blockwise_int8"):
+        return lambda name: (FORMATS["blocks"], settings)
+    if method not in ("gptq", "awq"):
+        takes = "compressed-tensors, gptq, awq, fp8, blockwise_int8 or qk"
+        raise ValueError(f"quantization_config has the quant_method {method!r}; it takes {takes}")
+    rules = settings.get("dynamic") or {}
+    if any(not str(rule).startswith("-:") for rule in rules):  # those leave layers alone
+        raise ValueError(f"quantization_config has rules for single layers, {list(rules)[:2]}; it takes one for all")
+    return lambda name: (FORMATS[method], settings)
+
+
+def _compressed_tensors(settings):
+    for key in ("sparsity_config", "transform_config"):
+        if settings.get(key) and settings[key] != {"format": "dense"}:
+            raise ValueError(f"quantization_config has a {key}; it takes none")
+    groups = settings.get("config_groups")
+    groups = list(groups.values()) if isinstance(groups, dict) else []
+    if not groups or not all(isinstance(group, dict) for group in groups):
+        raise ValueError("quantization_config has no config_groups")
+
+    def of(name):
+        group = groups[0] if len(groups) == 1 else next((g for g in groups if _targets(g, name)), None)
+        format = None if group is None else group.get("format") or settings.get("format")
+        if format not in ("pack-quantized", "int-quantized"):
+            raise Refused(f"is stored as {format}; it takes pack-quantized or int-quantized")
+        return FORMATS[format], group
+
+    return of
+
+
+def _targets(group, name):
+    """Whether a group of compressed-tensors names a layer: by its class, its name, or a pattern."""
+    for target in group.get("targets") or ():
+        if target in ("Linear", name):
+            return True
+        try:
+            if str(target).startswith("re:") and re.match(target[3:], name):
+                return True
+        except re.error as error:
+            raise ValueError(f"quantization_config has the target {target!r}: {error}") from None
+    return False
+
+
+def _plan_foreign(old, parts, format, settings):
+    """Plan a layer that another library quantized."""
+    if not isinstance(old, (*linear_kinds(), QuantizedLinear)):
+        raise ValueError(f"is a {type(old).__name__} in the model; it takes a torch.nn.Linear")
+    parts, bias = {**parts}, parts.get("bias")
+    parts.pop("bias", None)
+    if unknown := parts.keys() - format.required - format.optional:
+        takes = ", ".join(sorted(format.required | format.optional))
+        raise ValueError(f"has {min(unknown)}; {format.name} takes {takes}")
+    if missing := format.required - parts.keys():
+        raise ValueError(f"has no {min(missing)}")
+    shape = weight_shape(old)
+    if bias is not None:
+        check_entry(bias, FLOATS, shape[:1])
+    elif old.bias is not None:
+        raise ValueError("has no bias, and the model's layer does")
+    block, read = format.plan(parts, shape, settings)
+
+    def make(device, scratch):
+        buffers, note = read(device, scratch)
+        weight = buffers.pop("weight", None)
+        of = None if bias is None else bias.read(device).to((old.weight if old.bias is None else old.bias).dtype)
+        if old.bias is None and of is not None and not of.any():
+            of = None  # some tools store zeros
+        options = {"bias": of is not None, "device": "meta", "dtype": old.weight.dtype}
+        if "packed" in buffers:
+            flags = {key: buffers[key] is not None for key in ("zero_point", "order")}
+            new = Int4Linear(*shape[::-1], group_size=block, **options, **flags, absmax_dtype=torch.float32)
+        else:
+            new = Int8Linear(*shape[::-1], block_size=block, **options)
+        new.fill(old, device, of, **buffers)
+        return new, None if weight is None else _error(new, weight), ", ".join(filter(None, (format.name, note)))
+
+    return make
+
+
+def _error(new, weight):
+    """The relative error of codes."""
+    norm = torch.linalg.vector_norm(weight).item()
+    return torch.linalg.vector_norm(new.dequantize().sub_(weight)).item() / (norm or 1.0)
+
+
+def _plan_tied(old, parts, settings, tables):
+    """Plan a head that has an embedding's table."""
+    table = tables.get(settings.get("table"))
+    if table is None or weight_shape(table) != weight_shape(old):
+        raise ValueError(f"has the table of {settings.get('table')!r}, which isn't there, or has another shape")
+    if parts.keys() - {"bias"} != {"format"}:
+        raise ValueError(f"has {sorted(parts)}; it takes format and maybe bias")
+    if "bias" in parts:
+        check_entry(parts["bias"], FLOATS, weight_shape(old)[:1])
+
+    def make(device, scratch):
+        new = TiedInt8Linear(table, old)
+        grad = new.bias is None or new.bias.requires_grad
+        new.bias = torch.nn.Parameter(parts["bias"].read(device), grad) if "bias" in parts else None
+        return new, None, f"saved by qk, with the table of {settings['table']}"
+
+    return make
+
+
+def _plan_own(name, old, parts, settings, tables):
+    """Plan a layer that `save` wrote. tables: the new embeddings by name, to which it adds its own."""
+    if not isinstance(old, (torch.nn.Embedding, *linear_kinds(), QuantizedLinear, Int8Embedding)):
+        raise ValueError(f"is a {type(old).__name__} in the model; it takes a linear layer or an embedding")
+    if settings.get("kind") == TiedInt8Linear.__name__:
+        return _plan_tied(old, parts, settings, tables)
+    for key in settings:
+        if key.endswith("dtype"):
+            check_one_of(f"its {key}", settings[key], tuple(_DTYPES))
+    settings = {key: _DTYPES[value] if key.endswith("dtype") else value for key, value in settings.items()}
+    kind = KINDS.get(settings.pop("kind", None))
+    if kind is None:
+        raise Refused("is of a kind that this qk doesn't know")
+    if not isinstance(
+        old, (torch.nn.Embedding, Int8Embedding) if kind is Int8Embedding else (*linear_kinds(), QuantizedLinear)
+    ):
+        raise ValueError(f"is a {type(old).__name__} in the model, and an {kind.__name__} in the checkpoint")
+    try:
+        new = kind(**settings, device="meta")
+    except (TypeError, RuntimeError) as error:  # unknown names, or sizes beyond any memory
+        raise ValueError(f"has settings that an {kind.__name__} doesn't take: {error}") from None
+    if weight_shape(new) != tuple(weight_shape(old)):
+        raise ValueError(f"has shape {list(weight_shape(new))}, and the model's layer {list(weight_shape(old))}")
+    wanted = new.state_dict()
+    if wanted.keys() != parts.keys():
+        raise ValueError(f"has {sorted(parts)}; it takes {sorted(wanted)}")
+    for key, tensor in wanted.items():
+        check_entry(parts[key], FLOATS if key == "bias" else (tensor.dtype,), tuple(tensor.shape))
+    if (found := parts["format"].read().tolist()) != new.format_numbers:
+        raise ValueError(f"has the format {found}, and its settings say {new.format_numbers}")
+
+    if kind is Int8Embedding:
+        tables[name] = new
+
+    def make(device, scratch):
+        buffers = {key: parts[key].read(device) for key in wanted if key not in ("bias", "format")}
+        bias = parts["bias"].read(device) if "bias" in parts else None
+        return new.fill(old, device, bias, **buffers), None, "saved by qk"
+
+    return make
+
+
+def _plan_layers(model, quantized, plan_one):
+    """Plan all quantized layers.
+
+    Args:
+        quantized: for each name of a quantized layer in the file, its parts.
+        plan_one: takes a name, the model's layer and its parts; returns a function as `Layer.read`.
+
+    Returns:
+        A list of `Layer`, and what is wrong with others.
+    """
+    modules, layers, planned, problems = dict(model.named_modules(remove_duplicate=False)), [], {}, []
+    for name, parts in quantized.items():
+        old = modules.get(name)
+        try:
+            if old is None or not name:
+                raise ValueError("isn't a layer in the model")
+            if planned.setdefault(old, parts) != parts:
+                raise ValueError("is a layer that has another name, too, and the checkpoint has two layers")
+            read = plan_one(name, old, parts)
+        except ValueError as error:
+            problems.append(f"{name} {error}")
+            continue
+        layers.append(Layer(name, old, list(parts.values()), read))
+    return layers, problems
+
+
+def _find_slots(model, replaced):
+    """Find where a model's parameters and buffers are. Returns slots by name, and names of what it computes itself."""
+    slots, by_name, computed = {}, {}, {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if module in replaced:
+            continue
+        for settings in (module._parameters, module._buffers):
+            for key, tensor in settings.items():
+                name = f"{prefix}.{key}" if prefix else key
+                if tensor is None:
+                    continue
+                if settings is module._buffers and key in module._non_persistent_buffers_set:
+                    computed[name] = tensor
+                    continue
+                slot = by_name[name] = slots.setdefault(tensor, Slot(tensor, [], []))
+                if all(settings is not other or key != at for other, at in slot.places):
+                    slot.places.append((settings, key))
+    return by_name, computed
+
+
+def _plan_slots(model, entries, replaced):
+    """Give each remaining tensor of the file its slot. Returns the slots, and what is wrong."""
+    slots, computed = _find_slots(model, replaced)
+    patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    problems = []
+    for name, entry in entries.items():
+        if name in computed or name not in slots and any(re.search(pattern, name) for pattern in patterns):
+            continue
+        if name not in slots:
+            problems.append(f"{name} isn't in the model")
+            continue
+        slot = slots[name]
+        try:
+            dtypes = _FLOATS if slot.tensor.is_floating_point() else (slot.tensor.dtype,)
+            check_entry(entry, dtypes, tuple(slot.tensor.shape))
+        except ValueError as error:
+            problems.append(str(error))
+        slot.entries.append(entry)
+    for name, slot in slots.items():
+        if not slot.entries and (slot.tensor.is_meta or isinstance(slot.tensor, torch.nn.Parameter)):
+            problems.append(f"{name} isn't in the checkpoint")
+    problems += [f"{name} has no values and isn't in a checkpoint" for name, x in computed.items() if x.is_meta]
+    return list({id(slot): slot for slot in slots.values() if slot.entries}.values()), problems
+
+
+def _own_layers(checkpoint):
+    """What `save` wrote about the layers of a checkpoint, or None if it is another's."""
+    own = checkpoint.metadata.get("qk")
+    if own is None:
+        settings = checkpoint.config.get("quantization_config")
+        return settings if isinstance(settings, dict) and settings.get("quant_method") == "qk" else None
+    try:
+        own = json.loads(own)
+    except (TypeError, ValueError, RecursionError):
+        own = None
+    return own if isinstance(own, dict) else {}
+
+
+def _renamed(tensors, rename):
+    """Entries by the names that they have in the model."""
+    if rename is None:
+        return dict(tensors)
+    renamed = {}
+    for name, entry in tensors.items():
+        new = rename(name)
+        if new is not None and (not isinstance(new, str) or new in renamed):
+            raise ValueError(f"rename({name!r}) is {new!r}; it takes a name of its own, or None to leave it out")
+        if new is not None:
+            renamed[new] = entry
+    return renamed
+
+
+def _by_layer(entries):
+    """Group entries by layer: for each name of a layer, a dict of its parts."""
+    groups = {}
+    for name, entry in entries.items():
+        layer, _, part = name.rpartition(".")
+        groups.setdefault(layer, {})[part] = entry
+    return groups
+
+
+def _plan_of_own(own, entries):
+    """Check what `save` wrote. Returns the entries, the quantized layers, and a function that plans one."""
+    layers, tied = own.get("layers"), own.get("tied", {})
+    if own.get("version") != VERSION or not isinstance(layers, dict) or not isinstance(tied, dict):
+        raise ValueError(f"the checkpoint was saved by another version of qk; it takes version {VERSION}")
+    if not all(isinstance(settings, dict) for settings in layers.values()):
+        raise ValueError("the checkpoint's header is damaged: it describes layers by something else than settings")
+    entries = {**entries, **{name: entries[kept] for name, kept in tied.items() if kept in entries}}
+    groups = _by_layer(entries)
+    tables, last = {}, TiedInt8Linear.__name__  # which need the embeddings
+    quantized = {
+        name: groups.get(name, {}) for name in sorted(layers, key=lambda name: layers[name].get("kind") == last)
+    }
+    return entries, quantized, lambda name, old, parts: _plan_own(name, old, parts, layers[name], tables)
+
+
+def _plan_of_gguf(model, entries):
+    """As `_plan_of_own`, for a GGUF file. Embeddings are dequantized."""
+    modules, entries, quantized = dict(model.named_modules(remove_duplicate=False)), dict(entries), {}
+    for layer, parts in _by_layer(entries).items():
+        weight = parts.get("weight")
+        if weight is None or isinstance(weight.dtype, torch.dtype):
+            continue
+        if isinstance(modules.get(layer), torch.nn.Embedding) and weight.dtype == "Q4_0":
+            entries[f"{layer}.weight"] = dequantized(weight)
+        else:
+            quantized[layer] = parts
+    return entries, quantized, lambda name, old, parts: _plan_foreign(old, parts, FORMATS["gguf"], {})
+
+
+def _plan_of_others(config, entries):
+    """As `_plan_of_own`, for safetensors of other libraries."""
+    format_of = _layers_of(config)
+    quantized = {layer: parts for layer, parts in _by_layer(entries).items() if MARKS & parts.keys()}
+    return entries, quantized, lambda name, old, parts: _plan_foreign(old, parts, *format_of(name))
+
+
+def plan(checkpoint, model, rename):
+    """Plan what each tensor becomes, and check it. Returns a list of `Layer`, and one of `Slot`."""
+    entries, own = _renamed(checkpoint.tensors, rename), _own_layers(checkpoint)
+    if own is not None:
+        entries, quantized, plan_one = _plan_of_own(own, entries)
+    elif checkpoint.gguf:
+        entries, quantized, plan_one = _plan_of_gguf(model, entries)
+    else:
+        entries, quantized, plan_one = _plan_of_others(checkpoint.config, entries)
+    layers, problems = _plan_layers(model, quantized, plan_one)
+    _fail(problems)
+    left = {name: entry for name, entry in entries.items() if name.rpartition(".")[0] not in quantized}
+    slots, problems = _plan_slots(model, left, {layer.old for layer in layers})
+    _fail(problems)
+    return layers, slots
