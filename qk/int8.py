@@ -87,14 +87,7 @@ def _quantize_groups(x, absmax, inverse, dtype: tl.constexpr):
     return tl.reshape(codes, x.shape)
 
 
-@triton.jit
-def _group_maximum(magnitudes, GROUPS: tl.constexpr, dtype: tl.constexpr):
-    """Return the maximum of each group of magnitude bits [m, BLOCK] of a dtype, as float32 bits [m, GROUPS]."""
-    bits = tl.max(tl.reshape(magnitudes, (magnitudes.shape[0], GROUPS, magnitudes.shape[1] // GROUPS)), 2)
-    return as_float32_bits(bits, dtype)
-
-
-# not compiled anew for each kind of M
+# M changes from call to call, and others with it. Triton would compile again for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["M", "scale_rows"], do_not_specialize_on_alignment=["stride_sk"])
 def _quantize_int8_kernel(
     x_ptr,
@@ -104,7 +97,7 @@ def _quantize_int8_kernel(
     K,
     scale_rows,
     scale_columns,
-    programs,  # in a row
+    programs,  # side by side
     tiles,  # of a program
     stride_xm,
     stride_sm,
@@ -112,7 +105,7 @@ def _quantize_int8_kernel(
     QMAX: tl.constexpr,
     SMALLEST: tl.constexpr,
     SQUARE: tl.constexpr,  # a program's tiles are stacked vertically and share scales; otherwise they are side by side
-    GROUPS: tl.constexpr,  # scales in a row of a program
+    GROUPS: tl.constexpr,  # scales in a row of a tile
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     HELD: tl.constexpr,  # tiles that stay in registers until absmax is known; the others of a program are read twice
@@ -141,7 +134,8 @@ def _quantize_int8_kernel(
             tile = load_tile(x_ptr, row + i * DOWN, column + i * RIGHT, M, K, stride_xm, ROWS, BLOCK)
             magnitudes = tl.maximum(magnitudes, magnitude_bits(tile))
 
-    bits = _group_maximum(magnitudes, GROUPS, dtype)  # [ROWS, GROUPS]
+    bits = tl.max(tl.reshape(magnitudes, (ROWS, GROUPS, BLOCK // GROUPS)), 2)
+    bits = as_float32_bits(bits, dtype)
     if SQUARE:
         bits = tl.max(bits, 0, keep_dims=True)
     absmax, inverse, _ = absmax_and_inverse(bits, QMAX, SMALLEST)
@@ -168,11 +162,10 @@ def _launch_quantize(x, q, scale, config, block_size=None):
     square = config == "weight_quant"
     chosen = _CONFIGS["interpreted" if INTERPRETING else config]
     rows, block, num_warps = tile_shape(K, chosen, block_size or 256, block_size if square else None)
-    chunks = cdiv(K, block)
     if block_size is None:
-        programs, tiles, groups = 1, chunks, 1
+        programs, tiles, groups = 1, cdiv(K, block), 1
     else:
-        programs, tiles, groups = chunks, block_size // rows if square else 1, block // block_size
+        programs, tiles, groups = cdiv(K, block), block_size // rows if square else 1, block // block_size
     more = tiles > chosen.held
     largest, smallest = LIMITS[q.dtype]
     # the loop over tiles that are read twice needs registers, too

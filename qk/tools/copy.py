@@ -15,6 +15,7 @@ import functools
 import importlib
 import inspect
 import io
+import itertools
 import keyword
 import re
 import sys
@@ -192,6 +193,10 @@ def _ordered(needed):
 
 def _renamed(text, names):
     """Python text with other names. A name after a dot is none of them, and an imported one keeps its own."""
+
+    def inside(braces):
+        return re.sub(r"(?<![.\w])\w+", lambda found: names.get(found[0], found[0]), braces[0])
+
     lines, before, importing = text.splitlines(keepends=True), "", False
     edits = []
     tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
@@ -202,6 +207,8 @@ def _renamed(text, names):
             if importing and before != "as":
                 name = token.string if after.string == "as" else f"{token.string} as {name}"
             edits.append((*token.start, token.end[1], name))
+        elif token.type == tokenize.STRING and token.string[0] == "f":  # one token, before Python 3.12
+            edits.append((*token.start, token.end[1], re.sub(r"{[^{}]+}", inside, token.string)))
         before = token.string
     for row, start, end, name in reversed(edits):
         line = lines[row - 1]
@@ -337,11 +344,7 @@ _TEMPORARY = """
 def temporary(x, shape, dtype):
     return x.new_empty(shape, dtype=dtype)
 """
-_CHECK_SHAPE = """    if isinstance(shape, str):  # such as "[..., K]"
-        ok = x.ndim > 0 if "..." in shape else x.ndim == shape.count(",") + 1
-    else:
-        ok = shape is None or list(x.shape) == list(shape)
-    if not ok:
+_CHECK_SHAPE = """    if shape is not None and not _fits(x, shape):
         raise ValueError(f"{name} has shape {list(x.shape)}; it takes {shape}")
 """
 _CHECK_DTYPE = """    if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.dtype not in dtypes:
@@ -378,6 +381,8 @@ _TEMPLATES = {
     ("core.checks", "check_one_of"): _CHECK_ONE_OF,
     ("core.checks",): _VERSION,
 }
+# Written for faster launches. In a copy, what does the same in Triton will do.
+_RENAMED = {"INTERPRETING": "INTERPRETED", "cdiv": "triton.cdiv", "next_power_of_2": "triton.next_power_of_2"}
 
 
 class _Plan(NamedTuple):
@@ -554,6 +559,17 @@ def _without_checks(text, pinned):
     return _replaced(text, edits)
 
 
+def _opened(item):
+    """The statements of a `try` that succeeds wherever a copy can run, as items."""
+    lines = item.text.split("\n")
+    for node in ast.parse(item.text).body[0].body:
+        first = node.lineno
+        while lines[first - 2].lstrip().startswith("#"):
+            first -= 1
+        text = textwrap.dedent("\n".join(lines[first - 1 : node.end_lineno])) + "\n"
+        yield item._replace(text=text, binds=_bound(node), node=ast.parse(text).body[0])
+
+
 @functools.cache
 def _plain_module(name, arch):
     """A module without operators and early launches, and with this file's plain launch and checks."""
@@ -561,12 +577,17 @@ def _plain_module(name, arch):
     fakes, items = _fakes(module.items), []
     defined = [item.node for item in module.items if isinstance(item.node, ast.FunctionDef)]
     checks = {node.name: len(node.args.args) for node in defined}
-    relative = dict(module.relative)
-    for item in module.items:
-        text = next((_TEMPLATES[key] for key in _TEMPLATES if key[0] == name and item.binds == set(key[1:])), item.text)
-        text = _renamed(text.lstrip("\n"), {"INTERPRETING": "INTERPRETED"})
-        if item.binds == {"INTERPRETING"}:
+    relative, absolute = dict(module.relative), dict(module.absolute)
+    opens = arch == "sm90" and name == "core.gluon"
+    parts = [_opened(item) if opens and isinstance(item.node, ast.Try) else [item] for item in module.items]
+    for item in itertools.chain(*parts):
+        if isinstance(item.node, ast.Import | ast.ImportFrom):
+            absolute |= {alias.asname or alias.name: _import_of(item.node, alias) for alias in item.node.names}
             continue
+        text = next((_TEMPLATES[key] for key in _TEMPLATES if key[0] == name and item.binds == set(key[1:])), item.text)
+        if item.binds & _RENAMED.keys():
+            continue
+        text = text.lstrip("\n")
         if arches(name):
             text = _direct(_without_checks(text, _PLANS.get(name, _Plan({})).pins), name, arch)
         text = _without_early(text)
@@ -574,21 +595,21 @@ def _plain_module(name, arch):
         if _is_operator(item.node):
             text = _plain_operator(text, fakes, checks)
         text = re.sub(r"^(def \w+[(].*), [*]_[)]:", r"\1):", text, flags=re.M)  # what a check takes and ignores
+        text = _renamed(text, _RENAMED)
         tree = ast.parse(text)
         uses = {inner.id for inner in ast.walk(tree) if isinstance(inner, ast.Name)}
         items.append(item._replace(text=text, uses=uses, node=tree.body[-1]))
     relative["INTERPRETED"] = "core.numerics"
     if name == "core.numerics":
         del relative["INTERPRETED"]
-    return module._replace(items=items, relative=relative)
+    return module._replace(items=items, relative=relative, absolute=absolute)
 
 
-def _given(modules, needed):
+def _given(modules):
     """The (function, parameter) of operators that aren't None: so their annotations have it."""
     known = set()
     for where in modules:
-        for i in needed[where]:
-            item = _module(where).items[i]
+        for item in _module(where).items:
             if _is_operator(item.node):
                 for each in item.node.args.args:
                     if each.annotation is not None and "None" not in ast.unparse(each.annotation):
@@ -600,13 +621,13 @@ def _given(modules, needed):
     return known
 
 
-def _constants(modules, needed, renamed):
+def _constants(modules, needed, renamed, read):
     """{name in the copy: value} of constants whose value the package knows without running a kernel."""
     found = {}
     for where in modules:
         module = importlib.import_module(f"qk.{where}")
         for i in needed[where]:
-            item = _module(where).items[i]
+            item = read(where).items[i]
             if isinstance(item.node, ast.Assign):
                 for name in item.binds:
                     value = getattr(module, name, None)
@@ -657,11 +678,11 @@ def short(*names, arch=None):
             capability = _capability(target.replace("80", "86"))
             pins |= {"capability": [capability], "arch": [10 * capability[0] + capability[1]]}
             pins |= {"scratch": [0]} if target == "sm80" else {}  # many tokens: one kernel, which unpacks in its loop
-    constants = _constants(modules, needed, renamed)
+    constants = _constants(modules, needed, renamed, read)
     verbatim = {name for where in modules if where.startswith("core.") for i in needed[where]
                 for name in read(where).items[i].binds}  # fmt: skip
-    given = _given(modules, needed)
-    text = simplified("\n\n".join(parts), roots, Known(pins, given, constants, set(dropped), verbatim))
+    facts = Known(pins, _given(modules), constants, set(dropped), verbatim)
+    text = simplified("\n\n".join(parts), roots, facts)
     text = _assembled(_laid_out(text), roots)
     command = " ".join([*names, *(["--arch", arch] if arch else [])])
     head = f'{_origin(asked, command)}\n"""{_about(asked, text)}\n"""\n\n'

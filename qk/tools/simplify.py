@@ -326,7 +326,7 @@ class _Pass:
             wrong = {each for each in wrong if each in self.query and self.query[each] != self.assumed[each]}
             if not outermost or not wrong:
                 break
-            self.assumed |= {each: self.query[each] if turn < 2 else UNKNOWN for each in wrong}
+            self.assumed |= {each: self.query[each] if turn < 4 else UNKNOWN for each in wrong}
             self.query.clear()
         result = self.query[key]
         if outermost:
@@ -446,7 +446,7 @@ class _Pass:
             if method in ("contiguous", "reshape", "view", "detach", "t") and isinstance(base, list):
                 if all(isinstance(each, _Tensor) for each in base):
                     return base
-            if isinstance(node.func.value, ast.Name) and node.func.value.id in ("tl", "gl", "torch"):
+            if isinstance(node.func.value, ast.Name) and node.func.value.id in ("tl", "gl", "torch", "triton"):
                 return SOMETHING
             return SOMETHING if node.func.attr in _TENSOR_METHODS else UNKNOWN
         return UNKNOWN
@@ -526,16 +526,17 @@ class _Pass:
             first -= 1
         return first
 
+    def _siblings(self, node):
+        """The block of statements that a statement is in."""
+        parent = self.parents[node]
+        return next(block for block in (parent.body, getattr(parent, "orelse", [])) if node in block)
+
     def without(self, node):
         """The edit that removes a statement."""
-        parent = self.parents[node]
-        for field in ("body", "orelse", "finalbody"):
-            block = getattr(parent, field, None)
-            if isinstance(block, list) and node in block:
-                break
+        parent, block = self.parents[node], self._siblings(node)
         start, end = self._lines_of(self._first_line(node), node.end_lineno)
         only = len([each for each in block if not _is_docstring(each)]) == 1 and not isinstance(parent, ast.Module)
-        if only and field == "orelse":
+        if only and block is getattr(parent, "orelse", None):
             return self._lines_of(self._header_line(node), node.end_lineno) + ("",)
         indent = " " * node.col_offset
         return start, end, f"{indent}pass\n" if only else ""
@@ -610,7 +611,9 @@ class _Pass:
         is_elif = self.lines[first - 1].lstrip().startswith("elif")
         indent = node.col_offset if not is_elif else len(self.lines[first - 1]) - len(self.lines[first - 1].lstrip())
         if truth and not is_elif:
-            self.propose((*self._lines_of(first, node.end_lineno), self._block(node.body, indent)))
+            # what comes after a return is never reached
+            last = self._siblings(node)[-1] if isinstance(node.body[-1], ast.Return) else node
+            self.propose((*self._lines_of(first, last.end_lineno), self._block(node.body, indent)))
         elif truth:
             head = " " * indent + "else:\n"
             body = self._lines_of(self._header_line(node.body[0]) + 1, node.body[-1].end_lineno)
@@ -657,6 +660,12 @@ class _Pass:
             if all(isinstance(each.ctx, ast.Load) for each in loads):
                 text = self._block(node.body, node.col_offset, [(each, str(values[0])) for each in loads])
                 self.propose((*self._lines_of(node.lineno, node.end_lineno), text))
+
+    def _operand(self, node, text, parent):
+        """The text of an expression, in parentheses if what it becomes part of needs them."""
+        loose = ast.BinOp | ast.UnaryOp | ast.IfExp | ast.BoolOp | ast.Compare
+        inside = ast.BinOp | ast.UnaryOp | ast.Attribute | ast.Compare | ast.BoolOp | ast.Subscript | ast.IfExp
+        return f"({text})" if isinstance(node, loose) and isinstance(parent, inside) else text
 
     def _put(self, node, part, text=None):
         """Replace an expression by a part of it."""
@@ -761,9 +770,7 @@ class _Pass:
                 self.propose(self.without(node))
 
     def _edit_Pass(self, node):
-        parent = self.parents[node]
-        block = next(each for each in (getattr(parent, "body", []), getattr(parent, "orelse", [])) if node in each)
-        if len([each for each in block if not _is_docstring(each)]) > 1:
+        if len([each for each in self._siblings(node) if not _is_docstring(each)]) > 1:
             self.propose(self.without(node))
 
     def _aliases(self, function):
@@ -815,7 +822,7 @@ class _Pass:
                 if isinstance(each.func, ast.Name):
                     ok = each.func.id in _PURE
                 elif isinstance(each.func, ast.Attribute):
-                    module = isinstance(each.func.value, ast.Name) and each.func.value.id in ("tl", "gl")
+                    module = isinstance(each.func.value, ast.Name) and each.func.value.id in ("tl", "gl", "triton")
                     ok = each.func.attr not in _IMPURE if module else each.func.attr in _PURE_METHODS
                 else:
                     ok = False
@@ -948,8 +955,7 @@ class _Pass:
                 heads.append(f"{name} = {text}")
                 own = own | {name}
             else:
-                text = f"({text})" if isinstance(value, ast.BinOp | ast.IfExp | ast.BoolOp | ast.Compare) else text
-                replacements += [(each, text) for each in loads]
+                replacements += [(each, self._operand(value, text, self.parents[each])) for each in loads]
         if own & used or (own - targets & names and not tail):
             return
         indent = " " * self._statement(call).col_offset
@@ -962,11 +968,8 @@ class _Pass:
             text = " ".join(self._with(*self.at(value), replacements).split())
             if "#" in self.data[slice(*self._lines_of(self._header_line(body[0]) + 1, body[0].end_lineno))].decode():
                 return
-            inside = ast.BinOp | ast.UnaryOp | ast.Attribute | ast.Compare | ast.BoolOp | ast.Subscript
-            if isinstance(value, ast.BinOp | ast.IfExp | ast.BoolOp | ast.Compare) and isinstance(statement, inside):
-                text = f"({text})"
             self.inlined |= {caller, function}
-            self.propose((*self.at(call), text))
+            self.propose((*self.at(call), self._operand(value, text, statement)))
             return
         lines = [f"{indent}{head}" for head in heads]
         if not alone or tail:
@@ -1032,8 +1035,10 @@ class _Pass:
         text = (paragraph if len(paragraph) < 110 else re.split(r"[.]\s", paragraph)[0]).removesuffix(".")
         text = re.sub(r"[.] Returns .*", "", text)
         text = re.sub(r"^Returns? ", "", text).replace("\n    ", " ")
-        text = text[0].lower() + text[1:] if text[1:2].islower() else text
-        return [text] if len(text) < 110 else []
+        more = self.lines[self._header_line(function.node.body[1])].lstrip().startswith("#")  # another comment
+        if text[1:2].islower():
+            text = (text[0].upper() if more else text[0].lower()) + text[1:]
+        return [f"{text}{'.' * more}"] if len(text) < 110 else []
 
     def _unused_defaults(self, key, function):
         """Take away defaults where each call has the argument."""
