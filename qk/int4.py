@@ -222,8 +222,8 @@ def _launch_quantize(x, packed, absmax, group_size):
     launch(
         x.device, _quantize_int4_kernel, _grid(row_blocks, chunks),
         x, packed, absmax, R, C, tiles, x.stride(0), packed.shape[1], absmax.shape[1],
-        PACK=_pack_of(packed), GROUP=group_size or block, ROWS=rows, BLOCK=block, ONE_CHUNK=chunks == 1,
-        HELD=min(tiles, _HELD), MORE=tiles > _HELD, num_warps=num_warps,
+        PACK=_pack_of(packed), GROUP=group_size or block, ROWS=rows, BLOCK=block,
+        ONE_CHUNK=chunks == 1, HELD=min(tiles, _HELD), MORE=tiles > _HELD, num_warps=num_warps,
     )  # fmt: skip
 
 
@@ -303,8 +303,8 @@ def _launch_pack(codes, packed):
     chunks = cdiv(C, block)
     launch(
         codes.device, _pack_int4_kernel, _grid(cdiv(R, rows), chunks),
-        codes, packed, R, C, codes.stride(0), packed.shape[1],
-        PACK=_pack_of(packed), ROWS=rows, BLOCK=block, ONE_CHUNK=chunks == 1, num_warps=num_warps,
+        codes, packed, R, C, codes.stride(0), packed.shape[1], PACK=_pack_of(packed),
+        ROWS=rows, BLOCK=block, ONE_CHUNK=chunks == 1, num_warps=num_warps,
     )  # fmt: skip
 
 

@@ -79,15 +79,15 @@ _CONFIGS = {
 
 
 @triton.jit
-def _quantize_groups(x, absmax, inverse, dtype: tl.constexpr):
+def _quantize_groups(x, absmax, inverse, GROUPS: tl.constexpr, dtype: tl.constexpr):
     """Quantize a tile [m, BLOCK] by absmax and inverse [m or 1, GROUPS]. Codes are 0 where absmax is 0 or NaN."""
-    values = tl.reshape(to_float32(x), (x.shape[0], absmax.shape[1], x.shape[1] // absmax.shape[1]))
+    values = tl.reshape(to_float32(x), (x.shape[0], GROUPS, x.shape[1] // GROUPS))
     values = tl.where(absmax[:, :, None] > 0, values, 0.0) * inverse[:, :, None]
     codes = round_to_int32(values).to(tl.int8) if dtype == tl.int8 else values.to(dtype)
     return tl.reshape(codes, x.shape)
 
 
-# M changes from call to call, and others with it. Triton would compile again for 1 and for multiples of 16.
+# M, and numbers that follow from it, change from call to call: don't compile again for 1 and for multiples of 16
 @triton.jit(do_not_specialize=["M", "scale_rows"], do_not_specialize_on_alignment=["stride_sk"])
 def _quantize_int8_kernel(
     x_ptr,
@@ -97,7 +97,7 @@ def _quantize_int8_kernel(
     K,
     scale_rows,
     scale_columns,
-    programs,  # side by side
+    programs,  # that share a program's rows
     tiles,  # of a program
     stride_xm,
     stride_sm,
@@ -143,16 +143,16 @@ def _quantize_int8_kernel(
     store_tile(scale_ptr, scale_row, chunk * GROUPS, scale_rows, scale_columns, stride_sm, stride_sk, scale)
 
     for i in tl.static_range(HELD):
-        codes = _quantize_groups(x[i], absmax, inverse, code_dtype)
+        codes = _quantize_groups(x[i], absmax, inverse, GROUPS, code_dtype)
         store_tile(q_ptr, row + i * DOWN, column + i * RIGHT, M, K, K, 1, codes)
     if MORE:
         for i in range(HELD, tiles.to(tl.int64)):
             tile = load_tile(x_ptr, row + i * DOWN, column + i * RIGHT, M, K, stride_xm, ROWS, BLOCK)
-            codes = _quantize_groups(tile, absmax, inverse, code_dtype)
+            codes = _quantize_groups(tile, absmax, inverse, GROUPS, code_dtype)
             store_tile(q_ptr, row + i * DOWN, column + i * RIGHT, M, K, K, 1, codes)
 
 
-def _launch_quantize(x, q, scale, config, block_size=None):
+def _launch_quantize(x, q, scale, config, block_size):
     """block_size None: one scale per row."""
     x, scale = with_contiguous_rows(x), as_matrix(scale)
     if config == "act_quant" and x.shape[1] % block_size == 0 and x.is_contiguous() and scale.is_contiguous():
@@ -255,7 +255,7 @@ def _empty_per_token(x, dtype):
 @operator(_empty_per_token, check=lambda x, dtype: check_code_dtype(dtype, x.device))
 def _quantize_per_token(x: torch.Tensor, dtype: torch.dtype, q, scale) -> tuple[torch.Tensor, torch.Tensor]:
     if q.numel():
-        _launch_quantize(x, q, scale, "per_token")
+        _launch_quantize(x, q, scale, "per_token", None)
     else:
         scale.zero_()  # a row without columns has one scale, 0
 

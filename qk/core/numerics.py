@@ -103,7 +103,10 @@ def as_float32_bits(bits, dtype: tl.constexpr):
 
 @triton.jit
 def absmax_and_inverse(bits, QMAX: tl.constexpr, SMALLEST: tl.constexpr):
-    """Turn absmax into 0 below SMALLEST, and into NaN if it isn't finite. Returns it, QMAX / absmax, whether finite."""
+    """Turn absmax into 0 below SMALLEST, where QMAX / absmax may overflow, and into NaN where it isn't finite.
+
+    Returns it, QMAX / absmax (1 where that isn't a number to use), and whether it was finite.
+    """
     absmax = bits.to(tl.float32, bitcast=True)
     finite = bits < 0x7F800000
     usable = finite & (absmax >= SMALLEST)

@@ -25,7 +25,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-from .simplify import Known, simplified
+from .simplify import Known, Places, replaced, simplified
 
 PACKAGE = Path(__file__).parents[1]
 MODULES = ("int4", "gemm_int4", "int8", "hadamard", "gelu", "dequant", "sparsity", "gemm", "linear")
@@ -52,7 +52,7 @@ class _Module(NamedTuple):
 
 
 def _bound(node):
-    """The names that a statement defines at the top level, in any of its branches."""
+    """Return the names that a statement defines at the top level, in any of its branches."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return {node.name}
     if isinstance(node, ast.Import | ast.ImportFrom):
@@ -74,39 +74,15 @@ def _path(module):
 
 
 def _absolute_name(module, node):
-    """The module in qk that a relative import in a module names."""
+    """Return the module in qk that a relative import names."""
     parts = module.split(".") if _path(module).name == "__init__.py" else module.split(".")[:-1]
     parts = parts[: len(parts) - node.level + 1]
     return ".".join([*parts, *([node.module] if node.module else [])])
 
 
-def _replaced(text, edits):
-    """Text with (start, end, replacement) put in, in bytes."""
-    data = text.encode()
-    for start, end, new in sorted(edits, reverse=True):
-        data = data[:start] + new.encode() + data[end:]
-    return data.decode()
-
-
-class _Places:
-    """Where the nodes of a text are, in bytes."""
-
-    def __init__(self, text):
-        self.text, self.tree, self.starts = text, ast.parse(text), [0]
-        for line in text.split("\n"):
-            self.starts.append(self.starts[-1] + len(line.encode()) + 1)
-
-    def of(self, node):
-        return (self.starts[node.lineno - 1] + node.col_offset, self.starts[node.end_lineno - 1] + node.end_col_offset)
-
-    def segment(self, node):
-        start, end = self.of(node)
-        return self.text.encode()[start:end].decode()
-
-
 def _without_module_names(source, name):
-    """`launch.recording` as `recording`, after `from . import launch`. Returns the text, and {name: its module}."""
-    places, edits, relative = _Places(source), [], {}
+    """Write `recording` for `launch.recording`, after `from . import launch`. Returns the text, {name: its module}."""
+    places, edits, relative = Places(source), [], {}
     whole = {
         alias.asname or alias.name: f"{_absolute_name(name, node)}.{alias.name}"
         for node in places.tree.body
@@ -116,13 +92,13 @@ def _without_module_names(source, name):
     for node in ast.walk(places.tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in whole:
             relative[node.attr] = whole[node.value.id]
-            edits.append((*places.of(node), node.attr))
+            edits.append((*places.at(node), node.attr))
     # a local variable of the same name would hide it
     names = [each for each in ast.walk(places.tree) if isinstance(each, ast.Name) and each.id in relative]
-    edits += [(*places.of(each), f"{each.id}_") for each in names]
+    edits += [(*places.at(each), f"{each.id}_") for each in names]
     names = [each for each in ast.walk(places.tree) if isinstance(each, ast.arg) and each.arg in relative]
-    edits += [(places.of(each)[0], places.of(each)[0] + len(each.arg), f"{each.arg}_") for each in names]
-    return _replaced(source, edits), relative
+    edits += [(places.at(each)[0], places.at(each)[0] + len(each.arg), f"{each.arg}_") for each in names]
+    return replaced(source, edits), relative
 
 
 @functools.cache
@@ -153,12 +129,12 @@ def _module(name):
 
 
 def functions():
-    """{public function: the module that has it}, without the references."""
+    """Return {public function: its module}, without the references."""
     return {name: module for module in MODULES for name in _module(module).public if not name.endswith("_ref")}
 
 
 def _needed(roots, read):
-    """(module, name) -> {module: the numbers of the items that these need}. read: a module's name -> a _Module."""
+    """Find what the roots, pairs (module, name), need: {module: numbers of its items}. read(module) is a _Module."""
     needed, waiting = {}, list(roots)
     while waiting:
         where, name = waiting.pop()
@@ -177,7 +153,7 @@ def _needed(roots, read):
 
 
 def _ordered(needed):
-    """The modules, each after those that it imports from."""
+    """Sort modules, each after those that it imports from."""
     order = []
 
     def visit(where):
@@ -192,7 +168,7 @@ def _ordered(needed):
 
 
 def _renamed(text, names):
-    """Python text with other names. A name after a dot is none of them, and an imported one keeps its own."""
+    """Rename names in Python text, but not attributes. An imported name is renamed by `as`."""
 
     def inside(braces):
         return re.sub(r"(?<![.\w])\w+", lambda found: names.get(found[0], found[0]), braces[0])
@@ -217,7 +193,7 @@ def _renamed(text, names):
 
 
 def _clashes(modules, needed, read):
-    """{module: {name: another}} for names that an earlier module of the file has, too."""
+    """Find new names, {module: {name: new one}}, for those that an earlier module of the file defines too."""
     taken, renamed = set(), {}
     for where in modules:
         bound = {name for i in needed[where] for name in read(where).items[i].binds}
@@ -231,7 +207,7 @@ def _clashes(modules, needed, read):
 
 
 def _import_section(statements):
-    """Import statements, sorted as ruff wants them."""
+    """Sort import statements as ruff does."""
     named = {}
     for statement in statements:
         if statement.startswith("from "):
@@ -253,7 +229,7 @@ def _import_order(name):
 
 
 def _imports(modules, needed):
-    """The import statements that the items need."""
+    """Return the import statements that the items need."""
     statements = set()
     for where in modules:
         uses = {name for i in needed[where] for name in _module(where).items[i].uses}
@@ -272,7 +248,7 @@ def _origin(modules, command):
 
 
 def _body(where, numbers, names):
-    """The items of a module, as far apart as they are there."""
+    """Return the text of a module's items, with the blank lines between them."""
     text, before = "", None
     for i in numbers:
         item = _module(where).items[i]
@@ -287,7 +263,7 @@ def _body(where, numbers, names):
 
 
 def _public(names, whole):
-    """The public functions that names of functions and modules stand for. ValueError: there is no such name.
+    """Return the public functions that these names stand for, or raise ValueError.
 
     Args:
         names: of both kinds.
@@ -316,7 +292,7 @@ def _quoted(name):
 
 
 def full(*names):
-    """The text of a file with operators, torch.compile support and the fast launch. ValueError: unknown names.
+    """Return a file with operators, torch.compile support and the fast launch, or raise ValueError.
 
     Args:
         names: of MODULES, or of public functions.
@@ -401,36 +377,35 @@ _PLANS = {
 
 
 def _without_early(text):
-    """Launches that wait for the kernel before."""
-    places, edits = _Places(text), []
+    """Make launches wait for the previous kernel."""
+    places, edits = Places(text), []
     for node in ast.walk(places.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "launch":
             for each in node.keywords:
                 if each.arg == "early":
-                    start, end = places.of(each)
+                    start, end = places.at(each)
                     edits.append((start, end, "EARLY=False"))
                     comment = re.match(rb"[^\n#]*?(  #[^\n]*)", text.encode()[end:])  # on why
                     if comment:
                         edits.append((end + comment.start(1), end + comment.end(1), ""))
-    return _replaced(text, edits)
+    return replaced(text, edits)
 
 
 def _without_decorator(text, name):
-    places = _Places(text)
+    places = Places(text)
     for node in getattr(places.tree.body[0], "decorator_list", []):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == name:
-            start, end = places.of(node)
-            return _replaced(text, [(start - 1, end + 1, "")])
+            start, end = places.at(node)
+            return replaced(text, [(start - 1, end + 1, "")])
     return text
 
 
-def _plain_operator(text, fakes, checks):
-    """A function that is an operator in the package, as one that allocates its outputs and fills them.
+def _plain_operator(text, checks):
+    """Turn an operator of the package into a function that allocates its outputs and fills them.
 
-    fakes: {name of a function that allocates outputs: (its parameters, the expression that it returns)}.
     checks: {name of a function: how many parameters it has, besides `*_`}.
     """
-    places = _Places(text)
+    places = Places(text)
     node = places.tree.body[0]
     decorator = node.decorator_list[0]
     arguments = [each.arg for each in node.args.args if each.annotation is not None]
@@ -457,15 +432,7 @@ def _plain_operator(text, fakes, checks):
         head.append(f"    {check.id}({', '.join(arguments[: checks[check.id]])})")
     if "fills" in options:
         return "\n".join([*head, *rest]) + "\n"
-    fake = decorator.args[0].id
-    parameters, returned = fakes.get(fake, (None, None))
-    made = returned if parameters == arguments else f"{fake}({', '.join(arguments)})"
-    values = ast.parse(made).body[0].value
-    if isinstance(values, ast.Tuple) and len(values.elts) == len(outputs):
-        head += [f"    {name} = {ast.get_source_segment(made, each)}"
-                 for name, each in zip(outputs, values.elts, strict=True)]  # fmt: skip
-    else:
-        head.append(f"    {', '.join(outputs)} = {made}")
+    head.append(f"    {', '.join(outputs)} = {decorator.args[0].id}({', '.join(arguments)})")
     sizes = " or ".join(f"{each}.numel()" for each in outputs)
     if isinstance(body[0], ast.If) and ast.unparse(body[0].test) == f"{outputs[0]}.numel()":
         return "\n".join([*head, *rest, f"    return {', '.join(outputs)}"]) + "\n"
@@ -486,26 +453,9 @@ def _is_operator(node):
     )
 
 
-def _fakes(items):
-    """{name: (parameters, expression)} of functions that do nothing but return an expression."""
-    found = {}
-    for item in items:
-        node = item.node
-        if isinstance(node, ast.FunctionDef) and len(node.body) == 1 and isinstance(node.body[0], ast.Return):
-            places = _Places(item.text)
-            inner = places.tree.body[0]
-            expression = inner.body[0].value
-            edges = "()" if isinstance(expression, ast.Tuple) and not places.segment(expression).startswith("(") else ""
-            text = " ".join(line.strip() for line in places.segment(expression).split("\n"))
-            if "#" not in text and not edges:
-                text = re.sub(r",? \)$", ")", text.replace("( ", "("))
-            found[node.name] = [each.arg for each in node.args.args], text
-    return found
-
-
 @functools.cache
 def arches(module):
-    """{instruction set: (what says whether it can multiply, what multiplies)} of a GEMM's module; {} of another's."""
+    """Return {instruction set: (name of its `supports`, name of its `run`)} for a GEMM's module, else {}."""
     for node in ast.parse(_path(module).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and _bound(node) == {"IMPLEMENTATIONS"}:
             named = {each.args[0].value: (each.args[1], each.args[-1]) for each in node.value.elts}
@@ -520,8 +470,8 @@ def _capability(arch):
 
 
 def _direct(text, module, arch):
-    """A GEMM's choice among its implementations as a call of the one for an instruction set."""
-    places = _Places(text)
+    """Replace a GEMM's choice among implementations by a call of the one for an instruction set."""
+    places = Places(text)
     for node in ast.walk(places.tree):
         call = node.value if isinstance(node, ast.Expr) else None
         if not isinstance(call, ast.Call) or getattr(call.func, "attr", getattr(call.func, "id", "")) != "run":
@@ -538,29 +488,29 @@ def _direct(text, module, arch):
         if supports and arch != "sm80":
             refusal = _quoted(f"{arch}'s kernel can't multiply these operands")
             new += f"if not {supports}({first}):{indent}    raise ValueError({refusal}){indent}"
-        edits = [(*places.of(node), f"{new}{run}({given})")]
+        edits = [(*places.at(node), f"{new}{run}({given})")]
         for each in ast.walk(places.tree):
             if isinstance(each, ast.Assign) and getattr(each.targets[0], "id", "") == "run":
-                start, end = places.of(each)
+                start, end = places.at(each)
                 edits.append((start - each.col_offset, end + 1, ""))
-        return _replaced(text, edits)
+        return replaced(text, edits)
     return text
 
 
 def _without_checks(text, pinned):
-    """The text without checks of arguments that have one value only."""
-    places, edits = _Places(text), []
+    """Remove the checks of arguments that have one value only."""
+    places, edits = Places(text), []
     for node in ast.walk(places.tree):
         call = getattr(node, "value", None)
         if isinstance(node, ast.Expr) and isinstance(call, ast.Call) and getattr(call.func, "id", "") == "check_one_of":
             if getattr(call.args[0], "value", None) in pinned:
-                start, end = places.of(node)
+                start, end = places.at(node)
                 edits.append((start - node.col_offset, end + 1, ""))
-    return _replaced(text, edits)
+    return replaced(text, edits)
 
 
 def _opened(item):
-    """The statements of a `try` that succeeds wherever a copy can run, as items."""
+    """Yield the statements of a `try` as items. It succeeds wherever such a copy can run."""
     lines = item.text.split("\n")
     for node in ast.parse(item.text).body[0].body:
         first = node.lineno
@@ -572,9 +522,9 @@ def _opened(item):
 
 @functools.cache
 def _plain_module(name, arch):
-    """A module without operators and early launches, and with this file's plain launch and checks."""
+    """Return a module without operators and early launches, and with this file's plain launch and checks."""
     module = _module(name)
-    fakes, items = _fakes(module.items), []
+    items = []
     defined = [item.node for item in module.items if isinstance(item.node, ast.FunctionDef)]
     checks = {node.name: len(node.args.args) for node in defined}
     relative, absolute = dict(module.relative), dict(module.absolute)
@@ -593,7 +543,7 @@ def _plain_module(name, arch):
         text = _without_early(text)
         text = _without_decorator(text, "replayed")
         if _is_operator(item.node):
-            text = _plain_operator(text, fakes, checks)
+            text = _plain_operator(text, checks)
         text = re.sub(r"^(def \w+[(].*), [*]_[)]:", r"\1):", text, flags=re.M)  # what a check takes and ignores
         text = _renamed(text, _RENAMED)
         tree = ast.parse(text)
@@ -606,7 +556,7 @@ def _plain_module(name, arch):
 
 
 def _given(modules):
-    """The (function, parameter) of operators that aren't None: so their annotations have it."""
+    """Return the (function, parameter) of operators that are never None, by their annotations."""
     known = set()
     for where in modules:
         for item in _module(where).items:
@@ -622,7 +572,7 @@ def _given(modules):
 
 
 def _constants(modules, needed, renamed, read):
-    """{name in the copy: value} of constants whose value the package knows without running a kernel."""
+    """Return {name in the copy: value} of the constants that the items define."""
     found = {}
     for where in modules:
         module = importlib.import_module(f"qk.{where}")
@@ -637,7 +587,7 @@ def _constants(modules, needed, renamed, read):
 
 
 def short(*names, arch=None):
-    """The text of a file that is as short as one written by hand. ValueError: unknown names.
+    """Return a file that is as short as one written by hand, or raise ValueError.
 
     Args:
         names: of MODULES, or of public functions.
@@ -692,7 +642,7 @@ def short(*names, arch=None):
 
 
 def _laid_out(text):
-    """The text, each statement on one line if it fits."""
+    """Put each statement on one line if it fits."""
     for node in reversed(ast.parse(text).body):
         if isinstance(node, ast.FunctionDef):
             lines = _joined_header(node, _packed_header(node, text.split("\n")))
@@ -701,7 +651,7 @@ def _laid_out(text):
 
 
 def _with_short_comments(text):
-    """The text, with comments that are too long wrapped again."""
+    """Wrap comments again that have become too long."""
     result, rows = [], text.split("\n")
     while rows:
         indent = re.match(r" *(?=# )", rows[0])
@@ -717,7 +667,7 @@ def _with_short_comments(text):
 
 
 def _joined_header(node, lines):
-    """A function's lines, with its header on one line if it fits and has no comment."""
+    """Put a function's header on one line if it fits and has no comment."""
     if lines[node.lineno - 1].endswith("(") and lines[node.lineno + 1] == "):":
         joined = f"{lines[node.lineno - 1]}{lines[node.lineno].strip().removesuffix(',')}):"
         if len(joined) <= WIDTH and "#" not in joined:
@@ -726,8 +676,8 @@ def _joined_header(node, lines):
 
 
 def _refilled(text):
-    """The text, its multi-line statements on one line if they fit, and calls of `launch` without gaps."""
-    places, lines = _Places(text), text.split("\n")
+    """Put statements on one line if they fit, and close the gaps in calls of `launch`."""
+    places, lines = Places(text), text.split("\n")
     statements = [each for each in ast.walk(places.tree) if isinstance(each, ast.stmt)]
     for node in sorted(statements, key=lambda each: -each.lineno):
         if not hasattr(node, "body") and node.lineno == node.end_lineno and '"' not in lines[node.lineno - 1]:
@@ -745,15 +695,12 @@ def _refilled(text):
         if len(joined) <= WIDTH and (skip or not magic):
             lines[node.lineno - 1 : node.end_lineno] = [joined]
         elif skip:
-            lines[node.lineno - 1 : node.end_lineno] = _packed([part for row in rows for part in _cut(row)])
+            lines[node.lineno - 1 : node.end_lineno] = _packed(rows)
     return "\n".join(lines)
 
 
 def _wrapped(line):
-    """A statement that is too long, over several lines."""
-    code, hash, comment = line.partition("  # ")
-    if len(line) > WIDTH and hash:
-        return [f"{' ' * (len(line) - len(line.lstrip()))}# {comment}", code]
+    """Split a statement that is too long into several lines."""
     head, opening, rest = line.partition("(")
     if len(line) <= WIDTH or not opening or not line.endswith(")"):
         return [line]
@@ -771,14 +718,8 @@ def _glue(row):
     return row if row[:1] in ")]}" else f" {row}"
 
 
-def _cut(row):
-    """A row of arguments, as two if it is too long."""
-    place = row.rfind(", ", 0, WIDTH) + 1
-    return [row[:place], row[: len(row) - len(row.lstrip())] + row[place + 1 :]] if len(row) > WIDTH else [row]
-
-
 def _packed(rows):
-    """Rows of arguments, those with few of them together."""
+    """Join short rows of arguments."""
     packed = [rows[0]]
     for row in rows[1:]:
         last = packed[-1]
@@ -791,12 +732,12 @@ def _packed(rows):
 
 
 def _groups(text, roots):
-    """The statements of a text as a reader meets them: constants; kernels, and what they call; the same of the host."""
+    """Sort statements for a reader: constants; kernels, and what they call; the same of public functions; the rest."""
     tree = ast.parse(text)
     names = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
 
     def reached(nodes, step):
-        """Functions, each before those that it calls: in the order of the calls, or the last one first."""
+        """Return functions, each before those that it calls: in the order of the calls, or the last one first."""
         found, waiting = [], list(nodes)
         while waiting:
             node = waiting.pop()
@@ -823,7 +764,7 @@ def _is_jit(node):
 
 
 def _packed_header(node, lines):
-    """A function's lines, with the parameters that have no comment side by side."""
+    """Put a function's parameters side by side, except those with a comment."""
     last = node.body[0].lineno - 2
     while lines[last].lstrip().startswith("#"):
         last -= 1
@@ -837,14 +778,11 @@ def _packed_header(node, lines):
             packed[-1] += " " + line.strip()
         else:
             packed.append(line)
-    one = f"{lines[node.lineno - 1]}{' '.join(line.strip() for line in packed)}"
-    if "#" not in one and len(one) < WIDTH:
-        return [*lines[: node.lineno - 1], one.removesuffix(",") + "):", *lines[last + 1 :]]
     return [*lines[: node.lineno], *packed, "):  # fmt: skip", *lines[last + 1 :]]
 
 
 def _assembled(text, roots):
-    """The statements in a reader's order, and the lines between them."""
+    """Join the statements in a reader's order, with blank lines between them."""
     lines, result, before = text.split("\n"), "", None
     for group in _groups(text, roots):
         for node in group:
@@ -864,14 +802,14 @@ def _assembled(text, roots):
 
 
 def _used(text, modules, read):
-    """The import statements that a text needs."""
+    """Return the import statements that a text needs."""
     tree = ast.parse(text)
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     return {read(where).absolute[name] for where in modules for name in names & read(where).absolute.keys()}
 
 
 def _about(asked, text):
-    """The docstrings of files, without paragraphs about what isn't in the text."""
+    """Return the docstrings of files, without paragraphs about what isn't in the text."""
     known, parts = functions(), []
     for where in asked:
         kept, dropped = [], False
@@ -899,7 +837,7 @@ def _listing():
 
 
 def _shadows(path):
-    """Why a file of this name would be trouble; None if it wouldn't."""
+    """Return why a file of this name would cause trouble, or None."""
     stem = path.stem
     if path.suffix != ".py":
         return "it takes a name that ends in .py"
