@@ -345,6 +345,7 @@ def _seventh(absmax, dtype: tl.constexpr):
 def _dequantize_int4_kernel(
     packed_ptr,
     absmax_ptr,  # None: the codes themselves are wanted
+    zero_ptr,  # zero points, laid out like absmax; None: there are none
     out_ptr,
     R,
     C,
@@ -370,18 +371,21 @@ def _dequantize_int4_kernel(
         GROUPS: tl.constexpr = 1 if GROUP is None else BLOCK // GROUP
         first = 0 if GROUP is None else chunk * GROUPS
         offs_g = tl.arange(0, GROUPS)[None, :]
-        absmax_ptrs = absmax_ptr + row * stride_ar + first + offs_r * stride_ar + offs_g
-        absmax = to_float32(tl.load(absmax_ptrs, mask=mask_r & (offs_g < stride_ar - first), other=0.0))
-        scale = _seventh(absmax, absmax_ptr.dtype.element_ty)
-        values = tl.reshape(out.to(tl.float32), (ROWS, GROUPS, BLOCK // GROUPS)) * scale[:, :, None]
+        offs_g = row * stride_ar + first + offs_r * stride_ar + offs_g
+        mask = mask_r & (tl.arange(0, GROUPS)[None, :] < stride_ar - first)
+        scale = _seventh(to_float32(tl.load(absmax_ptr + offs_g, mask=mask, other=0.0)), absmax_ptr.dtype.element_ty)
+        values = tl.reshape(out, (ROWS, GROUPS, BLOCK // GROUPS))
+        if zero_ptr is not None:
+            values -= tl.load(zero_ptr + offs_g, mask=mask, other=0).to(tl.int32)[:, :, None]
+        values = values.to(tl.float32) * scale[:, :, None]
         out = to_dtype(tl.reshape(values, (ROWS, BLOCK)), out_ptr.dtype.element_ty)
     out_ptrs = out_ptr + row * C + chunk * BLOCK + offs_r * C + offs_c
     tl.store(out_ptrs, out, mask=mask_r & (offs_c < C - chunk * BLOCK))
 
 
-def _launch_dequantize(packed, absmax, out, group_size):
+def _launch_dequantize(packed, absmax, out, group_size, zero_point=None):
     """absmax is None: codes are wanted."""
-    absmax = None if absmax is None else absmax.contiguous()
+    absmax, zero_point = (None if each is None else each.contiguous() for each in (absmax, zero_point))
     out, packed, absmax, group_size = _groups_as_rows(out, packed.contiguous(), absmax, group_size)
     packed = _as_words(packed)
     R, C = out.shape
@@ -393,25 +397,26 @@ def _launch_dequantize(packed, absmax, out, group_size):
     chunks = cdiv(C, block)
     launch(
         packed.device, _dequantize_int4_kernel, _grid(cdiv(R, rows), chunks),
-        packed, absmax, out, R, C, packed.shape[1], 0 if absmax is None else absmax.shape[1],
+        packed, absmax, zero_point, out, R, C, packed.shape[1], 0 if absmax is None else absmax.shape[1],
         PACK=_pack_of(packed), GROUP=group_size, ROWS=rows, BLOCK=block, ONE_CHUNK=chunks == 1, num_warps=num_warps,
     )  # fmt: skip
 
 
-def _empty_dequantized(packed, absmax, columns, group_size, out_dtype):
+def _empty_dequantized(packed, absmax, columns, group_size, out_dtype, zero_point):
     return packed.new_empty((packed.shape[0], columns), dtype=out_dtype)
 
 
 @operator(_empty_dequantized)
 def _dequantize_int4(
-    packed: torch.Tensor, absmax: torch.Tensor, columns: int, group_size: int | None, out_dtype: torch.dtype, out
-) -> torch.Tensor:
-    _launch_dequantize(packed, absmax, out, group_size)
+    packed: torch.Tensor, absmax: torch.Tensor, columns: int, group_size: int | None, out_dtype: torch.dtype,
+    zero_point: torch.Tensor | None, out,
+) -> torch.Tensor:  # fmt: skip
+    _launch_dequantize(packed, absmax, out, group_size, zero_point)
 
 
 @replayed()
-def dequantize_int4(packed, absmax, columns, group_size=None, out_dtype=torch.float16):
-    """Dequantize a matrix that `quantize_int4` packed: `code * (absmax / 7)`.
+def dequantize_int4(packed, absmax, columns, group_size=None, out_dtype=torch.float16, *, zero_point=None):
+    """Dequantize a packed matrix: `(code - zero_point) * (absmax / 7)`.
 
     Computed in float32 and rounded to nearest even. Bit-equal to `dequantize_int4_ref`, on the GPU and interpreted.
 
@@ -421,6 +426,7 @@ def dequantize_int4(packed, absmax, columns, group_size=None, out_dtype=torch.fl
         columns: how many the matrix has.
         group_size: as in `quantize_int4`.
         out_dtype: float16, bfloat16 or float32.
+        zero_point: int8 or uint8 like absmax, or None: 0, as in what `quantize_int4` packs.
 
     Returns:
         The matrix, [R, columns] in out_dtype.
@@ -433,7 +439,9 @@ def dequantize_int4(packed, absmax, columns, group_size=None, out_dtype=torch.fl
     check_one_of("out_dtype", out_dtype, FLOATS)
     shape = packed.shape[0], _groups(columns, group_size)
     check_tensor("absmax", absmax, FLOATS, shape, like=("packed", packed))
-    return _dequantize_int4(packed, absmax, columns, group_size, out_dtype)
+    if zero_point is not None:
+        check_tensor("zero_point", zero_point, (torch.int8, torch.uint8), shape, like=("packed", packed))
+    return _dequantize_int4(packed, absmax, columns, group_size, out_dtype, zero_point)
 
 
 def _empty_codes(packed, columns):
@@ -477,8 +485,10 @@ def quantize_int4_ref(x, group_size=None, packing="uint8"):
     return packed, absmax.to(x.dtype)
 
 
-def dequantize_int4_ref(packed, absmax, columns, group_size=None, out_dtype=torch.float16):
+def dequantize_int4_ref(packed, absmax, columns, group_size=None, out_dtype=torch.float16, *, zero_point=None):
     codes = unpack_int4_ref(packed, columns).float()
+    if zero_point is not None:
+        codes -= zero_point.float().repeat_interleave(group_size or max(columns, 1), 1)[:, :columns]
     absmax = absmax.detach().float()
     scale = absmax / torch.full_like(absmax, 7)
     return (codes * scale.repeat_interleave(group_size or max(columns, 1), 1)[:, :columns]).to(out_dtype)

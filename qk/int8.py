@@ -27,7 +27,7 @@ import triton.language as tl
 
 from .core.checks import BLOCKS, FLOATS, SCALE_LAYOUTS, check_code_dtype, check_one_of, check_rounding, check_tensor
 from .core.launch import INTERPRETING, TileConfig, cdiv, launch, tile_shape
-from .core.matrices import as_matrix, empty_scale, with_contiguous_rows
+from .core.matrices import as_matrix, empty_scale, put_evens_first, with_contiguous_rows
 from .core.numerics import (
     LIMITS,
     absmax_and_inverse,
@@ -87,6 +87,13 @@ def _quantize_groups(x, absmax, inverse, GROUPS: tl.constexpr, dtype: tl.constex
     return tl.reshape(codes, x.shape)
 
 
+@triton.jit
+def _evens_first(codes):
+    """Put the even columns of every 32 before the odd ones."""
+    halves = tl.permute(tl.reshape(codes, (codes.shape[0], codes.shape[1] // 32, 16, 2)), (0, 1, 3, 2))
+    return tl.reshape(halves, codes.shape)
+
+
 # M, and numbers that follow from it, change from call to call: don't compile again for 1 and for multiples of 16
 @triton.jit(do_not_specialize=["M", "scale_rows"], do_not_specialize_on_alignment=["stride_sk"])
 def _quantize_int8_kernel(
@@ -110,6 +117,7 @@ def _quantize_int8_kernel(
     BLOCK: tl.constexpr,
     HELD: tl.constexpr,  # tiles that stay in registers until absmax is known; the others of a program are read twice
     MORE: tl.constexpr,  # there are others
+    EVENS_FIRST: tl.constexpr,  # in every 32 columns of codes, those with even numbers come first
     EARLY: tl.constexpr,  # may start before the previous kernel ends: see launch.launch
 ):
     wait_if_early(EARLY)
@@ -144,15 +152,25 @@ def _quantize_int8_kernel(
 
     for i in tl.static_range(HELD):
         codes = _quantize_groups(x[i], absmax, inverse, GROUPS, code_dtype)
+        if EVENS_FIRST:
+            codes = _evens_first(codes)
         store_tile(q_ptr, row + i * DOWN, column + i * RIGHT, M, K, K, 1, codes)
     if MORE:
         for i in range(HELD, tiles.to(tl.int64)):
             tile = load_tile(x_ptr, row + i * DOWN, column + i * RIGHT, M, K, stride_xm, ROWS, BLOCK)
             codes = _quantize_groups(tile, absmax, inverse, GROUPS, code_dtype)
+            if EVENS_FIRST:
+                codes = _evens_first(codes)
             store_tile(q_ptr, row + i * DOWN, column + i * RIGHT, M, K, K, 1, codes)
 
 
-def _launch_quantize(x, q, scale, config, block_size):
+def _check_evens_first(evens_first, K):
+    check_one_of("evens_first", evens_first, (False, True))
+    if evens_first and K % 32:
+        raise ValueError(f"evens_first is True; it takes False where 32 doesn't divide K, which is {K}")
+
+
+def _launch_quantize(x, q, scale, config, block_size, evens_first=False):
     """block_size None: one scale per row."""
     x, scale = with_contiguous_rows(x), as_matrix(scale)
     if config == "act_quant" and x.shape[1] % block_size == 0 and x.is_contiguous() and scale.is_contiguous():
@@ -174,21 +192,23 @@ def _launch_quantize(x, q, scale, config, block_size):
         x.device, _quantize_int8_kernel, (cdiv(M, rows * tiles if square else rows) * programs,),
         x, q, scale, M, K, *scale.shape, programs, tiles, x.stride(0), *scale.stride(),
         QMAX=largest, SMALLEST=smallest, SQUARE=square, GROUPS=groups, ROWS=rows, BLOCK=block, HELD=held, MORE=more,
-        early=not square, num_warps=num_warps,  # a weight is quantized once
+        EVENS_FIRST=evens_first, early=not square, num_warps=num_warps,  # a weight is quantized once
     )  # fmt: skip
 
 
-def _empty_act_quant(x, block_size, scale_layout):
+def _empty_act_quant(x, block_size, scale_layout, evens_first):
     return x.new_empty(x.shape, dtype=torch.int8), empty_scale(x, cdiv(x.shape[-1], block_size), scale_layout)
 
 
 @operator(_empty_act_quant)
-def _act_quant(x: torch.Tensor, block_size: int, scale_layout: str, q, scale) -> tuple[torch.Tensor, torch.Tensor]:
-    _launch_quantize(x, q, scale, "act_quant", block_size)
+def _act_quant(
+    x: torch.Tensor, block_size: int, scale_layout: str, evens_first: bool, q, scale
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _launch_quantize(x, q, scale, "act_quant", block_size, evens_first)
 
 
 @replayed()
-def act_quant(x, block_size=128, *, scale_layout="row"):
+def act_quant(x, block_size=128, *, scale_layout="row", evens_first=False):
     """Quantize activations to int8, one scale per 1 x block_size block.
 
     A block whose absmax is below 3.8e-37 counts as zero, and gets scale 0. One that holds NaN or Inf gets scale NaN and
@@ -200,6 +220,7 @@ def act_quant(x, block_size=128, *, scale_layout="row"):
         block_size: columns of a block: 32, 64, 128 or 256.
         scale_layout: "row", or "column" for K-major scales: the same values and shape, but the scales of a column of
             blocks are contiguous, as some GEMMs read them.
+        evens_first: write the even columns of every 32 before the odd ones, as `int4_gemm` multiplies them on Hopper.
 
     Returns:
         codes, int8 [..., K]; scale, float32 [..., ceil(K / block_size)].
@@ -210,7 +231,8 @@ def act_quant(x, block_size=128, *, scale_layout="row"):
     check_tensor("x", x, FLOATS, "[..., K]")
     check_one_of("block_size", block_size, BLOCKS)
     check_one_of("scale_layout", scale_layout, SCALE_LAYOUTS)
-    return _act_quant(x, block_size, scale_layout)
+    _check_evens_first(evens_first, x.shape[-1])
+    return _act_quant(x, block_size, scale_layout, evens_first)
 
 
 def _empty_square_scale(x, block_size):
@@ -248,20 +270,22 @@ def weight_quant(w, block_size=128):
     return _weight_quant(w, block_size)
 
 
-def _empty_per_token(x, dtype):
+def _empty_per_token(x, dtype, evens_first):
     return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
-@operator(_empty_per_token, check=lambda x, dtype: check_code_dtype(dtype, x.device))
-def _quantize_per_token(x: torch.Tensor, dtype: torch.dtype, q, scale) -> tuple[torch.Tensor, torch.Tensor]:
+@operator(_empty_per_token, check=lambda x, dtype, evens_first: check_code_dtype(dtype, x.device))
+def _quantize_per_token(
+    x: torch.Tensor, dtype: torch.dtype, evens_first: bool, q, scale
+) -> tuple[torch.Tensor, torch.Tensor]:
     if q.numel():
-        _launch_quantize(x, q, scale, "per_token", None)
+        _launch_quantize(x, q, scale, "per_token", None, evens_first)
     else:
         scale.zero_()  # a row without columns has one scale, 0
 
 
 @replayed()
-def quantize_per_token(x, dtype=torch.int8):
+def quantize_per_token(x, dtype=torch.int8, *, evens_first=False):
     """Quantize activations with one scale per row.
 
     Zero, NaN and Inf as in `act_quant`. Bit-equal to `quantize_per_token_ref`, on the GPU and interpreted.
@@ -271,6 +295,7 @@ def quantize_per_token(x, dtype=torch.int8):
         dtype: torch.int8, or torch.float8_e4m3fn with compiled kernels on a GPU of capability 8.9 or more. Its
             codes are x * (448 / absmax), rounded to nearest even, its scale is absmax / 448, and an absmax below
             1.4e-36 counts as zero.
+        evens_first: as in `act_quant`.
 
     Returns:
         codes [..., K] in dtype; scale, float32 [..., 1].
@@ -280,7 +305,8 @@ def quantize_per_token(x, dtype=torch.int8):
     """
     check_tensor("x", x, FLOATS, "[..., K]")
     check_one_of("dtype", dtype, tuple(LIMITS))
-    return _quantize_per_token(x, dtype)
+    _check_evens_first(evens_first, x.shape[-1])
+    return _quantize_per_token(x, dtype, evens_first)
 
 
 @triton.jit
@@ -526,8 +552,9 @@ def weight_dequant(w, w_scale, block_size=128, out_dtype=None):
     return _dequantize("w", w, w_scale, shape, block_size, True, out_dtype)
 
 
-def act_quant_ref(x, block_size=128, *, scale_layout="row"):
-    return quantize_blocks_ref(x.detach().float(), block_size, scale_layout)
+def act_quant_ref(x, block_size=128, *, scale_layout="row", evens_first=False):
+    codes, scale = quantize_blocks_ref(x.detach().float(), block_size, scale_layout)
+    return put_evens_first(codes) if evens_first else codes, scale
 
 
 def act_dequant_ref(x, x_scale, block_size=128, out_dtype=None):
@@ -549,8 +576,9 @@ def weight_dequant_ref(w, w_scale, block_size=128, out_dtype=None):
     return act_dequant_ref(w, w_scale.repeat_interleave(block_size, 0)[: w.shape[0]], block_size, out_dtype)
 
 
-def quantize_per_token_ref(x, dtype=torch.int8):
+def quantize_per_token_ref(x, dtype=torch.int8, *, evens_first=False):
     K = x.shape[-1]
     # one more column of zeros, since a row without columns has no maximum
     codes, scale = quantize_ref(torch.nn.functional.pad(x.detach().float(), (0, 1)), -1, dtype)
-    return codes[..., :K].contiguous(), scale
+    codes = codes[..., :K].contiguous()
+    return put_evens_first(codes) if evens_first else codes, scale

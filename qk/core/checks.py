@@ -18,6 +18,7 @@ SCALE_LAYOUTS = ("row", "column")
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu")
 LARGEST_SIZE = 2**31 - 2**12  # M, N and K: kernels count rows and columns in int32, up to the end of a tile
 LARGEST_INT32_K = 133144  # columns that int32 sums of int8 products hold: 127 * 127 * K < 2**31
+LARGEST_INT4_K = 131071  # that hold int8 times 16 * int4: 128 * 128 * K < 2**31
 
 
 def listed(choices):

@@ -94,7 +94,7 @@ def _load_step(
             step = k * DOTS + d
             tma_load(x[0], [tile_m * x[1].shape[1], step * x[1].shape[2]], ready, x[1].index(buf))
             if len(scales) > 0:
-                tma_load(scales[0], [step, tile_m * x[1].shape[1]], ready, scales[1].index(buf))
+                tma_load(scales[0], [step // scales[2], tile_m * x[1].shape[1]], ready, scales[1].index(buf))
 
 
 @jit
@@ -105,7 +105,8 @@ def keep_full(
     """Keep a ring of x and a weight full by TMA, which fills in zeros beyond the matrices. Runs in one warp.
 
     x, w: a descriptor and its buffers, [STAGES * n, tokens or rows of w, columns of K]. n is DOTS for x, one buffer for
-    each dot of a stage. scales: the same for x's scales, K-major, with buffers [STAGES * DOTS, 1, tokens], or ().
+    each dot of a stage. scales: the same for x's scales, K-major, with buffers [STAGES * DOTS, 1, >= tokens], and how
+    many dots share one; or ().
     WEIGHT_WAITS: the previous kernel may have written the weight, too, so wait for it before loading any.
     """
     x, w, scales, full, empty, M, N, K = operands
@@ -113,7 +114,7 @@ def keep_full(
     X_BYTES: tl.constexpr = BLOCK_M * x[1].shape[2] * x[1].dtype.primitive_bitwidth // 8
     W_BYTES: tl.constexpr = w[1].shape[1] * w[1].shape[2] * w[1].dtype.primitive_bitwidth // 8
     PARTS: tl.constexpr = w[1].shape[0] // STAGES
-    BYTES: tl.constexpr = PARTS * W_BYTES + DOTS * (X_BYTES + (4 * BLOCK_M if len(scales) > 0 else 0))
+    BYTES: tl.constexpr = PARTS * W_BYTES + DOTS * (X_BYTES + (4 * scales[1].shape[2] if len(scales) > 0 else 0))
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(N, w[1].shape[1])
     steps = gl.cdiv(K, DOTS * x[1].shape[2])
@@ -205,10 +206,10 @@ def take_sums(sums, shared, round, first, WGS: tl.constexpr):
 
 
 @jit
-def store_transposed(sums, out_ptr, bias_ptr, offs_m, offs_n, M, N, HAS_BIAS: tl.constexpr):
-    """Add the bias to sums [rows of the weight, tokens] and store them to out [M, N]."""
+def store_transposed(sums, out_ptr, bias_ptr, offs_m, offs_n, M, N):
+    """Add the bias, or None, to sums [rows of the weight, tokens] and store them to out [M, N]."""
     mask_n = offs_n < N
-    if HAS_BIAS:
+    if bias_ptr is not None:
         sums += gl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(gl.float32).expand_dims(1)
     out_ptrs = out_ptr + (offs_m.to(gl.int64) * N).expand_dims(0) + offs_n.expand_dims(1)
     mask = (offs_m < M).expand_dims(0) & mask_n.expand_dims(1)

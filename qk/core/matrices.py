@@ -32,3 +32,13 @@ def empty_scale(x, groups, layout):
     sizes = (*x.shape[:-1], groups) if layout == "row" else (groups, *x.shape[:-1])
     scale = x.new_empty(sizes, dtype=torch.float32)
     return scale if layout == "row" else scale.movedim(0, -1)
+
+
+def put_evens_first(x):
+    """Put the even columns of every 32 of x [..., K] before the odd ones."""
+    return x.unflatten(-1, (x.shape[-1] // 32, 16, 2)).transpose(-1, -2).flatten(-3)
+
+
+def undo_evens_first(x):
+    """Undo `put_evens_first`."""
+    return x.unflatten(-1, (x.shape[-1] // 32, 2, 16)).transpose(-1, -2).flatten(-3)

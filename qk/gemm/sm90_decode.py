@@ -130,7 +130,7 @@ def _consume(
                 a_scales = gl.load(a_scale + offs_m, mask=offs_m < M, other=0.0).expand_dims(0)
                 b_scales = gl.load(b_scale_ptr + offs_n.to(gl.int64) * stride_bsn, mask=offs_n < N, other=0.0)
                 out = sums.to(gl.float32) * a_scales * b_scales.expand_dims(1)
-            store_transposed(out, out_ptr, bias_ptr, offs_m, offs_n, M, N, HAS_BIAS)
+            store_transposed(out, out_ptr, bias_ptr if HAS_BIAS else None, offs_m, offs_n, M, N)
         round += 1
 
 
@@ -163,7 +163,7 @@ def _int8_gemm_sm90_decode_kernel(
         (a_bufs, b_bufs, scale_bufs, full, empty), shared,
         a_scale, b_scale_ptr, bias_ptr if HAS_BIAS else b_scale_ptr, out_ptr, M, N, K, stride_bsn, stride_bsk,
     )  # fmt: skip
-    scales = () if PER_ROW else (a_scale, scale_bufs)
+    scales = () if PER_ROW else (a_scale, scale_bufs, 1)
     produce = ((a_desc, a_bufs), (b_desc, b_bufs), scales, full, empty, M, N, K)
     if SHARE_K:
         gl.warp_specialize(

@@ -1,9 +1,9 @@
-"""Multiply float16 or bfloat16 activations by packed int4 weights, which stay packed.
+"""Multiply float16, bfloat16 or int8 activations by packed int4 weights, which stay packed.
 
-    out[m, n] = bias[n] + sum over groups of (x[m, group] . code[n, group]) * (absmax[n, group] / 7)
+    out[m, n] = bias[n] + sum over groups of (x[m, group] . (code[n, group] - zero_point)) * (absmax[n, group] / 7)
 
 The codes enter the tensor cores as exact small integers, and no weight is ever rounded to 16 bits: a group's products
-are summed in float32, and the sum is multiplied by the group's scale.
+are summed in float32, or in int32 with int8 activations, and the sum is multiplied by the group's scale.
 
 This file holds the checks, the table of implementations and the reference. Each implementation has a file of its own:
 `sm90.py` for Hopper, `sm75.py` for float16 on a T4, and `portable.py` for everything else, the interpreter included.
@@ -15,30 +15,33 @@ from typing import NamedTuple
 
 import torch
 
-from ..core.checks import BLOCKS, FLOATS, LARGEST_SIZE, check_one_of, check_tensor
+from ..core.checks import BLOCKS, FLOATS, LARGEST_INT4_K, LARGEST_SIZE, check_one_of, check_tensor
 from ..core.launch import cdiv
-from ..core.matrices import as_matrix, with_aligned_rows
+from ..core.matrices import as_matrix, undo_evens_first, with_aligned_rows
 from ..core.operators import operator
 from ..core.replay import replayed
 from .portable import int4_gemm_portable
+from .problem import Int4Problem
 from .sm75 import int4_gemm_sm75, supports_int4_sm75
 from .sm90 import int4_gemm_sm90, supports_int4_sm90
+from .sm90_int8 import int4_gemm_sm90_int8, supports_int4_sm90_int8
 
 __all__ = ["int4_gemm", "int4_gemm_ref"]
 
 
 class Implementation(NamedTuple):
-    """One way to multiply. The first entry of IMPLEMENTATIONS that supports x is used."""
+    """One way to multiply. The first entry of IMPLEMENTATIONS that supports a problem solves it."""
 
     name: str
-    supports: Callable  # takes x [M, K]; returns whether it can multiply x here
-    run: Callable  # takes x [M, K], words, absmax, bias, out [M, N] and group_size; writes out
+    supports: Callable  # takes a Int4Problem; returns whether it can solve it here
+    run: Callable  # takes a Int4Problem; writes its out
 
 
 IMPLEMENTATIONS = (
+    Implementation("sm90_int8", supports_int4_sm90_int8, int4_gemm_sm90_int8),
     Implementation("sm90", supports_int4_sm90, int4_gemm_sm90),
     Implementation("sm75", supports_int4_sm75, int4_gemm_sm75),
-    Implementation("portable", lambda x: True, int4_gemm_portable),
+    Implementation("portable", lambda problem: True, int4_gemm_portable),
 )
 
 
@@ -60,46 +63,87 @@ def _check_sizes(x, packed, *_):
         raise ValueError(f"{shapes}; they take up to {LARGEST_SIZE} rows or columns")
 
 
-def _empty_int4_gemm(x, packed, absmax, bias, group_size, out_dtype):
+def _empty_int4_gemm(x, packed, absmax, bias, group_size, out_dtype, *_):
     return x.new_empty((*x.shape[:-1], packed.shape[0]), dtype=out_dtype)
 
 
 @operator(_empty_int4_gemm, check=_check_sizes)
 def _int4_gemm(
     x: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, bias: torch.Tensor | None, group_size: int | None,
-    out_dtype: torch.dtype, out,
+    out_dtype: torch.dtype, x_scale: torch.Tensor | None, block_size: int | None, zero_point: torch.Tensor | None,
+    evens_first: bool, out,
 ) -> torch.Tensor:  # fmt: skip
-    x, bias = as_matrix(x), None if bias is None else bias.contiguous()
-    run = next(each.run for each in IMPLEMENTATIONS if each.supports(x))
-    run(x, _as_words(packed), absmax, bias, as_matrix(out), group_size)
+    problem = Int4Problem(
+        as_matrix(x), _as_words(packed), absmax, None if bias is None else bias.contiguous(), as_matrix(out), group_size,
+        None if x_scale is None else as_matrix(x_scale), block_size, zero_point, evens_first,
+    )  # fmt: skip
+    run = next(each.run for each in IMPLEMENTATIONS if each.supports(problem))
+    run(problem)
+
+
+def _check_activations(x, x_scale, block_size, evens_first, group_size):
+    """Check what only int8 activations have."""
+    *leading, K = x.shape
+    check_one_of("evens_first", evens_first, (False, True))
+    if x.dtype != torch.int8:
+        for name, value, takes in (("x_scale", x_scale, None), ("block_size", block_size, None)):
+            if value is not takes:
+                raise ValueError(f"{name} is given; with x of {x.dtype} it takes None")
+        if evens_first:
+            raise ValueError(f"evens_first is True; with x of {x.dtype} it takes False")
+        return
+    if x_scale is None:
+        raise ValueError("x_scale is None; with x of torch.int8 it takes the scales of the codes")
+    check_one_of("block_size", block_size, (*BLOCKS, None))
+    blocks = 1 if block_size is None else cdiv(K, block_size)
+    check_tensor("x_scale", x_scale, (torch.float32,), (*leading, blocks), like=("x", x))
+    if group_size is None and block_size is None and K > LARGEST_INT4_K:
+        takes = f"without groups and blocks it takes at most {LARGEST_INT4_K}, beyond which int32 sums could overflow"
+        raise ValueError(f"K is {K}; {takes}")
+    if evens_first and K % 32:
+        raise ValueError(f"evens_first is True; it takes False where 32 doesn't divide K, which is {K}")
 
 
 @replayed()
-def int4_gemm(x, packed, absmax, bias=None, group_size=None, out_dtype=None):
+def int4_gemm(
+    x, packed, absmax, bias=None, group_size=None, out_dtype=None,
+    *, x_scale=None, block_size=None, zero_point=None, evens_first=False,
+):  # fmt: skip
     """Multiply x by a packed weight: x @ dequantize_int4(packed, absmax, K, group_size).T + bias.
 
+    x may hold int8 codes, as `quantize_per_token` and `act_quant` return them. Their products are then summed as exact
+    integers, and x stands for x * x_scale.
+
     Args:
-        x: float16 or bfloat16 [..., K].
+        x: float16, bfloat16 or int8 [..., K].
         packed: the weight's codes as `quantize_int4` packs them, uint8 [N, ceil(K / 2)] or int32 [N, ceil(K / 8)].
         absmax: float16, bfloat16 or float32 [N, ceil(K / group_size)]; [N, 1] if group_size is None.
         bias: float16, bfloat16 or float32 [N], or None.
         group_size: columns that share an absmax: 32, 64, 128 or 256, or None for one absmax per row.
-        out_dtype: float16, bfloat16 or float32. None is x's dtype.
+        out_dtype: float16, bfloat16 or float32. None is x's dtype, or float16 for int8.
+        x_scale: for int8, float32 [..., ceil(K / block_size)]; [..., 1] if block_size is None. Otherwise None.
+        block_size: columns that share an x_scale: 32, 64, 128 or 256, or None for one scale per row of x.
+        zero_point: int8 or uint8 like absmax, integers from -8 to 15, or None. A weight is then
+            (code - zero_point) * absmax / 7. For GPTQ's and AWQ's unsigned zero points, subtract 8.
+        evens_first: x is int8 in the order that `quantize_per_token` and `act_quant` write with evens_first=True. On
+            Hopper that saves a copy of x.
 
     Returns:
-        [..., N]. With float32 output the relative Frobenius error is below 5e-6, as long as the sum of a group's codes
-        times x stays below 3.4e38. An absmax that is NaN or infinite makes its column of the output NaN and changes
-        nothing else.
+        [..., N]. With float32 output the relative Frobenius error is below 5e-6 (1e-6 for int8), as long as the sum of
+        a group's codes times x stays below 3.4e38. An absmax that is NaN or infinite makes its column of the output NaN
+        and changes nothing else; so does an x_scale that is NaN with its row.
 
     Raises:
-        ValueError: for a bad dtype, shape, device or option, or more than 2**31 - 4096 rows or columns.
+        ValueError: for a bad dtype, shape, device or option, more than 2**31 - 4096 rows or columns, or K over 131071
+            for int8 with neither groups nor blocks.
 
     Any strides work. But if rows of x or packed don't start at multiples of 16 bytes (for packed, where K isn't
     divisible by 32), every call makes a copy: with a large weight, make that copy once. Where K is split, a call
-    needs temporary memory for up to 16 float32 matrices [M, N]. For more than 512 tokens it needs up to 128 MiB of
-    codes. On Hopper it needs one copy of x. Below compute capability 8.0 bfloat16 is multiplied in float32, exactly.
+    needs temporary memory for up to 16 float32 matrices [M, N]. For more than 512 tokens of 16-bit x it needs up to 128
+    MiB of codes. On Hopper it needs one copy of x. Below compute capability 8.0 bfloat16 is multiplied in float32,
+    exactly.
     """
-    check_tensor("x", x, (torch.float16, torch.bfloat16), "[..., K]")
+    check_tensor("x", x, (torch.float16, torch.bfloat16, torch.int8), "[..., K]")
     check_tensor("packed", packed, (torch.uint8, torch.int32), "[R, C]", like=("x", x))
     check_one_of("group_size", group_size, (*BLOCKS, None), " (a group is a row)")
     K = x.shape[-1]
@@ -110,23 +154,39 @@ def int4_gemm(x, packed, absmax, bias=None, group_size=None, out_dtype=None):
         raise ValueError(f"packed has shape {[N, words]}; {takes}")
     groups = 1 if group_size is None else cdiv(K, group_size)
     check_tensor("absmax", absmax, FLOATS, (N, groups), like=("x", x))
+    if zero_point is not None:
+        check_tensor("zero_point", zero_point, (torch.int8, torch.uint8), (N, groups), like=("x", x))
     if bias is not None:
         check_tensor("bias", bias, FLOATS, (N,), like=("x", x))
-    out_dtype = x.dtype if out_dtype is None else out_dtype
+    _check_activations(x, x_scale, block_size, evens_first, group_size)
+    if out_dtype is None:
+        out_dtype = torch.float16 if x.dtype == torch.int8 else x.dtype
     check_one_of("out_dtype", out_dtype, FLOATS)
-    bias = None if bias is None else bias.detach()
-    return _int4_gemm(x.detach(), packed, absmax.detach(), bias, group_size, out_dtype)
+    bias, x_scale = (None if each is None else each.detach() for each in (bias, x_scale))
+    operands = x.detach(), packed, absmax.detach(), bias, group_size, out_dtype
+    return _int4_gemm(*operands, x_scale, block_size, zero_point, evens_first)
 
 
-def int4_gemm_ref(x, packed, absmax, bias=None, group_size=None, out_dtype=None):
+def int4_gemm_ref(
+    x, packed, absmax, bias=None, group_size=None, out_dtype=None,
+    *, x_scale=None, block_size=None, zero_point=None, evens_first=False,
+):  # fmt: skip
     K = x.shape[-1]
+    if out_dtype is None:
+        out_dtype = torch.float16 if x.dtype == torch.int8 else x.dtype
     pack = 8 if packed.dtype == torch.int32 else 2
     shifts = 4 * torch.arange(pack, device=packed.device, dtype=torch.int32)
     nibbles = (packed.int()[:, :, None] >> shifts) & 15
     codes = ((nibbles ^ 8) - 8).flatten(1)[:, :K].double()
+    if zero_point is not None:
+        codes -= zero_point.double().repeat_interleave(group_size or max(K, 1), 1)[:, :K]
     absmax = absmax.detach().float()
     scale = torch.where(absmax.isfinite(), absmax / torch.full_like(absmax, 7), torch.nan).double()
     w = codes * scale.repeat_interleave(group_size or max(K, 1), 1)[:, :K]
-    out = x.detach().double() @ w.T
+    x = undo_evens_first(x) if evens_first else x
+    x = x.detach().double()
+    if x_scale is not None:
+        x = x * x_scale.detach().double().repeat_interleave(block_size or max(K, 1), -1)[..., :K]
+    out = x @ w.T
     out = (out if bias is None else out + bias.detach().double()).float()  # rounded like the kernel's sums
-    return out.to(x.dtype if out_dtype is None else out_dtype)
+    return out.to(out_dtype)

@@ -1,6 +1,6 @@
 """The int4 GEMM with `tl.dot`: for compute capability 8.0 or more, for bfloat16 below that, and for the interpreter.
 
-    out[m, n] = bias[n] + sum over groups of (x[m, group] . code[n, group]) * (absmax[n, group] / 7)
+    out[m, n] = bias[n] + sum over groups of (x[m, group] . (code[n, group] - zero)) * (absmax[n, group] / 7)
 
     w [N, K], packed as by `quantize_int4`: eight codes in 32 bits, in either packing
 
@@ -14,11 +14,15 @@
 
 Two codes become two numbers in three instructions. `prmt` puts a byte, which holds two codes, and the same byte shifted
 right by four into two halves. `lop3` keeps a nibble of each half and sets the bits of 128 (in float16 1024) above it,
-with the code's sign bit flipped: 128 + (code + 8). An `fma` subtracts 136. All of that is exact. The unpacked codes go
-through shared memory on their way to the tensor cores.
+with the code's sign bit flipped: 128 + (code + 8). An `fma` subtracts 136 and the zero point. All of that is exact. The
+unpacked codes go through shared memory on their way to the tensor cores.
 
 With thousands of tokens, the loop would unpack a weight again and again. So a kernel first writes the codes as 16-bit
 numbers to a scratch buffer, some rows at a time, and the same main loop reads them from there.
+
+int8 activations meet codes unpacked to int8: `lop3` puts a nibble of each byte, sign bit flipped, below the bit of 128;
+128 + (code + 8) - (zero + 8) borrows nothing from the next byte, and flipping the bit of 128 makes it an int8. Sums are
+int32, multiplied by x's scale as well.
 """
 
 from typing import NamedTuple
@@ -28,7 +32,7 @@ import triton
 import triton.language as tl
 
 from ..core.launch import SHARED_KIB, cdiv, gpu, launch, next_power_of_2, temporary
-from ..core.matrices import with_aligned_rows
+from ..core.matrices import undo_evens_first, with_aligned_rows
 from ..core.numerics import INTERPRETED, LONGEST_SUM, seventh, tile_of, to_dtype, to_float32, wait_if_early
 
 try:
@@ -83,22 +87,24 @@ _CONFIGS = {
 }
 
 
-def _dot_columns(config, group_size):
-    return min(config.step, group_size or LONGEST_SUM, LONGEST_SUM)
+def _dot_columns(p, config):
+    return min(config.step, p.group_size or LONGEST_SUM, p.block_size or LONGEST_SUM, LONGEST_SUM)
 
 
-def _choose(x, N, group_size):
+def _choose(p):
     """Choose the Tile for a problem. Returns it, and the columns of a dot."""
-    M, K = x.shape
-    arch = gpu(x.device).arch
+    (M, K), N = p.x.shape, p.out.shape[1]
+    arch = gpu(p.x.device).arch
     known = "float" if arch < 80 else arch if arch in _CONFIGS else 80
     # The second axis of a grid ends at 65535 programs, and each unpacks 1024 columns to the scratch buffer.
     size = "decode" if M <= 16 else "small" if M <= 64 else "medium" if M <= 512 or K > 65535 * 1024 else "large"
     config = _CONFIGS[known][size]
-    dot_k = _dot_columns(config, group_size)
+    if p.is_int8:  # codes are unpacked in the loop
+        config = config._replace(scratch=0, descriptors=False)
+    dot_k = _dot_columns(p, config)
     if INTERPRETED.value:  # few large programs: each costs a millisecond
         block_m, block_n = (min(max(next_power_of_2(size), 16), 256) for size in (M, N))
-        dot_k = min(group_size or 256, max(next_power_of_2(K), 32))
+        dot_k = min(p.group_size or 256, p.block_size or 256, max(next_power_of_2(K), 32))
         return config._replace(block_m=block_m, block_n=block_n, step=max(config.step, dot_k)), dot_k
     # a stage holds x and packed codes; besides these there are unpacked codes on their way to the tensor cores
     stage = config.step * (2 * config.block_m + (2 * config.block_n if config.scratch else config.block_n // 2))
@@ -107,9 +113,12 @@ def _choose(x, N, group_size):
 
 
 def _to_halves(one, offset, magic, kind):
-    """Write PTX that unpacks a word of eight codes into four pairs of 16-bit numbers, columns 2 p and 2 p + 1."""
+    """Write PTX that unpacks a word of eight codes into four pairs of 16-bit numbers, columns 2 p and 2 p + 1.
+
+    offset: minus the number of a code that is 0. The operand $5 is added to its bits, which subtracts the zero point.
+    """
     lines = ["{", ".reg .b32 s, t, one, offset, magic;", "shr.u32 s, $4, 4;"]
-    lines.append(f"mov.b32 one, {one}; mov.b32 offset, {offset}; mov.b32 magic, {magic};")
+    lines.append(f"mov.b32 one, {one}; add.s32 offset, $5, {offset}; mov.b32 magic, {magic};")
     for p in range(4):
         lines.append(f"prmt.b32 t, $4, s, 0x{4 + p}{4 + p}{p}{p};")
         lines.append("lop3.b32 t, t, 0x000f000f, magic, 0x6a;")  # (t & mask) ^ magic
@@ -120,22 +129,44 @@ def _to_halves(one, offset, magic, kind):
 _TO_FLOAT16 = _to_halves("0x3c003c00", "0xe408e408", "0x64086408", "f16x2")  # 1024 + 8, -1032
 _TO_BFLOAT16 = _to_halves("0x3f803f80", "0xc308c308", "0x43084308", "bf16x2")  # 128 + 8, -136
 _FOUR_WORDS = tl.constexpr((tl.int32,) * 4)
+# columns 0, 2, 4, 6 and 1, 3, 5, 7, then in their order; $3 holds four times the zero point plus 8
+_TO_INT8 = tl.constexpr(
+    """{ .reg .b32 even, odd;
+shr.u32 odd, $2, 4;
+lop3.b32 even, $2, 0x0f0f0f0f, 0x88888888, 0x6a; lop3.b32 odd, odd, 0x0f0f0f0f, 0x88888888, 0x6a;
+sub.s32 even, even, $3; sub.s32 odd, odd, $3;
+xor.b32 even, even, 0x80808080; xor.b32 odd, odd, 0x80808080;
+prmt.b32 $0, even, odd, 0x5140; prmt.b32 $1, even, odd, 0x7362;
+}"""
+)
+_TWO_WORDS = tl.constexpr((tl.int32,) * 2)
 
 
 @triton.jit
-def _unpack(words, dtype: tl.constexpr):
-    """Unpack int32 words [R, W] into codes [R, 8 W] of a dtype."""
+def _unpack(words, zero, dtype: tl.constexpr):
+    """Unpack int32 words [R, W] into codes [R, 8 W] of a dtype, less their zero points, int32 [R, 1 or W]."""
     if INTERPRETED or dtype == tl.float32:
         nibbles = (words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
-        codes = tl.reshape(((nibbles ^ 8) - 8).to(tl.float32), (words.shape[0], words.shape[1] * 8))
-        return to_dtype(codes, dtype)
+        codes = (nibbles ^ 8) - 8 - zero[:, :, None]
+        return to_dtype(tl.reshape(codes.to(tl.float32), (words.shape[0], words.shape[1] * 8)), dtype)
+    elif dtype == tl.int8:
+        zero = tl.broadcast_to((zero + 8) * 0x01010101, words.shape)
+        first, last = tl.inline_asm_elementwise(
+            _TO_INT8, "=&r,=&r,r,r", [words, zero], dtype=_TWO_WORDS, is_pure=True, pack=1
+        )  # fmt: skip
+        fours = tl.join(first, last)
+        # this way, the compiler sees that a register's bytes stay where they are
+        even = tl.join(fours.to(tl.int8), (fours >> 16).to(tl.int8))
+        odd = tl.join((fours >> 8).to(tl.int8), (fours >> 24).to(tl.int8))
+        return tl.reshape(tl.join(even, odd), (words.shape[0], words.shape[1] * 8))
     else:
         p0, p1, p2, p3 = tl.inline_asm_elementwise(
             _TO_FLOAT16 if dtype == tl.float16 else _TO_BFLOAT16,
-            "=&r,=&r,=&r,=&r,r", [words], dtype=_FOUR_WORDS, is_pure=True, pack=1,
+            "=&r,=&r,=&r,=&r,r,r", [words, tl.broadcast_to(zero * 0x00010001, words.shape)],
+            dtype=_FOUR_WORDS, is_pure=True, pack=1,
         )  # fmt: skip
         pairs = tl.join(tl.join(p0, p2), tl.join(p1, p3))
-        # this way, the compiler sees that a register's halves stay where they are
+        # as above
         low = pairs.to(tl.int16).to(dtype, bitcast=True)
         high = (pairs >> 16).to(tl.int16).to(dtype, bitcast=True)
         return tl.reshape(tl.join(low, high), (words.shape[0], words.shape[1] * 8))
@@ -143,16 +174,23 @@ def _unpack(words, dtype: tl.constexpr):
 
 @triton.jit
 def _group_scales(
-    absmax_ptrs, stride_ag, in_rows, rows, k, end, GROUP: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constexpr
+    groups, in_rows, rows, k, end, GROUP: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constexpr
 ):  # fmt: skip
-    """Load the scales for DOTS dots of DOT_K columns each, from column k on."""
+    """Load the scale and the zero point of each row, for DOTS dots of DOT_K columns each, from column k on.
+
+    groups: pointers to each row's first absmax and their stride along K, and the same of zero points if there are any.
+    """
     scales = ()
     for i in tl.static_range(DOTS):
         first = k + i * DOT_K
-        absmax_at = absmax_ptrs + (first // GROUP).to(tl.int64) * stride_ag
+        group = (first * 0 if GROUP is None else first // GROUP).to(tl.int64)
         # columns beyond the end have no scales
         mask = in_rows < tl.where(first < end, rows, 0)
-        scales += (seventh(to_float32(tl.load(absmax_at, mask=mask, other=0.0))),)
+        scale = seventh(to_float32(tl.load(groups[0] + group * groups[1], mask=mask, other=0.0)))
+        zero = tl.zeros(in_rows.shape, tl.int32)
+        if len(groups) > 2:
+            zero = tl.load(groups[2] + group * groups[3], mask=mask, other=0).to(tl.int32)
+        scales += ((scale, zero),)
     return scales
 
 
@@ -169,19 +207,41 @@ def _load_columns(
         return tl.load(x + k // CODES, mask=mask[:, None] & (offs_k * CODES < K - k)[None, :], other=0)
 
 
+@triton.jit
+def _add_scaled(
+    acc, sums, scale, x_scale_ptrs, mask_m, k, K, stride_xb, WHOLE: tl.constexpr, X_BLOCK: tl.constexpr
+):  # fmt: skip
+    """Add the sums of a dot, [BLOCK_N, BLOCK_M], times its scales. WHOLE: scales come at the end."""
+    if WHOLE:
+        acc += sums.to(tl.int32)
+    else:
+        factor = scale[:, None]
+        sums = sums.to(tl.float32)
+        if X_BLOCK is not None:
+            x_ptrs = x_scale_ptrs + (k // X_BLOCK).to(tl.int64) * stride_xb
+            sums *= factor
+            factor = tl.load(x_ptrs, mask=mask_m & (k < K), other=0.0)[None, :]
+        # an explicit fma: the launch fuses no other multiplication and addition
+        acc = tl.fma(sums, factor, acc)
+    return acc
+
+
 @triton.jit(do_not_specialize=["M"])  # not compiled anew for each kind of M
 def _int4_gemm_kernel(
     x_ptr,  # a TMA descriptor if DESCRIPTORS, like w_ptr
     w_ptr,  # int32 words of eight codes; if DENSE, codes in x's dtype
     absmax_ptr,
+    zero_ptr,  # None: no zero points
+    x_scale_ptr,  # None: x isn't int8
     bias_ptr,  # None: no bias
     out_ptr,  # [M, N], or float32 [split, M, N]
     M, N, K,
     first_n, rows,  # the weight's rows in this launch; w_ptr points to the first of them
     split,  # programs that share a tile
     steps,  # iterations of each program
-    stride_xm, stride_wn, stride_an, stride_ag,
+    stride_xm, stride_wn, stride_an, stride_ag, stride_zn, stride_zg, stride_xsm, stride_xsb,
     GROUP: tl.constexpr,  # columns that share a scale; None: the row
+    X_BLOCK: tl.constexpr,  # columns of x that share a scale; None: the row
     DENSE: tl.constexpr,  # w_ptr holds unpacked codes
     DESCRIPTORS: tl.constexpr,
     FLOAT_DOT: tl.constexpr,  # multiply in float32
@@ -197,50 +257,54 @@ def _int4_gemm_kernel(
     wait_if_early(EARLY)
     tl.static_assert(GROUP is None or GROUP % DOT_K == 0, "a dot's columns share their scale")
     STEP: tl.constexpr = DOTS * DOT_K
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_n = tl.cdiv(rows, BLOCK_N)
-    tile = tl.program_id(0) // split
+    SUM: tl.constexpr = tl.float32 if FLOAT_DOT or x_scale_ptr is None else tl.int32
+    WHOLE: tl.constexpr = x_scale_ptr is not None and GROUP is None and X_BLOCK is None
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(rows, BLOCK_N)
     part = tl.program_id(0) % split
-    tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
+    tile_m, tile_n = tile_of(tl.program_id(0) // split, tiles_m, tiles_n, GROUP_M)
     first_m, first_row = tile_m * BLOCK_M, tile_n * BLOCK_N
     offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
     in_rows = first_row + tl.arange(0, BLOCK_N)
-    mask_m = offs_m < M
-    mask_n = in_rows < rows
+    mask_m, mask_n = offs_m < M, in_rows < rows
     offs_n = first_n + in_rows.to(tl.int64)
     offs_k = tl.arange(0, DOT_K)
-    absmax_ptrs = absmax_ptr + offs_n * stride_an
     CODES: tl.constexpr = 1 if DENSE else 8  # in each element of w
     offs_w = tl.arange(0, DOT_K // CODES)
     x_ptrs = x_ptr if DESCRIPTORS else x_ptr + offs_m[:, None] * stride_xm + offs_k[None, :]
     w_ptrs = w_ptr if DESCRIPTORS else w_ptr + in_rows.to(tl.int64)[:, None] * stride_wn + offs_w[None, :]
+    x_scale_ptrs = x_scale_ptr if x_scale_ptr is None else x_scale_ptr + offs_m * stride_xsm
+    groups = (absmax_ptr + offs_n * stride_an, stride_ag)
+    if zero_ptr is not None:
+        groups += (zero_ptr + offs_n * stride_zn, stride_zg)
 
     begin = part * steps * STEP
     end = tl.minimum(K - begin, steps * STEP) + begin
-    if GROUP is None:
-        scales = (seventh(to_float32(tl.load(absmax_ptrs, mask=mask_n, other=0.0))),)
-    else:
-        scales = _group_scales(absmax_ptrs, stride_ag, in_rows, rows, begin, end, GROUP, DOT_K, DOTS)
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    AHEAD: tl.constexpr = 1 if GROUP is None else DOTS
+    scales = _group_scales(groups, in_rows, rows, begin, end, GROUP, DOT_K, AHEAD)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.int32 if WHOLE else tl.float32)
     for k0 in tl.range(begin, end, STEP, num_stages=STAGES):
         if GROUP is not None:  # an iteration ahead
-            next_scales = _group_scales(absmax_ptrs, stride_ag, in_rows, rows, k0 + STEP, end, GROUP, DOT_K, DOTS)
+            next_scales = _group_scales(groups, in_rows, rows, k0 + STEP, end, GROUP, DOT_K, DOTS)
         for i in tl.static_range(DOTS):
             k = k0 + i * DOT_K
             x = _load_columns(x_ptrs, first_m, mask_m, offs_k, k, K, 1, DESCRIPTORS, EVEN_K)
             w = _load_columns(w_ptrs, first_row, mask_n, offs_w, k, K, CODES, DESCRIPTORS, EVEN_K)
             if FLOAT_DOT:
                 x = to_float32(x)
+            scale, zero = scales[0] if GROUP is None else scales[i]
             if not DENSE:
-                w = _unpack(w, x.dtype)
+                w = _unpack(w, zero[:, None], x.dtype)
             elif FLOAT_DOT:
                 w = to_float32(w)
-            sums = tl.dot(w, tl.trans(x), input_precision="ieee")
-            # an explicit fma: the launch fuses no other multiplication and addition
-            acc = tl.fma(sums, (scales[0] if GROUP is None else scales[i])[:, None], acc)
+            sums = tl.dot(w, tl.trans(x), input_precision="ieee", out_dtype=SUM)
+            acc = _add_scaled(acc, sums, scale, x_scale_ptrs, mask_m, k, K, stride_xsb, WHOLE, X_BLOCK)
         if GROUP is not None:
             scales = next_scales
 
+    if WHOLE:
+        acc = acc.to(tl.float32) * scales[0][0][:, None]
+    if x_scale_ptr is not None and X_BLOCK is None:
+        acc *= tl.load(x_scale_ptrs, mask=mask_m, other=0.0)[None, :]
     if SPLIT:
         out_ptr += part.to(tl.int64) * M * N
     elif bias_ptr is not None:
@@ -272,18 +336,26 @@ def _sum_kernel(
 
 @triton.jit
 def _unpack_int4_gemm_kernel(
-    w_ptr, codes_ptr, first_n, rows, words, stride_wn, stride_cn, ROWS: tl.constexpr, WORDS: tl.constexpr
+    w_ptr,
+    zero_ptr,  # None: no zero points
+    codes_ptr, first_n, rows, words, stride_wn, stride_zn, stride_zg, stride_cn,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Unpack rows of codes, from first_n on, into the 16-bit numbers that DENSE reads."""
     offs_r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offs_w = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     mask_r = offs_r < rows
-    offs_r = offs_r.to(tl.int64)
-    w_ptrs = w_ptr + (first_n + offs_r)[:, None] * stride_wn + offs_w[None, :]
-    packed = tl.load(w_ptrs, mask=mask_r[:, None] & (offs_w < words)[None, :], other=0)
+    offs_r = first_n + offs_r.to(tl.int64)
+    mask = mask_r[:, None] & (offs_w < words)[None, :]
+    packed = tl.load(w_ptr + offs_r[:, None] * stride_wn + offs_w[None, :], mask=mask, other=0)
+    zero = tl.zeros((1, 1), tl.int32)
+    if zero_ptr is not None:
+        group = (offs_w * 0 if GROUP is None else offs_w * 8 // GROUP).to(tl.int64)
+        zero_ptrs = zero_ptr + offs_r[:, None] * stride_zn + group[None, :] * stride_zg
+        zero = tl.load(zero_ptrs, mask=mask, other=0).to(tl.int32)
     offs_k = tl.program_id(1) * (8 * WORDS) + tl.arange(0, 8 * WORDS)
-    codes_ptrs = codes_ptr + offs_r[:, None] * stride_cn + offs_k[None, :]
-    codes = _unpack(packed, codes_ptr.dtype.element_ty)
+    codes_ptrs = codes_ptr + (offs_r - first_n)[:, None] * stride_cn + offs_k[None, :]
+    codes = _unpack(packed, zero, codes_ptr.dtype.element_ty)
     tl.store(codes_ptrs, codes, mask=mask_r[:, None] & (offs_k < words * 8)[None, :])
 
 
@@ -297,22 +369,16 @@ def _split(config, tiles, K, device):
     return max(split, 1), steps
 
 
-def int4_gemm_portable(x, words, absmax, bias, out, group_size, config=None):
-    """Multiply x [M, K] by packed codes into out [M, N], which isn't empty. Checks nothing.
+def int4_gemm_portable(problem, config=None):
+    """Solve a problem whose out isn't empty. Checks nothing. Copies x if its rows don't start at multiples of 16 bytes.
 
-    Args:
-        x: float16 or bfloat16; rows that don't start at multiples of 16 bytes are copied.
-        words: int32 [N, >= K / 8], eight codes per word, in rows that start at multiples of 16 bytes.
-        bias: contiguous, or None.
-        config: a Tile to use instead of the table's.
+    config: a Tile to use instead of the table's.
     """
+    p = problem
+    x = undo_evens_first(p.x) if p.evens_first else p.x
     x = with_aligned_rows(x)[:, : x.shape[1]]
-    (M, N), K = out.shape, x.shape[1]
-    if config is None:
-        c, dot_k = _choose(x, N, group_size)
-    else:
-        c, dot_k = config, _dot_columns(config, group_size)
-    stride_ag = 0 if group_size is None else absmax.stride(1)
+    (M, N), K = p.out.shape, x.shape[1]
+    c, dot_k = _choose(p) if config is None else (config, _dot_columns(p, config))
     early = M <= 16
     rows = N
     if c.scratch:
@@ -321,26 +387,28 @@ def int4_gemm_portable(x, words, absmax, bias, out, group_size, config=None):
         codes = temporary(x, (rows, columns), x.dtype)
     tiles = cdiv(M, c.block_m) * cdiv(rows, c.block_n)
     split, steps = (1, max(cdiv(K, c.step), 1)) if c.scratch else _split(c, tiles, K, x.device)
-    parts = temporary(x, (split, M, N), torch.float32) if split > 1 else out
+    parts = temporary(x, (split, M, N), torch.float32) if split > 1 else p.out
     descriptors = c.descriptors and gpu(x.device).capability[0] in (9, 10) and _MatrixMap is not None and K > 0
     for first in range(0, N, rows):
         here = min(rows, N - first)
         if c.scratch and K > 0:
             launch(
                 x.device, _unpack_int4_gemm_kernel, (cdiv(here, 16), cdiv(columns, 1024)),
-                words, codes, first, here, columns // 8, words.stride(0), columns,
-                ROWS=16, WORDS=128, num_warps=4,
+                p.words, p.zero_point, codes, first, here, columns // 8, p.words.stride(0), *p.zero_strides, columns,
+                GROUP=p.group_size, ROWS=16, WORDS=128, num_warps=4,
             )  # fmt: skip
-        x_, w = x, codes if c.scratch else words
+        x_, w = x, codes if c.scratch else p.words
         if descriptors:
             x_ = _MatrixMap(x, [M, K], [x.stride(0), 1], [c.block_m, dot_k])
             width, box = (K, dot_k) if c.scratch else (cdiv(K, 8), dot_k // 8)
             w = _MatrixMap(w, [here, width], [w.stride(0), 1], [c.block_n, box])
         launch(
             x.device, _int4_gemm_kernel, (cdiv(M, c.block_m) * cdiv(here, c.block_n) * split,),
-            x_, w, absmax, None if split > 1 else bias, parts, M, N, K, first, here, split, steps,
-            x.stride(0), columns if c.scratch else words.stride(0), absmax.stride(0), stride_ag,
-            GROUP=group_size, DENSE=c.scratch > 0, DESCRIPTORS=descriptors,
+            x_, w, p.absmax, p.zero_point, p.x_scale, None if split > 1 else p.bias, parts,
+            M, N, K, first, here, split, steps,
+            x.stride(0), columns if c.scratch else p.words.stride(0), p.absmax.stride(0), p.group_stride,
+            *p.zero_strides, *((0, 0) if p.x_scale is None else p.x_scale.stride()),
+            GROUP=p.group_size, X_BLOCK=p.block_size, DENSE=c.scratch > 0, DESCRIPTORS=descriptors,
             FLOAT_DOT=gpu(x.device).arch < 80 or INTERPRETED.value, EVEN_K=K % c.step == 0, SPLIT=split > 1,
             BLOCK_M=c.block_m, BLOCK_N=c.block_n, DOT_K=dot_k, DOTS=c.step // dot_k, GROUP_M=c.group_m,
             STAGES=c.stages, early=early, num_warps=c.warps, num_stages=c.stages,
@@ -349,5 +417,5 @@ def int4_gemm_portable(x, words, absmax, bias, out, group_size, config=None):
         block = 512 if M * N < 2**20 else 2048
         launch(
             x.device, _sum_kernel, (cdiv(M * N, block),),
-            parts, bias, out, M, N, SPLIT=split, BLOCK=block, early=early, num_warps=4,
+            parts, p.bias, p.out, M, N, SPLIT=split, BLOCK=block, early=early, num_warps=4,
         )  # fmt: skip

@@ -79,8 +79,7 @@ _LOAD_IF = tl.constexpr(
 )
 # Eight codes become the same pairs. lop3 0x6a is (a & b) ^ c; then come 1024 + (code + 8) - 1032 and
 # (1024 + 16 (code + 8)) / 16 - 72.
-_UNPACK = tl.constexpr(
-    """{ .reg .b32 s, t<4>, one, sixteenth, a, b;
+_UNPACK = """{ .reg .b32 s, t<4>, one, sixteenth, a, b;
 mov.b32 one, 0x3c003c00; mov.b32 a, 0xe408e408; mov.b32 sixteenth, 0x2c002c00; mov.b32 b, 0xd480d480;
 shr.u32 s, $4, 8;
 lop3.b32 t0, $4, 0x000f000f, 0x64086408, 0x6a; lop3.b32 t1, $4, 0x00f000f0, 0x64806480, 0x6a;
@@ -88,7 +87,13 @@ lop3.b32 t2, s, 0x000f000f, 0x64086408, 0x6a; lop3.b32 t3, s, 0x00f000f0, 0x6480
 fma.rn.f16x2 $0, t0, one, a; fma.rn.f16x2 $1, t1, sixteenth, b;
 fma.rn.f16x2 $2, t2, one, a; fma.rn.f16x2 $3, t3, sixteenth, b;
 }"""
+# the bits of -1032 - zero point and -72 - zero point
+_UNPACK_ZERO = tl.constexpr(
+    _UNPACK.replace("mov.b32 a, 0xe408e408", "mad.lo.s32 a, $5, 0x00010001, 0xe408e408").replace(
+        "mov.b32 b, 0xd480d480", "mad.lo.s32 b, $5, 0x00100010, 0xd480d480"
+    )
 )
+_UNPACK = tl.constexpr(_UNPACK)
 # sums of 16 x 8 += 32 columns: four pairs of row g, of row g + 8, and of x, and the sums
 _MULTIPLY = tl.constexpr(
     "\n".join(
@@ -115,8 +120,15 @@ def _load(ptrs, inside, EVEN_K: tl.constexpr):
 
 
 @triton.jit
-def _unpack(word):
-    return tl.inline_asm_elementwise(_UNPACK, "=&r,=&r,=&r,=&r,r", (word,), _INT32x4, is_pure=True, pack=1)
+def _unpack(word, zero):
+    """Unpack a word, less its zero point if zero is (int32,), not ()."""
+    if len(zero) > 0:
+        operands = (word, zero[0])
+        return tl.inline_asm_elementwise(
+            _UNPACK_ZERO, "=&r,=&r,=&r,=&r,r,r", operands, _INT32x4, is_pure=True, pack=1
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(_UNPACK, "=&r,=&r,=&r,=&r,r", (word,), _INT32x4, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -158,9 +170,10 @@ def _tokens(
 @triton.jit
 def _int4_gemm_sm75_kernel(
     x_ptr, w_ptr, absmax_ptr,
+    zero_ptr,  # None: no zero points
     bias_ptr,  # None: no bias
     out_ptr, M, N, K,
-    stride_xm, stride_wn, stride_an, stride_ag,
+    stride_xm, stride_wn, stride_an, stride_ag, stride_zn, stride_zg,
     GROUP: tl.constexpr,  # columns that share a scale; None: the row
     STEP: tl.constexpr,  # columns of a warp in an iteration, which the tensor cores sum
     EVEN_K: tl.constexpr,  # the warps' last iterations end where K ends
@@ -186,10 +199,13 @@ def _int4_gemm_sm75_kernel(
         x_ptrs += (x_ptr + tl.minimum(token + 8 * WM * i, M - 1).to(tl.int64) * stride_xm,)
     w_ptrs = ()
     absmax_ptrs = ()
+    zero_ptrs = ()
     for j in tl.static_range(2 * NT):
         offs_n = tl.minimum(row + 8 * j, N - 1).to(tl.int64)
         w_ptrs += (w_ptr + offs_n * stride_wn,)
         absmax_ptrs += (absmax_ptr + offs_n * stride_an,)
+        if zero_ptr is not None:
+            zero_ptrs += (zero_ptr + offs_n * stride_zn,)
     zero = tl.zeros(thread.shape, tl.float32)
     acc = ()
     for _ in tl.static_range(4 * MT * NT):
@@ -207,13 +223,18 @@ def _int4_gemm_sm75_kernel(
             scales = ()
             codes = ()
             for h in tl.static_range(2):
+                group = (k * 0 if GROUP is None else k // GROUP).to(tl.int64)
+                inside = None if EVEN_K else k < K
                 if GROUP is not None:
-                    ptrs = absmax_ptrs[2 * j + h] + (k // GROUP).to(tl.int64) * stride_ag
-                    mask = None if EVEN_K else k < K
-                    scales += (_half(tl.load(ptrs, mask=mask, other=None if EVEN_K else 0.0)),)
+                    ptrs = absmax_ptrs[2 * j + h] + group * stride_ag
+                    scales += (_half(tl.load(ptrs, mask=inside, other=None if EVEN_K else 0.0)),)
+                zero_point = ()
+                if zero_ptr is not None:
+                    ptrs = zero_ptrs[2 * j + h] + group * stride_zg
+                    zero_point = (tl.load(ptrs, mask=inside, other=None if EVEN_K else 0).to(tl.int32),)
                 for u in tl.static_range(STEP // 32):
                     mask = None if EVEN_K else offs_k + 32 * u < K
-                    codes += (_unpack(tl.load(w_ptrs[2 * j + h] + (offs_k // 8 + 4 * u), mask=mask)),)
+                    codes += (_unpack(tl.load(w_ptrs[2 * j + h] + (offs_k // 8 + 4 * u), mask=mask), zero_point),)
             for i in tl.static_range(MT):
                 sums = (zero, zero, zero, zero)
                 for u in tl.static_range(STEP // 32):
@@ -238,31 +259,29 @@ def _int4_gemm_sm75_kernel(
         tl.store(out_ptrs, to_dtype(x, out_ptr.dtype.element_ty), mask=(offs_m < M)[:, None] & mask_n[None, :])
 
 
-def supports_int4_sm75(x):
-    """Returns whether to use `int4_gemm_sm75` for x [M, K]: float16, on compute capability 7.5, with K >= 1."""
+def supports_int4_sm75(problem):
+    """Returns whether to use `int4_gemm_sm75` for a problem: float16, on compute capability 7.5, with K >= 1."""
+    x = problem.x
     return x.dtype == torch.float16 and x.shape[1] > 0 and gpu(x.device).capability == (7, 5)
 
 
-def int4_gemm_sm75(x, words, absmax, bias, out, group_size, config=None):
-    """Multiply x [M, K] by packed codes into out [M, N], neither of them empty. Checks nothing.
+def int4_gemm_sm75(problem, config=None):
+    """Solve a problem that it supports, whose out isn't empty. Checks nothing. Copies x if its rows aren't aligned.
 
-    Args:
-        x: float16; rows that don't start at multiples of 16 bytes are copied.
-        words: int32 [N, >= K / 8], eight codes per word, in rows that start at multiples of 16 bytes.
-        bias: contiguous, or None.
-        config: a key or an entry of _CONFIGS to use instead of `_choose`'s.
+    config: a key or an entry of _CONFIGS to use instead of `_choose`'s.
     """
-    x = with_aligned_rows(x)
+    p = problem
+    x = with_aligned_rows(p.x)
     if x.shape[1] % 8:  # a load reads 8 columns of x, and the memory after the last column may hold NaN
         x = torch.nn.functional.pad(x, (0, -x.shape[1] % 8))
-    (M, N), K = out.shape, x.shape[1]
+    (M, N), K = p.out.shape, x.shape[1]
     config = config or _choose(M, N, gpu(x.device).multiprocessors)
     mt, nt, wm, wn, wk = _CONFIGS[config] if isinstance(config, str) else config
-    step = min(group_size or _STEP, _STEP)
+    step = min(p.group_size or _STEP, _STEP)
     launch(
         x.device, _int4_gemm_sm75_kernel, (cdiv(M, 8 * mt * wm) * cdiv(N, 16 * nt * wn),),
-        x, words, absmax, bias, out, M, N, K,
-        x.stride(0), words.stride(0), absmax.stride(0), 0 if group_size is None else absmax.stride(1),
-        GROUP=group_size, STEP=step, EVEN_K=K % (step * wk) == 0, MT=mt, NT=nt, WM=wm, WN=wn, WK=wk, GROUP_M=8,
+        x, p.words, p.absmax, p.zero_point, p.bias, p.out, M, N, K,
+        x.stride(0), p.words.stride(0), p.absmax.stride(0), p.group_stride, *p.zero_strides,
+        GROUP=p.group_size, STEP=step, EVEN_K=K % (step * wk) == 0, MT=mt, NT=nt, WM=wm, WN=wn, WK=wk, GROUP_M=8,
         num_warps=wm * wn * wk,
     )  # fmt: skip

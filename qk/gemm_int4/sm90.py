@@ -19,9 +19,13 @@ Consumer warpgroups unpack, multiply, scale the sums by the group's absmax in fl
 tokens they share K: each multiplies every second or third step of the same 64 rows, and the first adds up their sums
 in order. For more tokens, each has 64 rows of its own.
 
+int8 activations meet int8 numbers: a nibble in the upper half of a byte is 16 times its code, so three instructions
+unpack eight codes. A register holds the even codes of a word, or the odd ones, so among 32 columns of x the even ones
+come first. With zero points an int8 holds code - zero point, which takes seven instructions.
+
 The columns of x are permuted in one of two ways. For few tokens an extra warpgroup, which has the time, does it in the
 ring. Otherwise a kernel does it beforehand (`_permute_kernel`), which also accepts x of any strides. The weight's first
-stages are loaded while that kernel runs.
+stages are loaded while that kernel runs. The quantizers of int8 can write the columns in that order (`evens_first`).
 """
 
 from typing import NamedTuple
@@ -48,14 +52,16 @@ from ..core.gluon import (
     tile_of,
     warpgroup_mma,
     warpgroup_mma_wait,
+    with_tma_rows,
 )
 from ..core.launch import cdiv, gpu, launch, temporary
+from ..core.matrices import undo_evens_first
 from ..core.numerics import LONGEST_SUM, gdc_launch_dependents, gdc_wait, wait_if_early
 
 __all__ = []
 
-_WG_N = tl.constexpr(64)  # rows of each consumer
-_PART = tl.constexpr(16)  # words of a row that are loaded together
+WG_N = tl.constexpr(64)  # rows of each consumer
+PART = tl.constexpr(16)  # words of a row that are loaded together
 
 
 class _Tile(NamedTuple):
@@ -84,10 +90,13 @@ _CONFIGS = {
     "64": _Tile(2, True, False, 64, columns=256, stages=4, registers=224),
     "128": _Tile(2, True, False, 128, columns=128, stages=4, registers=240),
     "large": _Tile(2, False, False, 128, columns=128, stages=5, registers=240),
+    # for int8, whose stages are half as large; the fastest of seven on an H100, 2026-11-24
+    "64 int8": _Tile(2, True, False, 64, columns=256, stages=6, registers=224),
+    "128 int8": _Tile(2, True, False, 128, columns=256, stages=4, registers=240),
 }
 
 
-def _choose(M, N, group_size, multiprocessors, aligned):
+def _choose(M, N, group_size, multiprocessors, aligned, is_int8=False):
     """Choose a config. N only decides between configs that give the same bits, so a weight can be cut by rows."""
     if M <= 16:
         one = cdiv(N, 64) <= multiprocessors  # one tile per multiprocessor, which permutes x once
@@ -95,16 +104,17 @@ def _choose(M, N, group_size, multiprocessors, aligned):
         name = ("decode8" if M <= 8 else "decode16") + ("" if permute else " ordered")
         return name + ("" if one or M > 8 else " long")
     if M <= 64:
-        return "32" if M <= 32 else "64"
-    return "128" if M <= 128 else "large"
+        return "32" if M <= 32 else "64 int8" if is_int8 else "64"
+    return "large" if M > 128 else "128 int8" if is_int8 else "128"
 
 
 def _unpacked_word(kind, low, high):
     """Write PTX that unpacks a word of eight codes into four pairs of 16-bit numbers, codes p and p + 4 over 4.
 
-    low, high: for each place of a nibble, the bits to flip that make it a number, the number's factor, and its offset.
+    low, high: for each place of a nibble, the bits to flip that make it a number, and the number's factor. Operands $5
+    and $6 hold the numbers' offsets.
     """
-    names = "flip", "factor", "offset"
+    names = "flip", "factor"
     lines = ["{", ".reg .b32 s, t;", f".reg .b32 {', '.join(f'{name}<2>' for name in names)};"]
     for i, numbers in enumerate((low, high)):
         lines += [f"mov.b32 {name}{i}, {number:#010x};" for name, number in zip(names, numbers, strict=True)]
@@ -112,27 +122,40 @@ def _unpacked_word(kind, low, high):
     for p in range(4):
         mask = "0x00f000f0" if p % 2 else "0x000f000f"
         lines.append(f"lop3.b32 t, {'s' if p > 1 else '$4'}, {mask}, flip{p % 2}, 0x6a;")  # (s & mask) ^ flip
-        lines.append(f"fma.rn.{kind} ${p}, t, factor{p % 2}, offset{p % 2};")
+        lines.append(f"fma.rn.{kind} ${p}, t, factor{p % 2}, ${5 + p % 2};")
     return tl.constexpr("\n".join([*lines, "}"]))
 
 
-# 1024 + code + 8 and 1024 + 16 (code + 8); a quarter, -258 and 1 / 64, -18
-_TO_FLOAT16 = _unpacked_word("f16x2", (0x64086408, 0x34003400, 0xDC08DC08), (0x64806480, 0x24002400, 0xCC80CC80))
-# 128 + code + 8 and, in the smallest numbers, 16 (code + 8) 2**-133; a quarter, -34 and 2**127, -2
-_TO_BFLOAT16 = _unpacked_word("bf16x2", (0x43084308, 0x3E803E80, 0xC208C208), (0x00800080, 0x7F007F00, 0xC000C000))
+# 1024 + code + 8 and 1024 + 16 (code + 8); a quarter and 1 / 64
+_TO_FLOAT16 = _unpacked_word("f16x2", (0x64086408, 0x34003400), (0x64806480, 0x24002400))
+# 128 + code + 8 and, in the smallest numbers, 16 (code + 8) 2**-133; a quarter and 2**127
+_TO_BFLOAT16 = _unpacked_word("bf16x2", (0x43084308, 0x3E803E80), (0x00800080, 0x7F007F00))
 _FOUR_WORDS = tl.constexpr((tl.int32,) * 4)
+# 16 * code, for codes 0, 2, 4, 6 and 1, 3, 5, 7
+_TO_INT8 = tl.constexpr("shl.b32 $0, $2, 4; and.b32 $0, $0, 0xf0f0f0f0; and.b32 $1, $2, 0xf0f0f0f0;")
+# code - zero point: 128 + (code + 8) - (zero point + 8) borrows nothing from the next byte
+_TO_INT8_ZERO = tl.constexpr(
+    """{ .reg .b32 s; shr.u32 s, $2, 4;
+lop3.b32 $0, $2, 0x0f0f0f0f, 0x88888888, 0x6a; lop3.b32 $1, s, 0x0f0f0f0f, 0x88888888, 0x6a;
+sub.s32 $0, $0, $3; sub.s32 $1, $1, $3; xor.b32 $0, $0, 0x80808080; xor.b32 $1, $1, 0x80808080;
+}"""
+)
+_TWO_WORDS = tl.constexpr((tl.int32,) * 2)
 
 
 @layout_function
-def _sums_layout(block_m):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_m, 16])
+def sums_layout(block_m, dtype):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_m, 32 if dtype == gl.int8 else 16])
 
 
 @layout_function
-def _words_layout(words):
-    """The layout of [64, words] in which each thread of a quad reads a quarter of a row in one piece."""
-    quarter = words // 4
-    columns = [[0, 1 << i] for i in range(quarter.bit_length() - 1)]
+def words_layout_of(words, dtype):
+    """The layout of [64, words] in which a quad of threads reads a row.
+
+    Each thread reads a quarter in one piece; for int8, every fourth word.
+    """
+    quarter, every = (1, 4) if dtype == gl.int8 else (words // 4, 1)
+    columns = [[0, every << i] for i in range((words // 4).bit_length() - 1)]
     lanes = [[0, quarter], [0, 2 * quarter], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([*columns, [8, 0]], lanes, [[16, 0], [32, 0]], [], [64, words])
 
@@ -145,7 +168,7 @@ def _x_layout(columns):
 
 @jit
 def _as_multiplied(x):
-    """Permute the columns of x [R, C], where a product has C columns, into the order of `_codes`."""
+    """Permute the columns of x [R, C], where a product has C columns, into the order of `codes_of`."""
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     # thread of the quad, word, second of a pair, pair -> word, pair, thread, second
@@ -153,19 +176,54 @@ def _as_multiplied(x):
 
 
 @jit
-def _codes(buf, a_layout: tl.constexpr, dtype: tl.constexpr):
-    """Unpack int32 [64, W] from shared memory into codes / 4, [64, 8 W], in the registers where wgmma expects them."""
+def _offset(NUMBER: tl.constexpr, zero, dtype: tl.constexpr):
+    """Return -(NUMBER + zero / 4) twice, as the bits of two 16-bit numbers in an int32."""
+    bits = (zero.to(gl.float32) * -0.25 - NUMBER).to(dtype).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+    return bits * 0x00010001
+
+
+@jit
+def codes_of(buf, zero, a_layout: tl.constexpr, dtype: tl.constexpr):
+    """Unpack int32 [64, W] from shared memory into numbers [64, 8 W], in the registers where wgmma expects them.
+
+    zero: (int32 [64],), or () without zero points. The numbers are (code - zero) / 4 in 16 bits. In int8 they are
+    16 * code, or with zero points code - zero.
+    """
     W: tl.constexpr = buf.shape[1]
-    words = buf.load(_words_layout(W))
-    p0, p1, p2, p3 = gl.inline_asm_elementwise(
-        _TO_FLOAT16 if dtype == gl.float16 else _TO_BFLOAT16,
-        "=&r,=&r,=&r,=&r,r", [words], dtype=_FOUR_WORDS, is_pure=True, pack=1,
-    )  # fmt: skip
-    pairs = gl.join(gl.join(p0, p2), gl.join(p1, p3)).reshape([_WG_N, 4, W // 4, 4])
-    pairs = pairs.permute([0, 2, 3, 1]).reshape([_WG_N, 4 * W])
-    low = pairs.to(gl.int16).to(dtype, bitcast=True)
-    high = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
-    return gl.convert_layout(gl.join(low, high).reshape([_WG_N, 8 * W]), a_layout)
+    words_layout: tl.constexpr = words_layout_of(W, dtype)
+    words = buf.load(words_layout)
+    if dtype == gl.int8:
+        if len(zero) == 0:
+            even, odd = gl.inline_asm_elementwise(
+                _TO_INT8, "=&r,=&r,r", [words], dtype=_TWO_WORDS, is_pure=True, pack=1
+            )  # fmt: skip
+        else:
+            four, _ = gl.broadcast(((zero[0] + 8) * 0x01010101).expand_dims(1), words)
+            even, odd = gl.inline_asm_elementwise(
+                _TO_INT8_ZERO, "=&r,=&r,r,r", [words, four], dtype=_TWO_WORDS, is_pure=True, pack=1
+            )  # fmt: skip
+        # word, thread, odd -> word, odd, thread
+        fours = gl.join(even, odd).reshape([WG_N, W // 4, 4, 2]).permute([0, 1, 3, 2]).reshape([WG_N, 2 * W])
+        even = gl.join(fours.to(gl.int8), (fours >> 16).to(gl.int8))
+        odd = gl.join((fours >> 8).to(gl.int8), (fours >> 24).to(gl.int8))
+        return gl.convert_layout(gl.join(even, odd).reshape([WG_N, 8 * W]), a_layout)
+    else:
+        zeros = gl.full([WG_N], 0, gl.int32, gl.SliceLayout(1, words_layout))
+        if len(zero) > 0:
+            zeros = zero[0]
+        LOW: tl.constexpr = 258 if dtype == gl.float16 else 34
+        HIGH: tl.constexpr = 18 if dtype == gl.float16 else 2
+        low, _ = gl.broadcast(_offset(LOW, zeros, dtype).expand_dims(1), words)
+        high, _ = gl.broadcast(_offset(HIGH, zeros, dtype).expand_dims(1), words)
+        p0, p1, p2, p3 = gl.inline_asm_elementwise(
+            _TO_FLOAT16 if dtype == gl.float16 else _TO_BFLOAT16,
+            "=&r,=&r,=&r,=&r,r,r,r", [words, low, high], dtype=_FOUR_WORDS, is_pure=True, pack=1,
+        )  # fmt: skip
+        pairs = gl.join(gl.join(p0, p2), gl.join(p1, p3)).reshape([WG_N, 4, W // 4, 4])
+        pairs = pairs.permute([0, 2, 3, 1]).reshape([WG_N, 4 * W])
+        low = pairs.to(gl.int16).to(dtype, bitcast=True)
+        high = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
+        return gl.convert_layout(gl.join(low, high).reshape([WG_N, 8 * W]), a_layout)
 
 
 @jit
@@ -175,9 +233,9 @@ def _words(
 ):  # fmt: skip
     """A consumer's words for one product of a stage: [64, DOT_K / 8] in shared memory."""
     OFFSET: tl.constexpr = product * DOT_K // 8
-    words = w_bufs.index(stage * (w_bufs.shape[0] // STAGES) + OFFSET // _PART).slice(OFFSET % _PART, DOT_K // 8, 1)
+    words = w_bufs.index(stage * (w_bufs.shape[0] // STAGES) + OFFSET // PART).slice(OFFSET % PART, DOT_K // 8, 1)
     if not SHARE_K:
-        words = words.slice(WG * _WG_N, _WG_N, 0)
+        words = words.slice(WG * WG_N, WG_N, 0)
     return words
 
 
@@ -191,7 +249,7 @@ def _eight_sevenths(x):
 
 @jit
 def _permute(operands, ROWS: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr):
-    """Permute the columns of x inside the ring into the order of `_codes`."""
+    """Permute the columns of x inside the ring into the order of `codes_of`."""
     x_bufs, full, x_full, M, N, K = operands
     layout: tl.constexpr = _x_layout(DOT_K)
     tiles = gl.cdiv(M, x_bufs.shape[1]) * gl.cdiv(N, ROWS)
@@ -212,94 +270,132 @@ def _permute(operands, ROWS: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constex
 
 
 @jit
-def _scales(
-    absmax_ptrs, stride_ag, k, K, GROUP: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constexpr
-):  # fmt: skip
-    """Load the absmax of each product of step k."""
+def step_scales(weights, k, K, GROUP: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constexpr):
+    """Load each row's absmax, and zero point if there are any, for each product of step k.
+
+    weights: pointers to each row's first absmax and their stride along K, and the same of zero points if there are any.
+    """
     scales = ()
     for d in gl.static_range(DOTS):
         column = (k * DOTS + d) * DOT_K
-        at = absmax_ptrs + (column // GROUP).to(gl.int64) * stride_ag
-        # columns beyond the end have no absmax
-        scales += (gl.load(at, mask=column < K, other=0.0),)
+        group = column.to(gl.int64) * 0
+        if GROUP > 0:
+            group = (column // GROUP).to(gl.int64)
+        # columns beyond the end have neither
+        absmax = gl.load(weights[0] + group * weights[1], mask=column < K, other=0.0)
+        if len(weights) == 2:
+            scales += ((absmax,),)
+        else:
+            scales += ((absmax, gl.load(weights[2] + group * weights[3], mask=column < K, other=0).to(gl.int32)),)
     return scales
 
 
 @jit
-def _half(absmax):
+def half_of(absmax):
     """absmax / 2 in float32; NaN where absmax isn't finite."""
     absmax = absmax.to(gl.float32)
     return gl.fma(absmax, -0.5, absmax)
 
 
 @jit
-def _add_scaled(acc, sums, scales, d: tl.constexpr, GROUP: tl.constexpr):
-    if GROUP == 0:  # the row's scale comes at the end
-        acc += sums
-    else:
-        scale, _ = gl.broadcast(_half(scales[d]).expand_dims(1), sums)
+def _add_scaled(acc, sums, absmax, x_scale, GROUP: tl.constexpr):
+    """Add a product's sums, times the scales that are not a whole row's. x_scale: (float32 [BLOCK_M],), or ()."""
+    if sums.dtype == gl.int32 and acc.dtype == gl.float32:
+        sums = sums.to(gl.float32)
+    scale = sums
+    if GROUP > 0:
+        scale, _ = gl.broadcast(half_of(absmax).expand_dims(1), acc)
+    if len(x_scale) > 0:
+        if GROUP > 0:
+            sums *= scale
+        scale, _ = gl.broadcast(x_scale[0].expand_dims(0), acc)
+    if GROUP > 0 or len(x_scale) > 0:
         acc = gl.fma(sums, scale, acc)
+    else:
+        acc += sums
     return acc
 
 
 @jit
 def _sum_steps(
-    ring, absmax_ptrs, stride_ag, first, stage, phase, K,
+    ring, weights, first, stage, phase, K,
     WG: tl.constexpr, GROUP: tl.constexpr, PERMUTE: tl.constexpr, SHARE_K: tl.constexpr, STRIDE: tl.constexpr,
     DOTS: tl.constexpr, AT_ONCE: tl.constexpr, STAGES: tl.constexpr, layout: tl.constexpr,
 ):  # fmt: skip
     """Multiply every STRIDE-th step of a tile, beginning with `first`. Returns sums, and the next stage and phase."""
-    x_bufs, w_bufs, full, x_full, empty = ring
+    x_bufs, w_bufs, scale_bufs, full, x_full, empty = ring
     BLOCK_M: tl.constexpr = x_bufs.shape[1]
     DOT_K: tl.constexpr = x_bufs.shape[2]
-    acc = gl.full([_WG_N, BLOCK_M], 0.0, gl.float32, layout)
-    scales = ()
-    if GROUP > 0:
-        scales = _scales(absmax_ptrs, stride_ag, first, K, GROUP, DOT_K, DOTS)
+    INT8: tl.constexpr = x_bufs.dtype == gl.int8
+    sum_dtype: tl.constexpr = gl.int32 if INT8 else gl.float32
+    WHOLE: tl.constexpr = INT8 and GROUP == 0 and len(scale_bufs) == 0
+    operand: tl.constexpr = gl.DotOperandLayout(0, layout, 4 if INT8 else 2)
+    acc = gl.full([WG_N, BLOCK_M], 0, gl.int32 if WHOLE else gl.float32, layout)
+    scales = step_scales(weights, first, K, GROUP, DOT_K, DOTS)
     for k in range(first, gl.cdiv(K, DOTS * DOT_K), STRIDE):
-        if GROUP > 0:  # a step ahead: they come from memory
-            next_scales = _scales(absmax_ptrs, stride_ag, k + STRIDE, K, GROUP, DOT_K, DOTS)
+        # a step ahead: they come from memory
+        next_scales = step_scales(weights, k + STRIDE, K, GROUP, DOT_K, DOTS)
         mbarrier.wait(full.index(stage), phase)
         if PERMUTE:
             mbarrier.wait(x_full.index(stage), phase)
         for d in gl.static_range(0, DOTS, AT_ONCE):
             products = ()
+            x_scales = ()
             for i in gl.static_range(AT_ONCE):
                 w = _words(w_bufs, stage, d + i, WG, SHARE_K, DOT_K, STAGES)
-                codes = _codes(w, gl.DotOperandLayout(0, layout, 2), x_bufs.dtype)
+                codes = codes_of(w, scales[d + i][1:], operand, x_bufs.dtype)
                 x = x_bufs.index(stage * DOTS + d + i).permute([1, 0])
-                sums = gl.full([_WG_N, BLOCK_M], 0.0, gl.float32, layout)
+                sums = gl.full([WG_N, BLOCK_M], 0, sum_dtype, layout)
                 products += (warpgroup_mma(codes, x, sums, use_acc=False, is_async=True),)
+                if len(scale_bufs) > 0:
+                    x_scale = scale_bufs[0].index(stage * DOTS + d + i).reshape([scale_bufs[0].shape[2]])
+                    x_scales += (x_scale.slice(0, BLOCK_M).load(gl.SliceLayout(0, layout)),)
             products = warpgroup_mma_wait(0, products)
             if AT_ONCE == 1:
                 products = (products,)
             if d + AT_ONCE == DOTS:
                 mbarrier.arrive(empty.index(stage), count=1)
             for i in gl.static_range(AT_ONCE):
-                acc = _add_scaled(acc, products[i], scales, d + i, GROUP)
+                acc = _add_scaled(acc, products[i], scales[d + i][0], x_scales[i : i + 1], GROUP)
         stage += STRIDE
         if stage >= STAGES:
             stage -= STAGES
             phase ^= 1
-        if GROUP > 0:
-            scales = next_scales
+        scales = next_scales
     return acc, stage, phase
+
+
+@jit
+def finished(acc, absmax_ptrs, x_scale_ptr, stride_xs, offs_m, M, GROUP: tl.constexpr, FACTOR: tl.constexpr):
+    """Apply the scales that remain after the sums: the row's, x's if it has one per token, and 8 / 7 times FACTOR."""
+    if acc.dtype == gl.int32:
+        acc = acc.to(gl.float32)
+    if GROUP == 0:
+        acc *= gl.broadcast(half_of(gl.load(absmax_ptrs)).expand_dims(1), acc)[0]
+    if x_scale_ptr is not None:
+        x_scale = gl.load(x_scale_ptr + gl.minimum(offs_m, M - 1).to(gl.int64) * stride_xs)
+        acc *= gl.broadcast(x_scale.expand_dims(0), acc)[0]
+    return _eight_sevenths(acc * FACTOR)
 
 
 @jit
 def _consume(
     WG: tl.constexpr, operands,
     GROUP: tl.constexpr, WGS: tl.constexpr, PERMUTE: tl.constexpr, DOTS: tl.constexpr, AT_ONCE: tl.constexpr,
-    STAGES: tl.constexpr, GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, GROUP_M: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    ring, shared = operands[:2]
-    absmax_ptr, bias_ptr, out_ptr, M, N, K, stride_an, stride_ag = operands[2:]
-    BLOCK_M: tl.constexpr = ring[0].shape[1]
-    DOT_K: tl.constexpr = ring[0].shape[2]
+    ring, shared, absmax_ptr, zero_ptr, x_scale_ptr, bias_ptr, out_ptr, M, N, K = operands[:10]
+    stride_an, stride_ag, stride_zn, stride_zg, stride_xs = operands[10:]
+    x_bufs = ring[0]
+    BLOCK_M: tl.constexpr = x_bufs.shape[1]
+    DOT_K: tl.constexpr = x_bufs.shape[2]
     SHARE_K: tl.constexpr = len(shared) > 0
-    layout: tl.constexpr = _sums_layout(BLOCK_M)
-    ROWS: tl.constexpr = _WG_N if SHARE_K else WGS * _WG_N
-    if EARLY and PERMUTE:
+    layout: tl.constexpr = sums_layout(BLOCK_M, x_bufs.dtype)
+    words_layout: tl.constexpr = words_layout_of(DOT_K // 8, x_bufs.dtype)
+    # what _codes and _half leave out
+    FACTOR: tl.constexpr = (1.0 / 64 if zero_ptr is None else 0.25) if x_bufs.dtype == gl.int8 else 1.0
+    ROWS: tl.constexpr = WG_N if SHARE_K else WGS * WG_N
+    if WAITS:
         gdc_wait()
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(N, ROWS)
@@ -311,34 +407,44 @@ def _consume(
         stage += WG
     for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         tile_m, tile_n = tile_of(t, tiles_m, tiles_n, GROUP_M)
-        offs_n = tile_n * ROWS + (0 if SHARE_K else WG * _WG_N) + gl.arange(0, _WG_N, gl.SliceLayout(1, layout))
+        row = tile_n * ROWS + (0 if SHARE_K else WG * WG_N)
+        offs_n = row + gl.arange(0, WG_N, gl.SliceLayout(1, layout))
         absmax_ptrs = absmax_ptr + gl.minimum(offs_n, N - 1).to(gl.int64) * stride_an
+        weights = (absmax_ptrs, stride_ag)
+        if zero_ptr is not None:
+            rows = row + gl.arange(0, WG_N, gl.SliceLayout(1, words_layout))
+            weights += (zero_ptr + gl.minimum(rows, N - 1).to(gl.int64) * stride_zn, stride_zg)
         first = 0
         if SHARE_K:
             # Triton 3.6 takes a loop-carried value to be constant if only an inner loop's bounds use it: a count of
             # steps, kept from tile to tile and read only here, stayed 0, and the kernel never ended.
             first += first_step(round * steps, WG, WGS)
         acc, stage, phase = _sum_steps(
-            ring, absmax_ptrs, stride_ag, first, stage, phase, K,
+            ring, weights, first, stage, phase, K,
             WG, GROUP, PERMUTE, SHARE_K, WGS if SHARE_K else 1, DOTS, AT_ONCE, STAGES, layout,
         )  # fmt: skip
-        if GROUP == 0:
-            scale, _ = gl.broadcast(_half(gl.load(absmax_ptrs)).expand_dims(1), acc)
-            acc *= scale
         if SHARE_K and WG > 0:
             give_sums(acc, shared, round, WG)
         else:
             if SHARE_K:
                 acc = take_sums(acc, shared, round, first, WGS)
             offs_m = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
-            store_transposed(_eight_sevenths(acc), out_ptr, bias_ptr, offs_m, offs_n, M, N, HAS_BIAS)
+            acc = finished(acc, absmax_ptrs, x_scale_ptr, stride_xs, offs_m, M, GROUP, FACTOR)
+            store_transposed(acc, out_ptr, bias_ptr, offs_m, offs_n, M, N)
         round += 1
 
 
 @jit(do_not_specialize=["M", "K"])
 def _int4_gemm_sm90_kernel(
-    x_desc, w_desc, absmax_ptr, bias_ptr, out_ptr, M, N, K, stride_an, stride_ag,
-    GROUP: tl.constexpr,  # columns that share a scale; 0: the row
+    x_desc, w_desc,
+    scale_desc,  # scales of blocks of x, K-major, or None
+    absmax_ptr,
+    zero_ptr,  # None: no zero points
+    x_scale_ptr,  # one scale per token, or None
+    bias_ptr,  # None: no bias
+    out_ptr, M, N, K, stride_an, stride_ag, stride_zn, stride_zg, stride_xs,
+    GROUP: tl.constexpr,  # columns that share an absmax; 0: the row
+    SCALED_DOTS: tl.constexpr,  # products that share a scale of x
     WGS: tl.constexpr,  # consumers
     SHARE_K: tl.constexpr,  # consumers share K; otherwise the rows of a tile
     PERMUTE: tl.constexpr,  # a warpgroup permutes x; otherwise x comes permuted
@@ -346,47 +452,53 @@ def _int4_gemm_sm90_kernel(
     DOT_K: tl.constexpr,  # columns of a product
     DOTS: tl.constexpr,  # products of a stage
     AT_ONCE: tl.constexpr,  # products in flight together
-    STAGES: tl.constexpr, GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr, REGISTERS: tl.constexpr,
+    STAGES: tl.constexpr, GROUP_M: tl.constexpr, REGISTERS: tl.constexpr,
+    WAITS: tl.constexpr,  # the previous kernel may have written any operand; otherwise it was `_permute_kernel`
     EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         gdc_launch_dependents()
-    ROWS: tl.constexpr = _WG_N if SHARE_K else WGS * _WG_N
+    ROWS: tl.constexpr = WG_N if SHARE_K else WGS * WG_N
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES * DOTS, BLOCK_M, DOT_K], x_desc.layout)
-    PARTS: tl.constexpr = DOTS * DOT_K // (8 * _PART)
-    w_bufs = gl.allocate_shared_memory(gl.int32, [STAGES * PARTS, ROWS, _PART], w_desc.layout)
+    PARTS: tl.constexpr = DOTS * DOT_K // (8 * PART)
+    w_bufs = gl.allocate_shared_memory(gl.int32, [STAGES * PARTS, ROWS, PART], w_desc.layout)
+    x_scales = ()
+    if scale_desc is not None:
+        SCALES: tl.constexpr = scale_desc.block_type.shape[1]
+        scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES * DOTS, 1, SCALES], scale_desc.layout)
+        x_scales = (scale_desc, scale_bufs, SCALED_DOTS)
     full = barriers(STAGES, 1)
     x_full = barriers(STAGES, 1) if PERMUTE else full
     empty = barriers(STAGES, 1 if SHARE_K else WGS)
     shared = ()
     if SHARE_K:
-        shared = shared_sums(WGS, _WG_N, BLOCK_M, gl.float32)
+        WHOLE: tl.constexpr = x_desc.dtype == gl.int8 and GROUP == 0 and scale_desc is None
+        shared = shared_sums(WGS, WG_N, BLOCK_M, gl.int32 if WHOLE else gl.float32)
     consume = (
-        (x_bufs, w_bufs, full, x_full, empty), shared,
-        absmax_ptr, bias_ptr if HAS_BIAS else absmax_ptr, out_ptr, M, N, K, stride_an, stride_ag,
+        (x_bufs, w_bufs, x_scales[1:2], full, x_full, empty), shared, absmax_ptr, zero_ptr, x_scale_ptr, bias_ptr, out_ptr,
+        M, N, K, stride_an, stride_ag, stride_zn, stride_zg, stride_xs,
     )  # fmt: skip
-    # Without PERMUTE the previous kernel is `_permute_kernel`, which has waited for everything before it.
-    produce = ((x_desc, x_bufs), (w_desc, w_bufs), (), full, empty, M, N, K)
+    produce = ((x_desc, x_bufs), (w_desc, w_bufs), x_scales, full, empty, M, N, K)
     if PERMUTE:
         gl.static_assert(SHARE_K and WGS == 3)
         permute = (x_bufs, full, x_full, M, N, K)
         gl.warp_specialize(
             [
-                (_consume, (0, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, HAS_BIAS, EARLY)),
-                (_consume, (1, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, HAS_BIAS, EARLY)),
-                (_consume, (2, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, HAS_BIAS, EARLY)),
+                (_consume, (0, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, WAITS)),
+                (_consume, (1, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, WAITS)),
+                (_consume, (2, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, WAITS)),
                 (_permute, (permute, ROWS, DOT_K, DOTS, STAGES)),
-                (keep_full, (produce, DOTS, STAGES, GROUP_M, PERMUTE, EARLY)),
+                (keep_full, (produce, DOTS, STAGES, GROUP_M, WAITS, EARLY)),
             ],
             [4, 4, 4, 1], [REGISTERS, REGISTERS, 64, 32],
         )  # fmt: skip
     elif WGS == 3:
         gl.warp_specialize(
             [
-                (_consume, (0, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, HAS_BIAS, EARLY)),
-                (_consume, (1, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, HAS_BIAS, EARLY)),
-                (_consume, (2, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, HAS_BIAS, EARLY)),
-                (keep_full, (produce, DOTS, STAGES, GROUP_M, PERMUTE, EARLY)),
+                (_consume, (0, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, WAITS)),
+                (_consume, (1, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, WAITS)),
+                (_consume, (2, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, WAITS)),
+                (keep_full, (produce, DOTS, STAGES, GROUP_M, WAITS, EARLY)),
             ],
             [4, 4, 1], [REGISTERS, REGISTERS, 32],
         )  # fmt: skip
@@ -394,9 +506,9 @@ def _int4_gemm_sm90_kernel(
         gl.static_assert(WGS == 2)
         gl.warp_specialize(
             [
-                (_consume, (0, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, HAS_BIAS, EARLY)),
-                (_consume, (1, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, HAS_BIAS, EARLY)),
-                (keep_full, (produce, DOTS, STAGES, GROUP_M, PERMUTE, EARLY)),
+                (_consume, (0, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, WAITS)),
+                (_consume, (1, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, WAITS)),
+                (keep_full, (produce, DOTS, STAGES, GROUP_M, WAITS, EARLY)),
             ],
             [4, 1], [REGISTERS, 32],
         )  # fmt: skip
@@ -407,14 +519,17 @@ def _permute_kernel(
     x_ptr, out_ptr, M, K, columns, stride_xm, stride_xk, DOT_K: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Write x [M, K] as [M, columns], permuted into the order of `_codes` and padded with zeros."""
+    """Write x [M, K] as [M, columns], permuted into the order of `codes_of` and padded with zeros."""
     wait_if_early(EARLY)
     offs_m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     offs_k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
-    x = tl.load(x_ptr + offs_m[:, None] * stride_xm + offs_k.to(tl.int64)[None, :] * stride_xk, mask=mask, other=0.0)
-    x = tl.reshape(x, (ROWS, COLUMNS // DOT_K, 4, DOT_K // 32, 2, 4))
-    x = tl.reshape(tl.permute(x, (0, 1, 3, 5, 2, 4)), (ROWS, COLUMNS))
+    x = tl.load(x_ptr + offs_m[:, None] * stride_xm + offs_k.to(tl.int64)[None, :] * stride_xk, mask=mask, other=0)
+    if x.dtype == tl.int8:
+        x = tl.permute(tl.reshape(x, (ROWS, COLUMNS // 32, 16, 2)), (0, 1, 3, 2))
+    else:
+        x = tl.permute(tl.reshape(x, (ROWS, COLUMNS // DOT_K, 4, DOT_K // 32, 2, 4)), (0, 1, 3, 5, 2, 4))
+    x = tl.reshape(x, (ROWS, COLUMNS))
     mask = (offs_m < M)[:, None] & (offs_k < columns)[None, :]
     tl.store(out_ptr + offs_m[:, None] * columns + offs_k[None, :], x, mask=mask)
 
@@ -426,46 +541,65 @@ def _rows_fit_tma(x):
     return x.stride(1) == 1 and (stride | x.data_ptr()) % 16 == 0 and (M == 1 or x.stride(0) >= K)
 
 
-def supports_int4_sm90(x):
-    """Returns whether `int4_gemm_sm90` can multiply x [M, K]: on Hopper, with a known Gluon, and 1 <= K < 2**24."""
+def supports_int4_sm90(problem):
+    """Returns whether `int4_gemm_sm90` can solve a problem: on Hopper, with a known Gluon, and 1 <= K < 2**24."""
+    x = problem.x
     # the second axis of a grid ends at 65535 programs, and each permutes 256 columns
     return AVAILABLE and x.is_cuda and 0 < x.shape[1] <= 65535 * 256 and gpu(x.device).capability == (9, 0)
 
 
-def int4_gemm_sm90(x, words, absmax, bias, out, group_size, config=None):
-    """Multiply x [M, K] by packed codes into out [M, N], neither of them empty. Checks nothing.
+def order_and_scales(p, block_m, dot_k, permuted):
+    """Bring x and its scales into the form that kernels read.
 
-    Args:
-        x: float16 or bfloat16, any strides.
-        words: int32 [N, >= K / 8], eight codes per word, in rows that start at multiples of 16 bytes.
-        bias: contiguous, or None.
-        config: a key or an entry of _CONFIGS to use instead of `_choose`'s.
+    permuted: whether the kernel expects x's columns in the order of `codes_of`.
+
+    Returns:
+        x [M, >= K]; its row stride; one scale per token and its stride, or None and 0; a descriptor of scales of
+        blocks, or None; whether the caller's kernel directly follows kernels that may have written the operands.
     """
-    (M, N), K = out.shape, x.shape[1]
-    multiprocessors = gpu(x.device).multiprocessors
-    config = config or _choose(M, N, group_size, multiprocessors, _rows_fit_tma(x))
-    c = _CONFIGS[config] if isinstance(config, str) else config
-    dot_k = min(group_size or LONGEST_SUM, LONGEST_SUM)
-    dots = min(c.columns // dot_k, 4)
-    stages = c.stages * c.columns // (dots * dot_k)
-    columns, stride = K, x.stride(0) if M > 1 else cdiv(K, 8) * 8
-    if not c.permute:
-        columns = stride = cdiv(K, dot_k) * dot_k
+    x, (M, K), waits = p.x, p.x.shape, True
+    if permuted and not (p.evens_first and _rows_fit_tma(x)):
+        x, waits = undo_evens_first(x) if p.evens_first else x, False
+        rows, columns = 4 if M < 1024 else 16, cdiv(K, dot_k) * dot_k
         ordered = temporary(x, (M, columns), x.dtype)
-        rows = 4 if M < 1024 else 16
         launch(
             x.device, _permute_kernel, (cdiv(M, rows), cdiv(columns, 256)),
             x, ordered, M, K, columns, *x.stride(),
             DOT_K=dot_k, ROWS=rows, COLUMNS=256, early=True, num_warps=4,
         )  # fmt: skip
         x = ordered
+    stride = x.stride(0) if M > 1 else cdiv(x.shape[1], 16) * 16
+    if p.x_scale is None:
+        return x, stride, None, 0, None, waits
+    if p.block_size is None:
+        return x, stride, p.x_scale, p.x_scale.stride(0), None, waits
+    scales, padded = with_tma_rows(p.x_scale.t())
+    return x, stride, None, 0, descriptor(scales, *scales.shape, padded, (1, max(block_m, 32))), waits
+
+
+def int4_gemm_sm90(problem, config=None):
+    """Solve a problem that it supports, whose out isn't empty. Checks nothing.
+
+    config: a key or an entry of _CONFIGS to use instead of `_choose`'s.
+    """
+    p = problem
+    (M, N), K = p.out.shape, p.x.shape[1]
+    multiprocessors = gpu(p.x.device).multiprocessors
+    config = config or _choose(M, N, p.group_size, multiprocessors, not p.is_int8 and _rows_fit_tma(p.x), p.is_int8)
+    c = _CONFIGS[config] if isinstance(config, str) else config
+    dot_k = min(p.group_size or LONGEST_SUM, p.block_size or LONGEST_SUM, LONGEST_SUM)
+    dots = min(c.columns // dot_k, 4)
+    stages = c.stages * c.columns // (dots * dot_k)
+    x, stride, token_scale, stride_xs, scale_desc, waits = order_and_scales(p, c.block_m, dot_k, not c.permute)
     rows = 64 if c.share_k else 64 * c.wgs
     launch(
         x.device, _int4_gemm_sm90_kernel, (min(multiprocessors, cdiv(M, c.block_m) * cdiv(N, rows)),),
-        descriptor(x, M, columns, stride, (c.block_m, dot_k)),
-        descriptor(words, N, cdiv(K, 8), words.stride(0), (rows, _PART.value)),
-        absmax, bias, out, M, N, K, absmax.stride(0), 0 if group_size is None else absmax.stride(1),
-        GROUP=group_size or 0, WGS=c.wgs, SHARE_K=c.share_k, PERMUTE=c.permute, BLOCK_M=c.block_m, DOT_K=dot_k,
-        DOTS=dots, AT_ONCE=max(min(128, 4096 // c.block_m) // dot_k, 1), STAGES=stages, GROUP_M=c.group_m,
-        HAS_BIAS=bias is not None, REGISTERS=c.registers, early=True, num_warps=4,
+        descriptor(x, M, x.shape[1], stride, (c.block_m, dot_k)),
+        descriptor(p.words, N, cdiv(K, 8), p.words.stride(0), (rows, PART.value)), scale_desc,
+        p.absmax, p.zero_point, token_scale, p.bias, p.out, M, N, K,
+        p.absmax.stride(0), p.group_stride, *p.zero_strides, stride_xs,
+        GROUP=p.group_size or 0, SCALED_DOTS=(p.block_size or dot_k) // dot_k, WGS=c.wgs, SHARE_K=c.share_k,
+        PERMUTE=c.permute, BLOCK_M=c.block_m, DOT_K=dot_k, DOTS=dots,
+        AT_ONCE=max(min(128, 4096 // c.block_m) // dot_k, 1), STAGES=stages, GROUP_M=c.group_m,
+        REGISTERS=c.registers, WAITS=waits, early=True, num_warps=4,
     )  # fmt: skip

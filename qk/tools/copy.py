@@ -370,6 +370,7 @@ class _Plan(NamedTuple):
 
 
 _PLANS = {
+    "int8": _Plan({"evens_first": False}),  # what int4_gemm reads on Hopper
     "gemm": _Plan({"path": None, "exact": True}, word="Hopper"),
     "gemm_int4": _Plan({}, word="512 tokens|Hopper|Below compute"),
     "gelu": _Plan({}, dropped=("_launch_square", "_squares", "_has_squares", "quantize_squares_ref"), word="quare"),
@@ -538,8 +539,9 @@ def _plain_module(name, arch):
         if item.binds & _RENAMED.keys():
             continue
         text = text.lstrip("\n")
+        text = _without_checks(text, _PLANS.get(name, _Plan({})).pins)
         if arches(name):
-            text = _direct(_without_checks(text, _PLANS.get(name, _Plan({})).pins), name, arch)
+            text = _direct(text, name, arch)
         text = _without_early(text)
         text = _without_decorator(text, "replayed")
         if _is_operator(item.node):

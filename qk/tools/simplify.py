@@ -869,8 +869,10 @@ class _Pass(Places):
             given = [each for each in arguments if each is not None]
             if any(each is UNKNOWN or not self.pure(each) for each in given):
                 continue
-            nodes = [self._element(each) for each in given]
-            self.propose(*(self._element_edit(node) for node in [self._argument(function.node, name), *nodes]))
+            nodes = [self._argument(function.node, name), *(self._element(each) for each in given)]
+            self.propose(*map(self._element_edit, nodes))
+            if nodes[0] in function.node.args.kwonlyargs:  # one at a time: the last one takes the bare star along
+                return
 
     def _inline(self, key, function):
         """Replace the only call of a function by its body, if that is short and no two names clash."""
@@ -1053,6 +1055,8 @@ class _Pass(Places):
             function = self.parents[self.parents[node]]
             default = self.owner[function].defaults[node.arg]
             end = self.at(default)[1]
+        if isinstance(node, ast.arg) and self.parents[node].kwonlyargs == [node]:  # with its bare star
+            start = self.data.rindex(b"*", 0, start)
         while self.data[:start].rstrip()[-1:] == b"(" and self.data[end:].lstrip()[:1] == b")":
             parent = self.parents[node]
             if isinstance(parent, ast.Call | ast.Tuple | ast.arguments):
@@ -1062,8 +1066,7 @@ class _Pass(Places):
         comma = re.match(rb"\s*,", rest)
         if not comma:  # the last one
             before = re.search(rb",\s*$", self.data[:start])
-            bare = re.search(rb",\s*\*,\s*$", self.data[:start])  # after a bare star
-            start = bare.start() if bare else before.start() if before else start
+            start = before.start() if before else start
             return start, end, ""
         end += comma.end()
         line = re.match(rb"[ ]*(#[^\n]*)?\n", self.data[end:])

@@ -12,6 +12,7 @@ from qk.core import launch
 from qk.gemm_int4 import portable as int4_portable
 from qk.gemm_int4 import sm75 as int4_sm75
 from qk.gemm_int4 import sm90 as int4_sm90
+from qk.gemm_int4.problem import Int4Problem
 
 NAN = math.nan
 HALVES = (torch.float16, torch.bfloat16)
@@ -128,10 +129,11 @@ def by_every_implementation(x, packed, absmax, bias, group_size):
     """(name, float32 result) of the public function, and of each implementation that can multiply this here."""
     yield "int4_gemm", qk.int4_gemm(x, packed, absmax, bias, group_size, torch.float32)
     for each in gemm_int4.IMPLEMENTATIONS:
-        runs = DEVICE == "cuda" and x.dtype == torch.float16 if each.name == "sm75" else each.supports(x)
+        out = torch.full((x.shape[0], packed.shape[0]), NAN, device=DEVICE)
+        problem = Int4Problem(x, gemm_int4._as_words(packed), absmax, bias, out, group_size)
+        runs = DEVICE == "cuda" and x.dtype == torch.float16 if each.name == "sm75" else each.supports(problem)
         if runs:
-            out = torch.full((x.shape[0], packed.shape[0]), NAN, device=DEVICE)
-            each.run(x, gemm_int4._as_words(packed), absmax, bias, out, group_size)
+            each.run(problem)
             yield each.name, out
 
 
@@ -249,13 +251,15 @@ def test_rows_longer_than_a_grid(monkeypatch):
     most = 65535 * 1024
     monkeypatch.setattr(int4_portable, "gpu", lambda device: launch.Gpu((8, 0), 108))
     for K, scratch in ((most, True), (most + 1, False)):
-        config, _ = int4_portable._choose(torch.empty((600, K), dtype=torch.float16, device="meta"), 8, None)
+        x = torch.empty((600, K), dtype=torch.float16, device="meta")
+        out = torch.empty((600, 8), device="meta")
+        config, _ = int4_portable._choose(Int4Problem(x, None, None, None, out))
         assert (config.scratch > 0) == scratch
     monkeypatch.setattr(int4_sm90, "AVAILABLE", True)
     monkeypatch.setattr(int4_sm90, "gpu", lambda device: launch.Gpu((9, 0), 132))
     for K, can in ((0, False), (1, True), (65535 * 256, True), (65535 * 256 + 1, False)):
-        x = types.SimpleNamespace(shape=(17, K), is_cuda=True, device=None)
-        assert int4_sm90.supports_int4_sm90(x) == can
+        problem = types.SimpleNamespace(x=types.SimpleNamespace(shape=(17, K), is_cuda=True, device=None))
+        assert int4_sm90.supports_int4_sm90(problem) == can
 
 
 def test_pads_are_not_looked_at():
@@ -288,7 +292,9 @@ def test_split_and_scratch(config, group_size, windows):
     expected = float64_product(x, packed, absmax, group_size) + bias.double()
     before = len(windows)
     out = x.new_empty((M, N), dtype=torch.float32)
-    int4_portable.int4_gemm_portable(x, gemm_int4._as_words(packed), absmax, bias, out, group_size, config)
+    int4_portable.int4_gemm_portable(
+        Int4Problem(x, gemm_int4._as_words(packed), absmax, bias, out, group_size), config
+    )
     assert error(out, expected) < 5e-6
     assert len(windows) == before + 4  # of out, and of the parts or the scratch
     windows.assert_untouched(outputs=2)
@@ -320,8 +326,9 @@ def test_a_seventh_is_correctly_rounded():
 def portable(x, packed, absmax, bias, group_size, out_dtype):
     """By the kernel of most GPUs, on Hopper too."""
     out = x.new_full((x.shape[0], packed.shape[0]), NAN, dtype=out_dtype)
-    config, _ = int4_portable._choose(x, packed.shape[0], group_size)
-    int4_portable.int4_gemm_portable(x, gemm_int4._as_words(packed), absmax, bias, out, group_size, config)
+    config, _ = int4_portable._choose(Int4Problem(x, None, None, None, out, group_size))
+    problem = Int4Problem(x, gemm_int4._as_words(packed), absmax, bias, out, group_size)
+    int4_portable.int4_gemm_portable(problem, config)
     return out
 
 
@@ -430,7 +437,7 @@ def test_outputs_beyond_int32(needs):
 
 def by_sm75(x, packed, absmax, bias, group_size, config):
     out = x.new_empty((x.shape[0], packed.shape[0]), dtype=torch.float32)
-    int4_sm75.int4_gemm_sm75(x, gemm_int4._as_words(packed), absmax, bias, out, group_size, config)
+    int4_sm75.int4_gemm_sm75(Int4Problem(x, gemm_int4._as_words(packed), absmax, bias, out, group_size), config)
     return out
 
 
@@ -494,5 +501,5 @@ def test_sm75_of_every_out_dtype_and_long_rows(poison):
         expected = float64_product(x, packed, absmax, 64)
         for out_dtype in FLOATS:
             out = x.new_empty((M, 300), dtype=out_dtype)
-            int4_sm75.int4_gemm_sm75(x, words, absmax, None, out, 64)
+            int4_sm75.int4_gemm_sm75(Int4Problem(x, words, absmax, None, out, 64))
             assert error(out, expected) < {torch.float32: 5e-6, torch.float16: 4e-4, torch.bfloat16: 3e-3}[out_dtype]

@@ -34,6 +34,7 @@ from triton.runtime.jit import JITFunction
 
 from qk.core import launch
 from qk.gemm.problem import Problem
+from qk.gemm_int4.problem import Int4Problem
 
 # for each capability a GPU that has it, and its multiprocessors
 GPUS = {
@@ -88,6 +89,7 @@ _NAMES = {
     "i64": _Empty(torch.int64),
     "u8": _Empty(torch.uint8),
     "Problem": Problem,
+    "Int4Problem": Int4Problem,
 }
 
 

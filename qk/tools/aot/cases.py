@@ -198,6 +198,14 @@ def _int4_operands(M, x="bf16", group=128, N=8192, K=8192, packed="u8"):
     return f"{x}({M}, {K}), {packed}({N}, {-(-K // (8 if packed == 'i32' else 2))}), {x}({N}, {groups})"
 
 
+def _int8_problem(M, group, block, zero=False, evens_first=False, out="bf16"):
+    """An Int4Problem with int8 x [M, 8192], as text."""
+    zeros = f"i8(8192, {1 if group is None else 8192 // group})" if zero else None
+    scale = f"f32({M}, {1 if block is None else 8192 // block})"
+    operands = _int4_operands(M, "i8", group, packed="i32").replace(", i8(8192", ", f16(8192")
+    return f"Int4Problem({operands}, None, {out}({M}, 8192), {group}, {scale}, {block}, {zeros}, {evens_first})"
+
+
 def _gemm_int4_portable_cases(arch):
     # the instruction depends on the tile's rows; below capability 8.0 dots are of float32
     large = {75: "fma", 90: "wgmma", 100: "tcgen05|mma"}.get(arch, "mma")
@@ -206,7 +214,12 @@ def _gemm_int4_portable_cases(arch):
         for x, group in ("bf16", 128), ("f16", 32), ("bf16", 64), ("f16", None):
             # on Hopper the public function uses another kernel
             operands = _int4_operands(M, x, group, packed="i32")
-            yield f"int4_gemm_portable({operands}, None, {x}({M}, 8192), {group})", least if group != 32 else {}
+            problem = f"Int4Problem({operands}, None, {x}({M}, 8192), {group})"
+            yield f"int4_gemm_portable({problem})", least if group != 32 else {}
+        for group, block in (128, None), (32, 256), (None, None):
+            few = {"spilled": 48} if arch == 90 else {}
+            yield f"int4_gemm_portable({_int8_problem(M, group, block)})", least | few
+        yield f"int4_gemm_portable({_int8_problem(M, 128, 128, zero=True)})", few
 
 
 def _gemm_int4_cases(arch):
@@ -228,7 +241,7 @@ def _gemm_int4_sm75_cases(arch):
         operands = f"f16(100, {K}), i32(8192, {-(-K // 32) * 4}), f16(8192, {groups}), bf16(8192), {out}(100, 8192)"
         # one for each 16 rows, 8 tokens and 8 columns of an iteration
         products = tile.mt * tile.nt * min(group or 64, 64) // 8
-        yield f"int4_gemm_sm75({operands}, {group}, '{config}')", {"mma": products}
+        yield f"int4_gemm_sm75(Int4Problem({operands}, {group}), '{config}')", {"mma": products}
 
 
 def _gemm_int4_sm90_cases(arch):
@@ -245,9 +258,23 @@ def _gemm_int4_sm90_cases(arch):
         M, x = min(tile.block_m, 100), "f16" if group is None else "bf16"
         groups = 1 if group is None else 8192 // group
         columns = min(columns, 4 * min(group or 128, 128))
-        call = f"{x}({M}, 8192), i32(8192, 1024), {x}({8192}, {groups}), {x}(8192), {x}({M}, 8192), {group}, '{config}'"
+        call = f"{x}({M}, 8192), i32(8192, 1024), {x}({8192}, {groups}), {x}(8192), {x}({M}, 8192), {group}"
         few = {"spilled": 40} if tile.block_m == 128 and group == 32 else {}  # faster than smaller tiles
-        yield f"int4_gemm_sm90({call})", {"wgmma": columns // 16 * tile.wgs, "cp.async.bulk": 2} | few
+        yield f"int4_gemm_sm90(Int4Problem({call}), '{config}')", {"wgmma": columns // 16 * tile.wgs, "cp.async.bulk": 2} | few
+    for config in "decode8 ordered", "decode16 ordered", "32", "64 int8", "128 int8":
+        M = min(int4_sm90._CONFIGS[config].block_m, 100)
+        for group, block, zero in (128, None, False), (128, 128, False), (None, None, False), (64, 32, True):
+            problem = _int8_problem(M, group, block, zero, evens_first=True)
+            few = {"spilled": 128} if config == "128 int8" and group == 64 else {}
+            yield f"int4_gemm_sm90({problem}, '{config}')", {"wgmma": 4, "cp.async.bulk": 2} | few
+
+
+def _gemm_int4_sm90_int8_cases(arch):
+    if arch != 90 or not gluon.AVAILABLE:
+        return
+    for group, block, zero in (128, None, False), (128, 128, False), (None, None, False), (64, 32, True):
+        for M, out in (1000, "bf16"), (300, "f32"):
+            yield f"int4_gemm_sm90_int8({_int8_problem(M, group, block, zero, True, out)})", {"wgmma": 16}
 
 
 def _hadamard_cases(arch):
@@ -331,6 +358,7 @@ CASES = {
     "gemm_int4.sm75": _gemm_int4_sm75_cases,
     "gemm_int4.portable": _gemm_int4_portable_cases,
     "gemm_int4.sm90": _gemm_int4_sm90_cases,
+    "gemm_int4.sm90_int8": _gemm_int4_sm90_int8_cases,
     "hadamard": _hadamard_cases,
     "gelu": _gelu_cases,
     "dequant": _dequant_cases,

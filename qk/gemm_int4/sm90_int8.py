@@ -1,0 +1,360 @@
+"""The int4 GEMM of Hopper (sm_90) for many tokens of int8.
+
+    out[m, n] = bias[n] + sum over groups of (x[m, group] . code[n, group]) * x_scale[m] * (absmax[n, group] / 7)
+
+or with an x_scale[m, block] for each block of columns.
+
+One CTA per SM computes tile after tile of 128 tokens x 128 rows of the weight. A producer warp fills a ring in shared
+memory by TMA with packed words and x, 128 columns at a time. Two consumer warpgroups own 64 rows each. They unpack
+codes in registers, as `sm90.py` describes, and multiply them by two halves of the tokens, so that one product is
+rescaled while the next one is on the tensor cores:
+
+    consumer     unpack | multiply half 0 | multiply half 1 |
+                                          | rescale half 0  | rescale half 1 | unpack ...
+
+For 64 rows, 128 tokens and 128 columns the tensor cores need 256 clocks. An SM needs 128 more to convert the sums to
+float32, 64 to add them up, and 48 to unpack the codes. And the products read 64 bytes of x a clock from shared memory,
+of the 128 that it delivers.
+
+Without groups and blocks nothing is rescaled until the end. The sums stay in the tensor cores' registers, and a
+consumer has room for two pieces of 64 rows.
+"""
+
+from typing import NamedTuple
+
+import triton.language as tl
+
+from ..core.gluon import (
+    barrier,
+    barriers,
+    descriptor,
+    fence_async_shared,
+    gl,
+    jit,
+    keep_full,
+    mbarrier,
+    store_transposed,
+    tile_of,
+    tma,
+    tma_store,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from ..core.launch import cdiv, gpu, launch
+from ..core.numerics import gdc_launch_dependents, gdc_wait
+from .sm90 import (
+    PART,
+    WG_N,
+    codes_of,
+    finished,
+    half_of,
+    order_and_scales,
+    sums_layout,
+    supports_int4_sm90,
+    words_layout_of,
+)
+
+__all__ = []
+
+_BLOCK_M = tl.constexpr(128)  # tokens of a tile
+_HALF_M = tl.constexpr(64)  # tokens of a product
+_COLUMNS = tl.constexpr(128)  # of a stage
+
+
+class _Tile(NamedTuple):
+    """How the kernel is launched."""
+
+    pieces: int  # pieces of 64 rows that a consumer owns
+    stages: int
+    group_m: int  # tile rows in a group, which is multiplied column by column
+
+
+# On an H100, 2026-11-24: with groups, "wide" spills and is up to half as fast
+_CONFIGS = {
+    "narrow": _Tile(1, stages=6, group_m=8),
+    "wide": _Tile(2, stages=5, group_m=8),
+}
+
+
+@jit
+def _add_scaled(sums, product, scale, x_scale):
+    """Returns sums + product * scale * x_scale, where a scale is (values,), or () for 1. scale: of rows."""
+    # Volatile assembly stays between the wait for a product and the next product into the same registers. LLVM would
+    # move a plain conversion below that, and copy the whole product first.
+    factor = sums
+    if len(scale) > 0:
+        factor, _ = gl.broadcast(scale[0].expand_dims(1), sums)
+    if len(scale) > 0 and len(x_scale) > 0:
+        other, _ = gl.broadcast(x_scale[0].expand_dims(0), sums)
+        sums = gl.inline_asm_elementwise(
+            "{ .reg .f32 t; cvt.rn.f32.s32 t, $1; mul.rn.f32 t, t, $2; fma.rn.f32 $0, t, $3, $4; }", "=f,r,f,f,f",
+            [product, factor, other, sums], dtype=gl.float32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        if len(x_scale) > 0:
+            factor, _ = gl.broadcast(x_scale[0].expand_dims(0), sums)
+        sums = gl.inline_asm_elementwise(
+            "{ .reg .f32 t; cvt.rn.f32.s32 t, $1; fma.rn.f32 $0, t, $2, $3; }", "=f,r,f,f", [product, factor, sums],
+            dtype=gl.float32, is_pure=False, pack=1,
+        )  # fmt: skip
+    return sums
+
+
+@jit
+def _load_scales(of_rows, piece: tl.constexpr, column, N, K, GROUP: tl.constexpr):
+    """Load one absmax or zero point for each row of a piece, 0 outside the matrix."""
+    ptrs, stride_n, stride_g, rows = of_rows
+    ptrs += (piece * WG_N * stride_n).to(gl.int64) if piece > 0 else 0
+    if GROUP > 0:
+        ptrs += (column // GROUP).to(gl.int64) * stride_g
+    return gl.load(ptrs, mask=(rows < N - piece * WG_N) & (column < K), other=0)
+
+
+@jit
+def _scales(
+    weights, piece: tl.constexpr, k, N, K, GROUP: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constexpr
+):  # fmt: skip
+    """Load a piece's absmax, and its zero points if there are any, for each product of step k."""
+    scales = ()
+    for d in gl.static_range(DOTS):
+        column = (k * DOTS + d) * DOT_K
+        scale = ()
+        if GROUP > 0:
+            scale += (_load_scales(weights[0], piece, column, N, K, GROUP),)
+        if len(weights) > 1:
+            scale += (_load_scales(weights[1], piece, column, N, K, GROUP).to(gl.int32),)
+        scales += (scale,)
+    return scales
+
+
+@jit
+def _piece_codes(
+    w_bufs, stage, scales, piece: tl.constexpr, d: tl.constexpr, GROUP: tl.constexpr, DOT_K: tl.constexpr,
+    layout: tl.constexpr,
+):  # fmt: skip
+    """Unpack the codes of a product's 64 rows, which are a piece of the tile's."""
+    words = w_bufs.index(stage).slice(piece * WG_N, WG_N, 0).slice(d * DOT_K // 8, DOT_K // 8, 1)
+    return codes_of(words, scales[1 if GROUP > 0 else 0 :], gl.DotOperandLayout(0, layout, 4), gl.int8)
+
+
+@jit
+def _replaced(values, i: tl.constexpr, value):
+    return values[:i] + (value,) + values[i + 1 :]
+
+
+@jit
+def _add_product(
+    all_sums, number: tl.constexpr, product, scales, scale_bufs, stage,
+    GROUP: tl.constexpr, PIECES: tl.constexpr, DOTS: tl.constexpr, layout: tl.constexpr,
+):  # fmt: skip
+    """Add a stage's product to its sums. Products are numbered by dot, piece and half; sums by piece and half."""
+    D: tl.constexpr = number // (2 * PIECES)
+    SUM: tl.constexpr = number % (2 * PIECES)
+    scale = ()
+    x_scale = ()
+    if GROUP > 0:
+        scale = (half_of(scales[SUM // 2][D][0]),)
+    if len(scale_bufs) > 0:
+        buf = scale_bufs[0].index(stage * DOTS + D).reshape([_BLOCK_M]).slice(SUM % 2 * _HALF_M, _HALF_M)
+        x_scale = (buf.load(gl.SliceLayout(0, layout)),)
+    return _replaced(all_sums, SUM, _add_scaled(all_sums[SUM], product, scale, x_scale))
+
+
+@jit
+def _sum_steps(
+    ring, weights, stage, phase, N, K, never,
+    WG: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr,
+    layout: tl.constexpr,
+):  # fmt: skip
+    """Multiply all of K. Returns the sums [64, 64] of each piece's two halves, the next stage, and its phase."""
+    x_bufs, w_bufs, scale_bufs, full, empty = ring
+    DOT_K: tl.constexpr = x_bufs.shape[2]
+    COUNT: tl.constexpr = 2 * PIECES * DOTS
+    WHOLE: tl.constexpr = GROUP == 0 and len(scale_bufs) == 0
+    products = ()
+    all_sums = ()
+    for i in gl.static_range(2 * PIECES):
+        all_sums += (gl.full([WG_N, _HALF_M], 0, gl.int32 if WHOLE else gl.float32, layout),)
+    for i in gl.static_range(2):
+        products += (gl.full([WG_N, _HALF_M], 0, gl.int32, layout),)
+    for k in range(gl.cdiv(K, _COLUMNS)):
+        scales = ()
+        for piece in gl.static_range(PIECES):
+            scales += (_scales(weights, piece, k, N, K, GROUP, DOT_K, DOTS),)
+        mbarrier.wait(full.index(stage), phase)
+        # two products are in flight, and while the second goes on, the sums of the first are rescaled
+        for d in gl.static_range(DOTS):
+            for piece in gl.static_range(PIECES):
+                codes = _piece_codes(w_bufs, stage, scales[piece][d], WG * PIECES + piece, d, GROUP, DOT_K, layout)
+                for half in gl.static_range(2):
+                    x = x_bufs.index(stage * DOTS + d).slice(half * _HALF_M, _HALF_M, 0).permute([1, 0])
+                    if WHOLE:
+                        sums = warpgroup_mma(codes, x, all_sums[2 * piece + half], use_acc=True, is_async=True)
+                        all_sums = _replaced(all_sums, 2 * piece + half, sums)
+                    else:
+                        product = warpgroup_mma(codes, x, products[half], use_acc=never, is_async=True)
+                        if d + piece + half > 0:
+                            before, product = warpgroup_mma_wait(1, (products[1 - half], product))
+                            all_sums = _add_product(
+                                all_sums, 2 * (d * PIECES + piece) + half - 1, before, scales, scale_bufs, stage,
+                                GROUP, PIECES, DOTS, layout,
+                            )  # fmt: skip
+                            products = _replaced(products, 1 - half, before)
+                        products = _replaced(products, half, product)
+        if WHOLE:
+            all_sums = warpgroup_mma_wait(0, all_sums)
+        else:
+            product = warpgroup_mma_wait(0, (products[1],))
+            all_sums = _add_product(
+                all_sums, 2 * DOTS * PIECES - 1, product, scales, scale_bufs, stage, GROUP, PIECES, DOTS, layout
+            )  # fmt: skip
+            products = _replaced(products, 1, product)
+        mbarrier.arrive(empty.index(stage), count=1)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    return all_sums, stage, phase
+
+
+@jit
+def _store(x, out_desc, buf, row, column):
+    """Store x [rows of the weight, tokens] to out by TMA, which writes nothing outside the matrix."""
+    tma.store_wait(1)
+    barrier()  # of all warps: the buffer is free
+    buf.permute([1, 0]).store(x.to(out_desc.dtype))
+    fence_async_shared()
+    barrier()
+    tma_store(out_desc, [row, column], buf)
+
+
+@jit
+def _consume(
+    WG: tl.constexpr, operands,
+    GROUP: tl.constexpr, PIECES: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
+    WAITS: tl.constexpr,
+):  # fmt: skip
+    ring, out, absmax_ptr, zero_ptr, x_scale_ptr, bias_ptr, M, N, K = operands[:9]
+    stride_an, stride_ag, stride_zn, stride_zg, stride_xs = operands[9:]
+    DOT_K: tl.constexpr = ring[0].shape[2]
+    layout: tl.constexpr = sums_layout(_HALF_M, gl.int8)
+    words_layout: tl.constexpr = words_layout_of(DOT_K // 8, gl.int8)
+    FACTOR: tl.constexpr = 1.0 / 64 if zero_ptr is None else 0.25
+    ROWS: tl.constexpr = 2 * PIECES * WG_N
+    if WAITS:
+        gdc_wait()
+    tiles_m = gl.cdiv(M, _BLOCK_M)
+    tiles_n = gl.cdiv(N, ROWS)
+    never = M < 0
+    stage = 0
+    phase = 0
+    for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        tile_m, tile_n = tile_of(t, tiles_m, tiles_n, GROUP_M)
+        first = tile_n * ROWS + WG * PIECES * WG_N
+        rows = first + gl.arange(0, WG_N, gl.SliceLayout(1, layout))
+        weights = ((absmax_ptr + rows.to(gl.int64) * stride_an, stride_an, stride_ag, rows),)
+        if zero_ptr is not None:
+            rows = first + gl.arange(0, WG_N, gl.SliceLayout(1, words_layout))
+            weights += ((zero_ptr + rows.to(gl.int64) * stride_zn, stride_zn, stride_zg, rows),)
+        sums, stage, phase = _sum_steps(
+            ring, weights, stage, phase, N, K, never, WG, GROUP, PIECES, DOTS, STAGES, layout
+        )  # fmt: skip
+        for i in gl.static_range(2 * PIECES):
+            row = tile_m * _BLOCK_M + i % 2 * _HALF_M
+            offs_m = row + gl.arange(0, _HALF_M, gl.SliceLayout(0, layout))
+            offs_n = first + i // 2 * WG_N + gl.arange(0, WG_N, gl.SliceLayout(1, layout))
+            absmax_ptrs = absmax_ptr + gl.minimum(offs_n, N - 1).to(gl.int64) * stride_an
+            x = finished(sums[i], absmax_ptrs, x_scale_ptr, stride_xs, offs_m, M, GROUP, FACTOR)
+            if len(out) == 1:
+                store_transposed(x, out[0], bias_ptr, offs_m, offs_n, M, N)
+            else:
+                if bias_ptr is not None:
+                    x += gl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(gl.float32).expand_dims(1)
+                _store(x, out[0], out[1].index(2 * WG + i % 2), row, first + i // 2 * WG_N)
+    if len(out) == 2:
+        tma.store_wait(0)
+
+
+@jit(do_not_specialize=["M", "K"])
+def _int4_gemm_sm90_int8_kernel(
+    x_desc, w_desc,
+    scale_desc,  # scales of blocks of x, K-major, or None
+    out,  # a descriptor if TMA_OUT, otherwise a pointer
+    absmax_ptr,
+    zero_ptr,  # None: no zero points
+    x_scale_ptr,  # one scale per token, or None
+    bias_ptr,  # None: no bias
+    M, N, K, stride_an, stride_ag, stride_zn, stride_zg, stride_xs,
+    GROUP: tl.constexpr,  # columns that share an absmax; 0: the row
+    SCALED_DOTS: tl.constexpr,  # products that share a scale of x
+    PIECES: tl.constexpr,  # pieces of 64 rows that a consumer owns
+    DOT_K: tl.constexpr,  # columns of a product
+    STAGES: tl.constexpr, GROUP_M: tl.constexpr, TMA_OUT: tl.constexpr,
+    WAITS: tl.constexpr,  # the previous kernel may have written any operand; otherwise it was `_permute_kernel`
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+    DOTS: tl.constexpr = _COLUMNS // DOT_K
+    x_bufs = gl.allocate_shared_memory(gl.int8, [STAGES * DOTS, _BLOCK_M, DOT_K], x_desc.layout)
+    w_bufs = gl.allocate_shared_memory(gl.int32, [STAGES, 2 * PIECES * WG_N, PART], w_desc.layout)
+    x_scales = ()
+    if scale_desc is not None:
+        scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES * DOTS, 1, _BLOCK_M], scale_desc.layout)
+        x_scales = (scale_desc, scale_bufs, SCALED_DOTS)
+    outs = (out,)
+    if TMA_OUT:
+        outs += (gl.allocate_shared_memory(out.dtype, [4, _HALF_M, WG_N], out.layout),)
+    full = barriers(STAGES, 1)
+    empty = barriers(STAGES, 2)
+    consume = (
+        (x_bufs, w_bufs, x_scales[1:2], full, empty), outs, absmax_ptr, zero_ptr, x_scale_ptr, bias_ptr,
+        M, N, K, stride_an, stride_ag, stride_zn, stride_zg, stride_xs,
+    )  # fmt: skip
+    produce = ((x_desc, x_bufs), (w_desc, w_bufs), x_scales, full, empty, M, N, K)
+    gl.warp_specialize(
+        [
+            (_consume, (0, consume, GROUP, PIECES, DOTS, STAGES, GROUP_M, WAITS)),
+            (_consume, (1, consume, GROUP, PIECES, DOTS, STAGES, GROUP_M, WAITS)),
+            (keep_full, (produce, DOTS, STAGES, GROUP_M, WAITS, EARLY)),
+        ],
+        [4, 1], [240, 24],
+    )  # fmt: skip
+
+
+def _choose(p, multiprocessors):
+    """Choose the wide tile where nothing is rescaled, unless it would leave more of the GPU idle."""
+    M, N = p.out.shape
+    wide, narrow = (cdiv(cdiv(M, 128) * cdiv(N, rows), multiprocessors) for rows in (256, 128))
+    return "wide" if p.group_size is None and p.block_size is None and 2 * wide <= narrow else "narrow"
+
+
+def supports_int4_sm90_int8(problem):
+    """Returns whether `int4_gemm_sm90_int8` is the best for a problem: on Hopper, int8, and more than 128 tokens."""
+    return problem.is_int8 and problem.x.shape[0] > 128 and supports_int4_sm90(problem)
+
+
+def int4_gemm_sm90_int8(problem, config=None):
+    """Solve a problem that it supports, whose out isn't empty. Checks nothing.
+
+    config: a key or an entry of _CONFIGS to use instead of `_choose`'s.
+    """
+    p = problem
+    (M, N), K = p.out.shape, p.x.shape[1]
+    multiprocessors = gpu(p.x.device).multiprocessors
+    config = config or _choose(p, multiprocessors)
+    c = _CONFIGS[config] if isinstance(config, str) else config
+    dot_k = min(p.group_size or 128, p.block_size or 128, 128)
+    x, stride, token_scale, stride_xs, scale_desc, waits = order_and_scales(p, 128, dot_k, True)
+    rows, out, tma_out = 128 * c.pieces, p.out, False
+    if N * out.itemsize % 16 == 0 and out.data_ptr() % 16 == 0:
+        out, tma_out = descriptor(out, M, N, N, (64, 64)), True
+    launch(
+        x.device, _int4_gemm_sm90_int8_kernel, (min(multiprocessors, cdiv(M, 128) * cdiv(N, rows)),),
+        descriptor(x, M, x.shape[1], stride, (128, dot_k)),
+        descriptor(p.words, N, cdiv(K, 8), p.words.stride(0), (rows, PART.value)), scale_desc, out,
+        p.absmax, p.zero_point, token_scale, p.bias, M, N, K,
+        p.absmax.stride(0), p.group_stride, *p.zero_strides, stride_xs,
+        GROUP=p.group_size or 0, SCALED_DOTS=(p.block_size or dot_k) // dot_k, PIECES=c.pieces, DOT_K=dot_k,
+        STAGES=c.stages, GROUP_M=c.group_m, TMA_OUT=tma_out, WAITS=waits, early=True, num_warps=4,
+    )  # fmt: skip
