@@ -3,9 +3,11 @@
 import importlib
 
 from .calibration import LayerStatistics, collect
+from .experts import QuantizedExperts
 from .layers import Int4Linear, Int8Embedding, Int8Linear
 from .replace import int8_train_, quantize_, warm_up
 from .report import Report, Row
+from .restore import dequantize_
 from .training import Int8FeedForward, Int8TrainLinear
 
 __all__ = [
@@ -15,9 +17,11 @@ __all__ = [
     "Int8Linear",
     "Int8TrainLinear",
     "LayerStatistics",
+    "QuantizedExperts",
     "Report",
     "Row",
     "collect",
+    "dequantize_",
     "int8_train_",
     "quantize_",
     "warm_up",

@@ -24,6 +24,7 @@ from ..core.launch import cdiv
 from ..core.matrices import as_matrix
 from ..hadamard import hadamard_ref, hadamard_size
 from ..int4 import pack_int4_ref
+from .kinds import linear_kinds, weight_shape
 
 __all__ = ["LayerStatistics", "clip", "collect", "gptq", "quantize_weight", "rotate_moment"]
 
@@ -77,7 +78,7 @@ def _named(model, names):
     layers = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, torch.nn.Linear)
+        if isinstance(module, linear_kinds())
     }
     if names is None:
         return layers
@@ -104,7 +105,7 @@ class _Sums:
     @torch.inference_mode(False)  # sums of batches within it and without could not be joined
     @torch.no_grad()
     def hear(self, layer, args, kwargs):
-        x = as_matrix((args[0] if args else kwargs["input"]).detach())
+        x = as_matrix((*args, *kwargs.values())[0].detach())
         if self.second_moment is None:
             K = x.shape[1]
             self.second_moment, self.absmax = x.new_zeros(K, K, dtype=torch.float64), x.new_zeros(K).float()
@@ -118,7 +119,7 @@ class _Sums:
 
     def result(self):
         if self.second_moment is None:
-            K = self.layer.in_features
+            _, K = weight_shape(self.layer)
             empty = torch.zeros(K, K, dtype=torch.float64, device=self.layer.weight.device)
             return LayerStatistics(empty, empty.new_zeros(K).float(), 0)
         return LayerStatistics(self.second_moment, self.absmax, self.tokens)
@@ -126,7 +127,9 @@ class _Sums:
 
 @torch.no_grad()
 def collect(model, batches, names=None, call=None, progress=True):
-    """Run a model and gather the second moments of what enters its torch.nn.Linear layers, batch by batch.
+    """Run a model and gather the second moments of what enters its linear layers, batch by batch.
+
+    Linear layers are torch.nn.Linear and transformers' Conv1D.
 
     The model runs in eval mode, and its own modes are restored afterwards. Padding counts as tokens, so batches without
     padding serve better.
@@ -164,7 +167,7 @@ def collect(model, batches, names=None, call=None, progress=True):
     sums = {_shared(layer): _Sums(layer) for layer in layers.values()}
     modes = [(module, module.training) for module in model.modules()]
     # including layers that aren't named but share a weight with one
-    heard = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear) and _shared(layer) in sums]
+    heard = [layer for layer in model.modules() if isinstance(layer, linear_kinds()) and _shared(layer) in sums]
     hooks = [layer.register_forward_pre_hook(sums[_shared(layer)].hear, with_kwargs=True) for layer in heard]
     number = 0
     try:

@@ -1,6 +1,7 @@
 """Layers that hold quantized weights. `quantize_` puts them into a model in place of torch.nn's.
 
     Int8Linear      x -> [hadamard] -> act_quant -> int8_addmm -> out      codes [N, K], a scale for each square block
+                                    quantize_per_token                     or for each row
     Int4Linear      x -> [hadamard] -------------> int4_gemm  -> out      packed [N, K / 2], absmax for each group
     Int8Embedding   ids -> codes[ids] * scale[ids]                        codes [V, D], a scale for each row
 
@@ -19,7 +20,15 @@ as if x had not been quantized. The bias gets a gradient if it requires one.
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..core.checks import BLOCKS, FLOATS, check_data, check_integer, check_one_of, check_tensor
+from ..core.checks import (
+    BLOCKS,
+    FLOATS,
+    LARGEST_INT32_K,
+    check_data,
+    check_integer,
+    check_one_of,
+    check_tensor,
+)
 from ..core.launch import cdiv
 from ..core.matrices import as_matrix
 from ..core.operators import operator
@@ -27,10 +36,10 @@ from ..core.replay import replayed
 from ..gemm import asked_path, int8_addmm
 from ..gemm_int4 import int4_gemm
 from ..hadamard import hadamard, hadamard_quant
-from ..int4 import dequantize_int4, quantize_int4
-from ..int8 import act_quant, quantize_per_token, weight_dequant, weight_quant
+from ..int8 import act_quant, quantize_per_token
 from .calibration import quantize_weight, rotate_moment
-from .report import weight_shape
+from .kinds import as_conv1d, as_linear, is_transposed, linear_kinds, weight_shape
+from .weights import from_int4, from_int8, rotate_weight, to_int4, to_int8
 
 __all__ = ["Int4Linear", "Int8Embedding", "Int8Linear"]
 
@@ -104,8 +113,8 @@ class QuantizedWeight:
             raise AttributeError(name)
         raise AttributeError(
             f"the weight of an {type(self._layer).__name__} is frozen codes: it has dtype, device, shape and "
-            f"dequantize(), but no {name}. Code that needs a float weight needs the float layer: name it in "
-            "quantize_(model, skip=[...])"
+            f"dequantize(), but no {name}. Code that needs a float weight needs the float layer: call "
+            "dequantize_(model), or name it in quantize_(model, skip=[...])"
         )
 
     @classmethod
@@ -138,6 +147,7 @@ class QuantizedModule(torch.nn.Module):
     def __init__(self, format, device, dtype, **buffers):
         super().__init__()
         self._format, self.dtype = format, dtype
+        self.trainable = True  # whether the float layer's weight required a gradient, and will again
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer)
         self.register_buffer("format", torch.tensor(format, dtype=torch.int32, device=device))
@@ -149,6 +159,7 @@ class QuantizedModule(torch.nn.Module):
 
     def _fill(self, layer, **buffers):
         """Give a module made on the meta device its buffers, and what it inherits from the float layer."""
+        self.trainable = layer.weight.requires_grad
         buffers["format"] = torch.tensor(self._format, dtype=torch.int32, device=layer.weight.device)
         for name, buffer in buffers.items():
             setattr(self, name, buffer)
@@ -156,6 +167,15 @@ class QuantizedModule(torch.nn.Module):
         if bias is not None:
             self.bias = torch.nn.Parameter(bias.detach().clone(), bias.requires_grad)
         return self.train(layer.training)
+
+    def to_float(self):
+        """Returns the float module that this one stands for. It has the same parameters, and the dequantized weight."""
+        raise NotImplementedError
+
+    def _float_weight(self):
+        like = self.weight
+        values = torch.empty(like.shape, dtype=like.dtype, device="meta") if self.format.is_meta else like.dequantize()
+        return torch.nn.Parameter(values, self.trainable)
 
     def _apply(self, fn, recurse=True):
         buffers = [buffer for buffer in self._buffers.values() if buffer is not None]
@@ -211,7 +231,8 @@ def output_dtype(x, columns, name="x"):
         ValueError: if the layer can't take x.
     """
     device = x.device.type if isinstance(x, torch.Tensor) else None
-    if device not in ("cuda", "cpu") or x.dtype not in FLOATS or not x.ndim or x.shape[-1] != columns:
+    dense = device in ("cuda", "cpu") and x.dtype in FLOATS and not x.is_nested
+    if not dense or not x.ndim or x.shape[-1] != columns:
         check_tensor(name, x, FLOATS, "[..., K]")
         raise ValueError(f"{name} has shape {list(x.shape)}; it takes [..., {columns}]")
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -235,11 +256,11 @@ def _empty_input_gradient(g, columns, rotate, dtype, block_size, *weight):
 # Operators, since torch.compile limits what a backward function may ask of its tensors.
 @operator(_empty_input_gradient, fills=False)
 def _int8_input_gradient(
-    g: torch.Tensor, columns: int, rotate: bool, dtype: torch.dtype, block_size: int, codes: torch.Tensor,
+    g: torch.Tensor, columns: int, rotate: bool, dtype: torch.dtype, block_size: int | None, codes: torch.Tensor,
     scale: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    dx = g @ weight_dequant(codes, scale, block_size, g.dtype)
-    return hadamard(dx, dtype) if rotate else dx.to(dtype)
+    dx = g @ from_int8(codes, scale, block_size, g.dtype)
+    return rotate_weight(dx, dtype) if rotate else dx.to(dtype)
 
 
 @operator(_empty_input_gradient, fills=False)
@@ -247,8 +268,15 @@ def _int4_input_gradient(
     g: torch.Tensor, columns: int, rotate: bool, dtype: torch.dtype, group_size: int | None, packed: torch.Tensor,
     absmax: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    dx = g @ dequantize_int4(packed, absmax, columns, group_size, g.dtype)
-    return hadamard(dx, dtype) if rotate else dx.to(dtype)
+    dx = g @ from_int4(packed, absmax, columns, group_size, g.dtype)
+    return rotate_weight(dx, dtype) if rotate else dx.to(dtype)
+
+
+def _quantize_input(x, block_size, rotate):
+    """Quantize x as an Int8Linear does, rotated first if it is a rotated layer."""
+    if block_size is None:
+        return quantize_per_token(hadamard(x, torch.float32) if rotate else x)
+    return (hadamard_quant if rotate else act_quant)(x, block_size, scale_layout="column")
 
 
 def _empty_linear(x, weight, scale, bias, block_size, rotate, dtype):
@@ -261,11 +289,10 @@ def _empty_linear(x, weight, scale, bias, block_size, rotate, dtype):
 @operator(_empty_linear, fills=False)
 @replayed(asked_path, passed_by=lambda: False)
 def _int8_linear(
-    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, block_size: int,
+    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, block_size: int | None,
     rotate: bool, dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
-    quantized = (hadamard_quant if rotate else act_quant)(x, block_size, scale_layout="column")
-    return int8_addmm(*quantized, codes, scale, bias, block_size, dtype)
+    return int8_addmm(*_quantize_input(x, block_size, rotate), codes, scale, bias, block_size, dtype)
 
 
 class _Frozen(torch.autograd.Function):
@@ -300,19 +327,21 @@ class QuantizedLinear(QuantizedModule):
         bias = torch.nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
         self.register_parameter("bias", bias)
         self.in_features, self.out_features, self.rotate = in_features, out_features, bool(format[-1])
+        self.transposed = False  # whether the float layer is a Conv1D
 
     @classmethod
     def _like(cls, linear, block, rotate):
         """Make an empty layer on the meta device. Returns it and the weight that it is to quantize."""
-        if not isinstance(linear, torch.nn.Linear):
+        if not isinstance(linear, linear_kinds()):
             raise ValueError(f"linear is a {type(linear).__name__}; it takes a torch.nn.Linear")
+        transposed, linear = is_transposed(linear), as_linear(linear)
         check_parameters("linear.", linear.weight, linear.bias)
         (N, K), w, bias = linear.weight.shape, linear.weight.detach(), linear.bias
         new = cls(K, N, bias is not None, block, rotate, "meta", w.dtype if bias is None else bias.dtype)
-        new.dtype = w.dtype
+        new.dtype, new.trainable, new.transposed = w.dtype, linear.weight.requires_grad, transposed
         if bias is not None:
             new.bias.requires_grad_(bias.requires_grad)
-        return new.train(linear.training), hadamard(w, torch.float32) if rotate and not w.is_meta else w
+        return new.train(linear.training), rotate_weight(w, torch.float32) if rotate and not w.is_meta else w
 
     def forward(self, input):
         dtype, parameters = output_dtype(input, self.in_features, "input"), self._parameters
@@ -341,6 +370,12 @@ class QuantizedLinear(QuantizedModule):
         """Returns the weight that the layer stands for, float32 [out_features, in_features]."""
         raise NotImplementedError
 
+    def to_float(self):
+        new = torch.nn.Linear(self.in_features, self.out_features, False, "meta")
+        new.weight, new.bias = self._float_weight(), self.bias
+        new.train(self.training)
+        return as_conv1d(new) if self.transposed else new
+
     def extra_repr(self):
         block = "block_size" if hasattr(self, "block_size") else "group_size"
         parts = {name: getattr(self, name) for name in ("in_features", "out_features")}
@@ -355,6 +390,11 @@ def _check_linear(in_features, out_features, bias, rotate):
     check_one_of("rotate", rotate, (True, False))
 
 
+def check_block_size(block_size):
+    """Raise ValueError unless an Int8Linear can have blocks of this size."""
+    check_one_of("block_size", block_size, (*BLOCKS, None), " (a scale for each row)")
+
+
 def check_group_size(group_size):
     """Raise ValueError unless int4 groups can have this size."""
     check_one_of("group_size", group_size, (*BLOCKS, None), " (a group is a row)")
@@ -363,18 +403,20 @@ def check_group_size(group_size):
 class Int8Linear(QuantizedLinear):
     """A linear layer with an int8 weight: x @ w.T + bias, where x is quantized on the fly.
 
-    It is filled with zeros until a state is loaded; `from_linear` converts a torch.nn.Linear. A call takes float16,
+    It is filled with zeros until a state is loaded; `from_linear` converts a float layer. A call takes float16,
     bfloat16 or float32 [..., in_features] with any strides. It returns [..., out_features] in the input's dtype, or in
-    autocast's: to the bit what `int8_addmm` makes of `act_quant(x, block_size)`. Gradients: see the top of the file.
+    autocast's: to the bit what `int8_addmm` makes of `act_quant(x, block_size)`, or of `quantize_per_token(x)` if
+    block_size is None. Gradients: see the top of the file.
 
     Args:
         block_size: 32, 64, 128 or 256. Square blocks of the weight share a scale, and so do that many columns of x.
+            None: each row of the weight and each token has one scale, and in_features is at most 133144.
         rotate: whether weight and x are rotated by a Hadamard matrix. See the top of the file.
         dtype: the bias's. None is torch.get_default_dtype().
 
     Attributes:
-        codes: int8 [out_features, in_features], as `weight_quant` makes them.
-        scale: float32 [ceil(out_features / block_size), ceil(in_features / block_size)].
+        codes: int8 [out_features, in_features], as `weight_quant` makes them, or `quantize_per_token`.
+        scale: float32 [ceil(out_features / block_size), ceil(in_features / block_size)]; [out_features, 1] for rows.
         bias: a parameter [out_features], or None.
         format: int32 [3]: kind, block size (0 for a row), rotated.
 
@@ -384,10 +426,12 @@ class Int8Linear(QuantizedLinear):
 
     def __init__(self, in_features, out_features, bias=True, block_size=128, rotate=False, device=None, dtype=None):
         _check_linear(in_features, out_features, bias, rotate)
-        check_one_of("block_size", block_size, BLOCKS)
-        blocks = cdiv(out_features, block_size), cdiv(in_features, block_size)
+        check_block_size(block_size)
+        blocks = (out_features, 1) if block_size is None else [cdiv(n, block_size) for n in (out_features, in_features)]
+        if block_size is None and in_features > LARGEST_INT32_K:
+            raise ValueError(f"in_features is {in_features}; with block_size None it takes at most {LARGEST_INT32_K}")
         super().__init__(
-            in_features, out_features, bias, [1, block_size, int(rotate)], device, dtype,
+            in_features, out_features, bias, [1, block_size or 0, int(rotate)], device, dtype,
             codes=torch.zeros(out_features, in_features, dtype=torch.int8, device=device),
             scale=torch.zeros(blocks, dtype=torch.float32, device=device),
         )  # fmt: skip
@@ -395,7 +439,7 @@ class Int8Linear(QuantizedLinear):
 
     @classmethod
     def from_linear(cls, linear, block_size=128, rotate=False):
-        """Convert a torch.nn.Linear, which stays as it is.
+        """Convert a torch.nn.Linear, or a Conv1D of transformers, which stays as it is.
 
         Args:
             linear: its weight and bias are float16, bfloat16 or float32. On the meta device, so is the new layer.
@@ -407,35 +451,34 @@ class Int8Linear(QuantizedLinear):
         new, w = cls._like(linear, block_size, rotate)
         if w.is_meta:
             return new
-        codes, scale = weight_quant(w, block_size)
+        codes, scale = to_int8(w, block_size)
         return new._fill(linear, codes=codes, scale=scale)
 
+    def _operands(self):
+        return self._buffers["codes"], self._buffers["scale"]  # by attribute, they take nn.Module's slow path
+
     def compute(self, x, bias, dtype):
-        codes, scale = self._buffers["codes"], self._buffers["scale"]  # by attribute, they take nn.Module's slow path
-        return _int8_linear(x, codes, scale, bias, self.block_size, self.rotate, dtype)
+        return _int8_linear(x, *self._operands(), bias, self.block_size, self.rotate, dtype)
 
     def prepare(self, x, dtype):
-        quantize = hadamard_quant if self.rotate else act_quant
-        return quantize(x, self.block_size, scale_layout="column")
+        return _quantize_input(x, self.block_size, self.rotate)
 
     def multiply(self, prepared, bias, dtype):
-        codes, scale = prepared
-        buffers = self._buffers  # as attributes, buffers take nn.Module's slow path
-        return int8_addmm(codes, scale, buffers["codes"], buffers["scale"], bias, self.block_size, dtype)
+        return int8_addmm(*prepared, *self._operands(), bias, self.block_size, dtype)
 
     def input_gradient(self, g, dtype):
         how = self.in_features, self.rotate, dtype, self.block_size
-        return _int8_input_gradient(g, *how, self._buffers["codes"], self._buffers["scale"])
+        return _int8_input_gradient(g, *how, *self._operands())
 
     def dequantize(self):
-        w = weight_dequant(self.codes, self.scale, self.block_size, torch.float32)
-        return hadamard(w) if self.rotate else w
+        w = from_int8(*self._operands(), self.block_size, torch.float32)
+        return rotate_weight(w) if self.rotate else w
 
 
 class Int4Linear(QuantizedLinear):
     """A linear layer with a packed int4 weight: x @ w.T + bias, where x stays in 16 bits.
 
-    It is filled with zeros until a state is loaded; `from_linear` converts a torch.nn.Linear. A call takes float16,
+    It is filled with zeros until a state is loaded; `from_linear` converts a float layer. A call takes float16,
     bfloat16 or float32 [..., in_features] with any strides. It returns [..., out_features] in the input's dtype, or in
     autocast's: to the bit what `int4_gemm` makes of x. A float32 x is first rounded to bfloat16, or to autocast's
     dtype. Gradients: see the top of the file.
@@ -468,7 +511,7 @@ class Int4Linear(QuantizedLinear):
 
     @classmethod
     def from_linear(cls, linear, group_size=128, rotate=False, second_moment=None):
-        """Convert a torch.nn.Linear, which stays as it is.
+        """Convert a torch.nn.Linear, or a Conv1D of transformers, which stays as it is.
 
         A group with a value beyond 65504, float16's largest, becomes NaN.
 
@@ -486,7 +529,7 @@ class Int4Linear(QuantizedLinear):
         if w.is_meta:
             return new
         if second_moment is None:
-            packed, absmax = quantize_int4(w.half(), group_size)
+            packed, absmax = to_int4(w.half(), group_size)
         else:
             moment = rotate_moment(second_moment) if rotate else second_moment
             packed, absmax = quantize_weight(w, group_size, moment, progress=False)
@@ -509,8 +552,8 @@ class Int4Linear(QuantizedLinear):
         return _int4_input_gradient(g, *how, self._buffers["packed"], self._buffers["absmax"])
 
     def dequantize(self):
-        w = dequantize_int4(self.packed, self.absmax, self.in_features, self.group_size, torch.float32)
-        return hadamard(w) if self.rotate else w
+        w = from_int4(self.packed, self.absmax, self.in_features, self.group_size, torch.float32)
+        return rotate_weight(w) if self.rotate else w
 
 
 class Int8Embedding(QuantizedModule):
@@ -557,7 +600,7 @@ class Int8Embedding(QuantizedModule):
         new = cls(*w.shape, embedding.padding_idx, "meta", w.dtype)
         if w.is_meta:
             return new.train(embedding.training)
-        codes, scale = quantize_per_token(w)
+        codes, scale = to_int8(w, None)
         return new._fill(embedding, codes=codes, scale=scale)
 
     def forward(self, input):
@@ -570,8 +613,34 @@ class Int8Embedding(QuantizedModule):
         """Returns the table that the layer stands for, float32 [num_embeddings, embedding_dim]."""
         return self.codes * self.scale
 
+    def to_float(self):
+        new = torch.nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta")
+        new.weight = self._float_weight()
+        return new.train(self.training)
+
     def extra_repr(self):
         return f"{self.num_embeddings}, {self.embedding_dim}, dtype={self.dtype}"
+
+
+class TiedInt8Linear(Int8Linear):
+    """A linear layer whose weight is an embedding table. Both are one `Int8Embedding`, wherever the model is moved.
+
+    Args:
+        table: the `Int8Embedding`, a scale for each of whose rows suits `block_size=None`.
+        linear: the torch.nn.Linear that it is made from, whose bias it copies.
+    """
+
+    def __init__(self, table, linear):
+        size = table.embedding_dim, table.num_embeddings
+        QuantizedLinear.__init__(self, *size, False, [1, 0, 0], table.format.device, table.dtype)
+        self.block_size, self.table, self.trainable = None, table, linear.weight.requires_grad
+        if linear.bias is not None:
+            self.bias = torch.nn.Parameter(linear.bias.detach().clone(), linear.bias.requires_grad)
+        self.train(linear.training)
+
+    def _operands(self):
+        buffers = self._modules["table"]._buffers
+        return buffers["codes"], buffers["scale"]
 
 
 def why_unfit(layer):
@@ -580,7 +649,7 @@ def why_unfit(layer):
     if weight is None:
         return "its weight is computed at each call, as by weight_norm or pruning"
     try:
-        check_parameters("its ", weight, getattr(layer, "bias", None))
+        check_parameters("its ", as_linear(layer).weight, getattr(layer, "bias", None))
     except ValueError as error:
         return str(error).partition(";")[0]
     if getattr(layer, "max_norm", None) is not None:

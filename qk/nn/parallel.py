@@ -7,8 +7,9 @@
     parallelize_module(model, mesh, {"up": ColwiseQuantized(), "down": RowwiseQuantized()})
 
 They take the same arguments as torch's ColwiseParallel and RowwiseParallel, which split nn.Linear. Cuts fall between
-blocks and groups, so every code and scale is one of the whole layer's, and so are those of the activations. Ranks get
-equal shares as far as possible: 5 blocks on 3 ranks are cut into 2, 2 and 1. A part may be empty. Parts don't pass
+blocks and groups, so every code and scale is one of the whole layer's, and so are those of the activations (but where a
+token has one scale and the weight is cut by columns, each rank quantizes its columns with a scale of their own). Ranks
+get equal shares as far as possible: 5 blocks on 3 ranks are cut into 2, 2 and 1. A part may be empty. Parts don't pass
 gradients on.
 
 The sums of row-parallel parts are float32 (reduce_dtype) and are added in the order of ranks, so every run gives the
@@ -39,7 +40,8 @@ __all__ = ["ColwiseQuantized", "RowwiseQuantized"]
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the latter: before torch 2.13
 
-_ALIGNED = 32  # columns of packed int4 that fill 16 bytes: where a row is one group, parts begin at multiples of it
+# Columns of packed int4 that fill 16 bytes (of int8, 32): where a row has one scale, parts begin at multiples of it.
+_ALIGNED = 32
 # Up to this many bytes, sums go to all ranks at once. Beyond that, two collectives with less traffic are faster (two
 # H200s with NVLink, 2026-11-23).
 _SMALL = 2**21
@@ -74,6 +76,11 @@ class _Buffer(NamedTuple):
         return torch.cat([whole.narrow(self.dim, begin, end - begin) for begin, end in spans], self.dim)
 
 
+def _block(layer):
+    """The columns of a layer that share a scale, or None if a row does."""
+    return layer.block_size if isinstance(layer, Int8Linear) else layer.group_size
+
+
 class _Style(ParallelStyle):
     dim = 0  # the dimension of the weight that is cut
 
@@ -96,7 +103,7 @@ class _Style(ParallelStyle):
             takes = "an Int8Linear or an Int4Linear, whole (an nn.Linear: torch's own styles)"
             raise ValueError(f"module is a {type(module).__name__}; {type(self).__name__} takes {takes}")
         if device_mesh.ndim != 1:
-            raise ValueError(f"device_mesh has {device_mesh.ndim} dimensions; it takes one: mesh['tp'], say")
+            raise ValueError(f"device_mesh has {device_mesh.ndim} dimensions; it takes one, such as mesh['tp']")
         spans, buffers = self._cut(module, device_mesh.size()), kind.cuts_of(module)
         even = self._as_dtensors(spans, buffers, module)
         if not (self.use_local_output or even or self.dim == 1 or isinstance(self.output_layouts[0], Replicate)):
@@ -110,15 +117,17 @@ class _Style(ParallelStyle):
     def _cut(self, layer, ranks):
         """Returns the spans of each rank in the weight's dimension: one, or one for each fused part."""
         size = (layer.out_features, layer.in_features)[self.dim]
-        block = layer.block_size if isinstance(layer, Int8Linear) else layer.group_size or _ALIGNED
-        # each int4 row has its own scales; two columns share a byte
-        border = block if isinstance(layer, Int8Linear) else 1 if self.dim == 0 else layer.group_size or 2
+        block = _block(layer) or _ALIGNED
+        # rows of int8 blocks share scales, and int4 rows don't; two int4 columns share a byte
+        border = _block(layer) or 1
+        if isinstance(layer, Int4Linear):
+            border = 1 if self.dim == 0 else layer.group_size or 2
         name, fused = ("out_features", "in_features")[self.dim], self._fused(layer, size)
         spans, begin = [[] for _ in range(ranks)], 0
         for part in fused:
             if self.units is not None and part % self.units:
                 of = f"{name} is {part}" if len(fused) == 1 else f"fused has {part}"
-                raise ValueError(f"units is {self.units}, and {of}; it takes what divides it")
+                raise ValueError(f"units is {self.units}, and {of}; it takes a divisor of that")
             unit = block if self.units is None else max(part // self.units, 1)
             for own, (first, last) in zip(spans, spans_of(part, unit, ranks), strict=True):
                 own.append((begin + first, begin + last))
@@ -126,7 +135,7 @@ class _Style(ParallelStyle):
         for at in sorted({at for own in spans for span in own for at in span if span[0] < span[1]}):
             if at % border and at != size:
                 what = f"{type(layer).__name__} of {name} {size} would be cut at {at}, inside a block of {border}"
-                raise ValueError(f"{what}; other units, or another number of ranks, may cut it at borders")
+                raise ValueError(f"{what}; other units, or another number of ranks, may avoid that")
         return [[span for span in own if span[0] < span[1]] or [own[-1]] for own in spans]
 
     def _as_dtensors(self, spans, buffers, layer):
@@ -350,13 +359,13 @@ class _Colwise(_Part):
     @staticmethod
     def cuts_of(layer):
         if isinstance(layer, Int8Linear):
-            return {"codes": _Buffer(0, 1), "scale": _Buffer(0, layer.block_size), "bias": _Buffer(0, 1)}
+            return {"codes": _Buffer(0, 1), "scale": _Buffer(0, layer.block_size or 1), "bias": _Buffer(0, 1)}
         return {"packed": _Buffer(0, 1), "absmax": _Buffer(0, 1), "bias": _Buffer(0, 1)}
 
     def _become_part(self, style, *others):
         super()._become_part(style, *others)
         self.out_features = self._sizes[self._rank]
-        block = self.block_size if isinstance(self, Int8Linear) else self.group_size or _ALIGNED
+        block = _block(self) or _ALIGNED
         self._columns = [end - begin for begin, end in spans_of(self.in_features, block, len(self._spans))]
         # where each span begins among the gathered columns, in the order of the whole
         spans = [span for own in self._spans for span in own]
@@ -371,7 +380,7 @@ class _Colwise(_Part):
         if last and sizes not in (None, self._columns):
             raise ValueError(f"input has {sizes} columns on the ranks; it takes {self._columns}")
         sizes = self._columns if last else sizes or (x.shape[dim],) * len(self._spans) if dim is not None else None
-        if last and self.rotate:  # its blocks may be cut
+        if last and (self.rotate or _block(self) is None):  # a rotation, and a token's one scale, need whole rows
             x, dim = gather(x, dim, sizes, self._group), None
         prepared = self.prepare(x, dtype)
         if dim is not None:  # codes, and scales of blocks of columns
@@ -392,10 +401,11 @@ class _Rowwise(_Part):
     @staticmethod
     def cuts_of(layer):
         if isinstance(layer, Int8Linear):
-            return {"codes": _Buffer(1, 1), "scale": _Buffer(1, layer.block_size)}
+            codes, name = {"codes": _Buffer(1, 1)}, "scale"
+        else:
+            codes, name = {"packed": _Buffer(1, 2)}, "absmax"
         # a scale for a whole row serves all parts
-        scales = {} if layer.group_size is None else {"absmax": _Buffer(1, layer.group_size)}
-        return {"packed": _Buffer(1, 2)} | scales
+        return codes if _block(layer) is None else codes | {name: _Buffer(1, _block(layer))}
 
     def _become_part(self, style, *others):
         block = hadamard_size(self.in_features) if self.rotate else None

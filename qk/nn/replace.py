@@ -6,29 +6,36 @@ warm_up         compiles the kernels of a quantized model before it serves
 """
 
 import collections.abc
+import contextlib
 import copy
 import fnmatch
 import itertools
+import math
 from typing import NamedTuple
 
 import torch
 from torch.utils.benchmark import Timer
 
-from ..core.checks import BLOCKS, FLOATS, check_integer, check_one_of, check_tensor
+from ..core.checks import FLOATS, check_integer, check_one_of, check_tensor
 from ..core.numerics import INTERPRETED
 from .calibration import LayerStatistics, check_moment, progress_bar
+from .experts import QuantizedExperts, is_experts, linears_of
+from .kinds import as_linear, linear_kinds, weight_shape
 from .layers import (
     FORWARD_HOOKS,
+    OTHER_HOOKS,
     Int4Linear,
     Int8Embedding,
     Int8Linear,
     QuantizedLinear,
     QuantizedModule,
+    TiedInt8Linear,
+    check_block_size,
     check_group_size,
     why_unfit,
     why_unusual,
 )
-from .report import Report, Row, bytes_of, rows_of_others, tensors_of, weight_shape
+from .report import Report, Row, bytes_of, rows_of_others, tensors_of
 from .training import Int8TrainLinear, check_training
 
 __all__ = ["int8_train_", "quantize_", "warm_up"]
@@ -65,6 +72,7 @@ class Job(NamedTuple):
     to: object  # "int8", "int4", a module, or None, which leaves it alone
     note: str
     forced: str = ""  # why it would have been left alone, had it not been named in force
+    tie: object = None  # an embedding's only linear layer with the same weight, or that layer's embedding
 
 
 def find_layers(model, kinds, stays=False, force=()):
@@ -103,7 +111,8 @@ def find_layers(model, kinds, stays=False, force=()):
         if unusual and not (unfit or matched or stays):
             unfit, unusual = f"{unusual} (force replaces it)", ""
         note = unfit or (unusual if stays else "")
-        jobs.append(Job(layers, places, None, note, "" if note else unusual))
+        tie = _partner(layer, users) if note and not stays else None
+        jobs.append(Job(layers, places, None, note, "" if note else unusual, tie))
     _check_used("force", unused)
     return jobs
 
@@ -117,8 +126,30 @@ def _alike(layer, users):
     )
 
 
+def _partner(layer, users):
+    """Returns the other one of an embedding and a linear layer that alone share a weight, or None."""
+    pair, layers = (torch.nn.Embedding, torch.nn.Linear), [module for module, _ in users]
+    kinds = {type(module) for module in layers}
+    if len(layers) != 2 or kinds != set(pair) or any(why_unfit(each) or why_unusual(each, pair) for each in layers):
+        return None
+    return layers[layers[0] is layer]
+
+
+def _tied(jobs, to):
+    """Let an embedding and a linear layer with the same weight become one, if both are to become int8."""
+    of = {job.layers[0]: job for job in jobs if job.tie is not None and job.note != "skipped"}
+    for head in list(of.values()):
+        table = of.get(head.tie)
+        if isinstance(head.tie, torch.nn.Embedding) and table is not None and _answer(to, head) == "int8":
+            of[head.tie] = table._replace(to="int8", note="")
+            of[head.layers[0]] = head._replace(to="int8", note=f"its weight is the table of {table.names[0]}")
+    return [of.get(job.layers[0], job) for job in jobs]
+
+
 def _reasons(model, layers, places, kinds, stays, names, users):
     """Say why these layers can't be replaced, or "", and why they are replaced only if forced, or ""."""
+    if "gate_up_proj" in layers[0]._parameters:
+        return _why_not_experts(layers[0]), ""
     unfit = next(filter(None, map(why_unfit, layers)), "")
     others = [(module, key) for module, key in users if module is not layers[0]]
     if not unfit and len(layers) > 1 and any(getattr(layer, hooks) for layer in layers for hooks in FORWARD_HOOKS):
@@ -133,8 +164,22 @@ def _reasons(model, layers, places, kinds, stays, names, users):
         note, force = _reader(model, name)
         if note and not force:
             return note, ""
-        unusual = unusual or note
+        unusual = note or unusual
     return "", unusual
+
+
+def _why_not_experts(experts):
+    """Say why experts of transformers can't be replaced, or return ""."""
+    if not is_experts(experts):
+        return "experts of an unknown kind"
+    for name, parameter in experts._parameters.items():
+        if type(parameter) is not torch.nn.Parameter:
+            return f"its {name} is a {type(parameter).__name__}"
+        if parameter.dtype not in FLOATS:
+            return f"its {name} has dtype {parameter.dtype}"
+    if "forward" in experts.__dict__:
+        return "its forward was replaced"
+    return "it has hooks besides those of forward" if any(getattr(experts, hooks) for hooks in OTHER_HOOKS) else ""
 
 
 def _reader(model, name):
@@ -215,10 +260,10 @@ def _check_module(module, job, first):
     name, layer = job.names[0], job.layers[0]
     if any(getattr(module, hooks) for hooks in FORWARD_HOOKS):
         has = f"is a {type(module).__name__} with hooks"
-        raise ValueError(f"to({name!r}, ...) {has}; it takes a module without: the layer's go along")
+        raise ValueError(f"to({name!r}, ...) {has}; it takes a module without hooks: the layer's are moved to it")
     if first != name:
         has = f"is the {type(module).__name__} that {first!r} becomes, too"
-        raise ValueError(f"to({name!r}, ...) {has}; it takes another: each has its layer's hooks")
+        raise ValueError(f"to({name!r}, ...) {has}; it takes a new module: each gets its layer's hooks")
     if isinstance(module, QuantizedLinear) and weight_shape(module) != weight_shape(layer):
         takes = "in_features={1}, out_features={0}".format(*weight_shape(layer))
         raise ValueError(f"to({name!r}, ...) is {module}; it takes one with {takes}")
@@ -228,7 +273,8 @@ def _check_devices(layers, measure):
     """Check that layers, as (name, layer), can be quantized where they are."""
     found = {}
     for name, layer in layers:
-        found.setdefault(layer.weight.device.type, (name, layer.weight))
+        weight = _weight(layer)
+        found.setdefault(weight.device.type, (name, weight))
     if len(found) > 1:
         (a, x), (b, y), *_ = found.values()
         raise ValueError(f"model has {a} on {x.device}, and {b} on {y.device}; it takes one that is on one device")
@@ -245,28 +291,51 @@ def _check_statistics(layers, statistics):
     if not isinstance(statistics, collections.abc.Mapping):
         raise ValueError(f"statistics are a {type(statistics).__name__}; they take what calibration.collect returns")
     if not layers:
-        raise ValueError("statistics are given, and no layer becomes int4; others take none")
+        raise ValueError("statistics are given, but no layer becomes int4; only int4 layers take them")
     for name, layer in layers:
         if name not in statistics:
             raise ValueError(f"statistics have no {name!r}; they take all layers that become int4")
         found, what = statistics[name], f"statistics[{name!r}]"
         if not isinstance(found, LayerStatistics):
             raise ValueError(f"{what} is a {type(found).__name__}; it takes a qk.nn.calibration.LayerStatistics")
-        check_moment(found.second_moment, layer.weight.shape[1], f"{what}.second_moment")
+        check_moment(found.second_moment, weight_shape(layer)[1], f"{what}.second_moment")
 
 
-def _relative_error(new, weight):
-    if not isinstance(new, QuantizedModule) or weight.is_meta or new.format.is_meta:
+def _weight(layer):
+    """The weight of a layer; of experts, the first of two."""
+    return layer.gate_up_proj if "gate_up_proj" in layer._parameters else layer.weight
+
+
+def _pairs(new, layer):
+    """Iterate over quantized layers and the float weights [out, in] that they stand for: one, or those of experts."""
+    if not isinstance(new, QuantizedExperts):
+        yield new, as_linear(layer).weight
+        return
+    for part, linear in zip(new.layers(), linears_of(layer), strict=True):
+        yield part, linear.weight
+
+
+def _relative_error(new, layer):
+    if not isinstance(new, QuantizedModule | QuantizedExperts):
         return None
-    difference = new.dequantize().to(weight.device).sub_(weight)
-    # float64: the squares of large weights overflow in float32
-    error, norm = (torch.linalg.vector_norm(w, dtype=torch.float64).item() for w in (difference, weight))
-    return error / norm if norm else error
+    errors, norms = 0.0, 0.0
+    for part, weight in _pairs(new, layer):
+        if weight.is_meta or part.format.is_meta:
+            return None
+        difference = part.dequantize().to(weight.device).sub_(weight)
+        # float64: the squares of large weights overflow in float32
+        error, norm = (torch.linalg.vector_norm(w, dtype=torch.float64).item() for w in (difference, weight))
+        errors, norms = math.hypot(errors, error), math.hypot(norms, norm)
+    return errors / norms if norms else errors
 
 
-def _not_finite(new, weight):
-    """Say why codes can't represent this weight, or return ""."""
-    scale = getattr(new, "absmax", getattr(new, "scale", None))
+def _not_finite(new, layer):
+    """Say why codes can't represent a layer's weight, or return ""."""
+    return next(filter(None, (_not_finite_in(*pair) for pair in _pairs(new, layer))), "")
+
+
+def _not_finite_in(new, weight):
+    scale = new.table.scale if isinstance(new, TiedInt8Linear) else getattr(new, "absmax", getattr(new, "scale", None))
     if scale.is_meta or scale.isfinite().all():
         return ""
     if not weight.isfinite().all():
@@ -284,7 +353,7 @@ def _microseconds(layer, example):
 
 
 def _example(layer, tokens):
-    (rows, columns), device = layer.weight.shape, layer.weight.device
+    (rows, columns), device = weight_shape(layer), layer.weight.device
     if isinstance(layer, torch.nn.Embedding):
         return torch.arange(tokens if rows else 0, device=device).remainder(max(rows, 1))
     return torch.randn(tokens, columns, dtype=layer.weight.dtype, device=device)
@@ -313,35 +382,43 @@ class _Options(NamedTuple):
         """Quantize a layer. to: "int8" or "int4"."""
         if isinstance(layer, torch.nn.Embedding):
             return Int8Embedding.from_embedding(layer)
+        if is_experts(layer):
+            return self.make_experts(layer, to)
         if to == "int8":
             return Int8Linear.from_linear(layer, self.block_size, self.rotate)
         moment = None if self.statistics is None else self.statistics[name].second_moment
         return Int4Linear.from_linear(layer, self.group_size, self.rotate, moment)
 
+    def make_experts(self, experts, to):
+        """Quantize experts, without statistics. to: "int8" or "int4"."""
+        alone = self._replace(statistics=None)
+        return QuantizedExperts(experts, lambda linear: alone.make("", linear, to))
+
 
 @torch.no_grad()
-def _quantized(job, options, times):
+def _quantized(job, options, times, tables):
     """Do a job without changing the model. Returns the new module, or None, and the Row.
 
     times: measurements of earlier layers, for those that are alike.
+    tables: what embeddings became, by embedding.
     """
     layer, name, to = job.layers[0], job.names[0], job.to
     new, error, us, notes = None, None, (None, None), [job.note] if job.note else []
     if len(job.names) > 1:
         notes.append(f"also {', '.join(job.names[1:])}")
     if to is not None:
-        home, alike, here = layer.weight.device, name, layer
+        home, alike, here = _weight(layer).device, name, layer
         new = to
         if isinstance(to, str):
             if home.type == "cpu" and not INTERPRETED.value:
                 here = _on_gpu(layer)
-            new = options.make(name, here, to)
-            alike = type(layer), repr(new), layer.weight.dtype, home
-            if problem := _not_finite(new, here.weight):
+            new = options.make(name, here, to) if job.tie not in tables else TiedInt8Linear(tables[job.tie], layer)
+            alike = type(layer), repr(new), _weight(layer).dtype, home
+            if problem := _not_finite(new, here):
                 new, notes = None, [problem, *notes]
     if new is not None:
-        error = _relative_error(new, here.weight)
-        if options.tokens:
+        error = _relative_error(new, here)
+        if options.tokens and not is_experts(layer):  # which take more than tokens
             if alike not in times:
                 example = _example(layer, options.tokens)
                 times[alike] = _microseconds(layer, example), _microseconds(new, example)
@@ -383,7 +460,7 @@ def _check_model(model, kinds):
 def _check_options(to, block_size, group_size, embeddings, rotate):
     if not callable(to):
         check_one_of("to", to, ("int8", "int4"), ", or a function of a layer's name and the layer")
-    check_one_of("block_size", block_size, BLOCKS)
+    check_block_size(block_size)
     check_group_size(group_size)
     check_one_of("embeddings", embeddings, (True, False))
     check_one_of("rotate", rotate, (True, False))
@@ -393,23 +470,26 @@ def quantize_(
     model, to="int8", skip=(), *, force=(), block_size=128, group_size=128, embeddings=False, statistics=None,
     rotate=False, measure=False, progress=True,
 ):  # fmt: skip
-    """Replace a model's torch.nn.Linear layers with quantized ones, in place.
+    """Replace a model's linear layers with quantized ones, in place.
 
-    What is replaced depends only on the model, so a state saved on one machine loads on any other. A module in several
-    places becomes one new module, and so do layers that share weight and bias. Forward hooks move to the new layer. An
-    optimizer made before still has the old parameters.
+    Linear layers are torch.nn.Linear, and of transformers, Conv1D and the experts of most mixtures of experts, which
+    become `QuantizedExperts`. What is replaced depends only on the model, so a state saved on one machine loads on any
+    other. A module in several places becomes one new module, and so do layers that share weight and bias. Forward hooks
+    move to the new layer. An optimizer made before still has the old parameters.
 
     Some layers stay as they are, and the report says why:
 
     - Its weight is computed at each call, `from_linear` doesn't take it, or codes can't represent it: it holds NaN or
       Inf, or for int4 a value beyond 65504.
     - It may do more than a torch.nn.Linear: it is of a subclass, has another forward or hooks besides forward hooks, or
-      shares its weight with something else (often an embedding). `force` replaces it.
+      shares its weight with something else (often an embedding; see embeddings). `force` replaces it.
     - Its parent computes with its weight instead of calling it, as torch.nn.MultiheadAttention does, or it is an
       adapter of peft. `force` replaces these, too.
 
     Any other module that computes with `layer.weight` gets the dequantized weight at each call. That is correct but
-    slow, so it is better to skip such a layer. torch.nn.TransformerEncoderLayer leaves its fast path for that reason.
+    slow, so it is better to skip such a layer. torch.nn.TransformerEncoderLayer leaves its fast path for that reason. A
+    torch.nn.TransformerEncoder whose first layer is skipped needs enable_nested_tensor=False: quantized layers take no
+    nested tensors.
 
     Args:
         model: a torch.nn.Module, not quantized yet.
@@ -418,9 +498,11 @@ def quantize_(
         skip: names of layers to leave alone. A module's name covers all layers in it, and `*` matches any text, dots
             too.
         force: names of layers to replace though they may be more than a torch.nn.Linear; written like skip, which wins.
-        block_size: for int8, the rows and columns of a square block that share a scale: 32, 64, 128 or 256.
+        block_size: for int8, the rows and columns of a square block that share a scale: 32, 64, 128 or 256. None: each
+            row of a weight and each token has one scale, as in most int8 checkpoints.
         group_size: for int4, the columns of a row that share a scale: 32, 64, 128, 256, or None for the whole row.
-        embeddings: whether each torch.nn.Embedding becomes an `Int8Embedding`.
+        embeddings: whether each torch.nn.Embedding becomes an `Int8Embedding`. If a torch.nn.Linear has the same weight
+            and is to become int8, both become one table, which has a scale for each row and isn't rotated.
         statistics: what `collect` returned. int4 codes are then chosen to suit the inputs.
         rotate: whether weights and inputs are rotated by a Hadamard matrix. See qk/nn/layers.py.
         measure: whether to time each layer on 256 tokens, before and after; or another number of tokens.
@@ -441,13 +523,17 @@ def quantize_(
     skip, force = checked_skip(skip), checked_skip(force, "force")
     tokens = _TOKENS if measure is True else 0 if measure is False else measure
     check_integer("measure", tokens, 0)
-    kinds = torch.nn.Linear, Int8TrainLinear, *((torch.nn.Embedding,) if embeddings else ())
+    kinds = *linear_kinds(), Int8TrainLinear, *((torch.nn.Embedding,) if embeddings else ())
     _check_model(model, kinds)
-    jobs = decide(find_layers(model, kinds, force=force), to, skip)
+    kinds = *kinds, *{type(module) for module in model.modules() if is_experts(module)}
+    jobs = _tied(decide(find_layers(model, kinds, force=force), to, skip), to)
     _check_devices([(job.names[0], job.layers[0]) for job in jobs if isinstance(job.to, str)], measure)
     if statistics is not None:
-        _check_statistics([(job.names[0], job.layers[0]) for job in jobs if job.to == "int4"], statistics)
-        silent = {job.names[0] for job in jobs if job.to == "int4" and not statistics[job.names[0]].tokens}
+        calibrated = [
+            (job.names[0], job.layers[0]) for job in jobs if job.to == "int4" and not is_experts(job.layers[0])
+        ]
+        _check_statistics(calibrated, statistics)
+        silent = {name for name, _ in calibrated if not statistics[name].tokens}
         jobs = [job._replace(note="had no input in calibration") if job.names[0] in silent else job for job in jobs]
     return _quantize(model, jobs, _Options(block_size, group_size, rotate, statistics, tokens), embeddings, progress)
 
@@ -457,15 +543,32 @@ def _quantize(model, jobs, options, embeddings, progress):
     times, tensors = {}, tensors_of(model)
     sizes = [x.numel() * x.itemsize for x in tensors]
     others = rows_of_others(model, {layer for job in jobs for layer in job.layers}, embeddings)
-    results = [_quantized(job, options, times) for job in progress_bar(jobs, "quantization", progress)]
-    changes = list(_changes(model, jobs, [new for new, _ in results]))
+    found, tables = {}, {}
+    # heads last: they need their embeddings' tables
+    for job in progress_bar(sorted(jobs, key=_is_head), "quantization", progress):
+        new, _ = found[job.layers[0]] = _quantized(job, options, times, tables)
+        if isinstance(new, Int8Embedding):
+            tables[job.layers[0]] = new
+    results = [found[job.layers[0]] for job in jobs]
+    with replacing(model, jobs, [new for new, _ in results]):
+        left = set(tensors_of(model))
+        replaced = sum(size for x, size in zip(tensors, sizes, strict=True) if x not in left)
+        return Report([row for _, row in results], sum(sizes), bytes_of(model), others, replaced)
+
+
+def _is_head(job):
+    return isinstance(job.tie, torch.nn.Embedding)
+
+
+@contextlib.contextmanager
+def replacing(model, jobs, modules):
+    """Put modules in place of the jobs' layers. If the body fails or is interrupted, put the layers back."""
+    changes = list(_changes(model, jobs, modules))
     before = [settings[key] for settings, key, _ in changes]
     try:
         for settings, key, value in changes:
             settings[key] = value
-        left = set(tensors_of(model))
-        replaced = sum(size for x, size in zip(tensors, sizes, strict=True) if x not in left)
-        return Report([row for _, row in results], sum(sizes), bytes_of(model), others, replaced)
+        yield
     except BaseException:
         for (settings, key, _), value in zip(changes, before, strict=True):
             settings[key] = value

@@ -118,16 +118,11 @@ def rows_of_others(model, layers, embeddings):
             note = "embeddings=True replaces it"
         else:
             note = NO_MATRIX if largest.ndim < 2 else "not a torch.nn.Linear"
+            if isinstance(module, torch.nn.MultiheadAttention):
+                note = "it computes with its weights itself"
         size = sum(p.numel() * p.itemsize for p in parameters)
         rows.append(Row(name, kind, kind, tuple(largest.shape), None, size, size, None, None, note))
     return rows
-
-
-def weight_shape(layer):
-    """The shape of the weight that a linear layer or an embedding has, or stands for."""
-    if hasattr(layer, "out_features"):
-        return layer.out_features, layer.in_features
-    return layer.num_embeddings, layer.embedding_dim
 
 
 def _uninitialized(x):

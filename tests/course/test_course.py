@@ -242,6 +242,8 @@ def test_memory_is_exact_to_the_byte():
     fig = course.memory_bars({"float16": {"weights": 33554432}, "int4": {"codes": 8388608, "absmax": 16384}})
     assert "  33,554,432 bytes" in texts(fig)
     assert "  8,388,608 + 16,384 bytes, 3.99x smaller" in texts(fig)
+    large = course.memory_bars({"a": {"x": 576 << 20}, "b": {"x": (100 << 20) - 1}})
+    assert {"  576.0 MiB", "  104,857,599 bytes, 5.76x smaller"} <= set(texts(large))
 
 
 def test_error_profile_is_the_root_mean_square():
@@ -331,7 +333,7 @@ def test_operand_blocks_count_the_scales_of_a_step(block, k_step, scales):
 def test_benchmark_names_gpu_and_date_and_takes_only_what_was_asked():
     fig = course.benchmark(RECORD, "quantize_int4", group_size=None)
     ax = fig.axes[0]
-    assert ax.get_title(loc="left") == "quantize_int4, float16, NVIDIA H200, 2026-02-01"
+    assert ax.get_title(loc="left") == "Speed of quantize_int4, float16, NVIDIA H200, 2026-02-01"
     assert [label.get_text() for label in ax.get_yticklabels()] == ["28672 x 8192", "8192 x 2048"]
     assert sorted(bar.get_width() for bar in ax.patches if bar.get_width()) == [0.05, 0.05, 0.5, 0.5, 0.97, 0.97]
     with pytest.raises(ValueError, match="different options; say which of {'group_size'"):  # bars over bars
@@ -428,9 +430,10 @@ def test_gemm_speed_shows_tops_or_where_memory_decides_times():
     assert [bar.get_width() for bar in ax.patches] == [1000, 600, 300] and "TOPS" in ax.get_xlabel()
     assert list(ax.lines[0].get_xdata()) == [1979] * 2 and ax.get_xlim()[1] > 1979
     assert {"1000 (1.50x bf16)", "600", "300 (0.50x bf16)"} <= {text.get_text() for text in ax.texts}
-    assert ax.get_title(loc="left") == "int8_gemm 8192 x 8192 x 8192, NVIDIA H200, 2026-02-01"
+    assert ax.get_title(loc="left") == "Speed of int8_gemm 8192 x 8192 x 8192, NVIDIA H200, 2026-02-01"
     ax = course.gemm_speed(GEMM_RECORD, "int8_gemm", (1, 8192, 8192)).axes[0]
     assert [bar.get_width() for bar in ax.patches] == [10, 15, 30] and "µs" in ax.get_xlabel()
+    assert ax.get_title(loc="left").startswith("Time of int8_gemm 1 x")
     assert list(ax.lines[0].get_xdata()) == [5, 5]
 
 
@@ -451,7 +454,7 @@ GAIN_RECORD = RECORD | {
 def test_gemm_gains_are_those_over_bf16():
     names = {"qk": "int4", "other": "another", "none": "refused"}
     ax = course.gemm_gains(GAIN_RECORD, "int4_gemm", (64, 32), names, group_size=128).axes[0]
-    assert ax.get_title(loc="left") == "int4_gemm, weight of 64 x 32, NVIDIA H200, 2026-02-01"
+    assert ax.get_title(loc="left") == "Speedup of int4_gemm, weight of 64 x 32, NVIDIA H200, 2026-02-01"
     lines = {line.get_label(): [*zip(*line.get_data(), strict=True)] for line in ax.lines}
     assert lines["int4"] == [(1, 2), (16, 2), (128, 2)] and lines["another"] == [(1, 0.5), (16, 0.5), (128, 0.5)]
     assert lines["a copy of the same size"] == [(1, 5)] and "refused" not in lines

@@ -20,7 +20,7 @@ from torch.utils.benchmark import Timer
 
 import qk
 from qk.core import launch as launches
-from qk.nn import Int4Linear, Int8Embedding, Int8Linear, int8_train_, quantize_, replace, warm_up
+from qk.nn import Int4Linear, Int8Embedding, Int8Linear, dequantize_, int8_train_, quantize_, replace, restore, warm_up
 from qk.nn.calibration import LayerStatistics, collect, quantize_weight, rotate_moment
 from qk.nn.training import Int8FeedForward
 
@@ -69,7 +69,8 @@ def expected(layer, x, out_dtype=None):
     if isinstance(layer, Int8Linear):
         if layer.rotate:
             x = qk.hadamard(x, torch.float32)
-        codes, scale = qk.act_quant(x, layer.block_size)
+        block = layer.block_size
+        codes, scale = qk.quantize_per_token(x) if block is None else qk.act_quant(x, block)
         return qk.int8_addmm(codes, scale, layer.codes, layer.scale, layer.bias, layer.block_size, out_dtype)
     taken = x.dtype if x.dtype != torch.float32 else BF16 if out_dtype == torch.float32 else out_dtype
     x = qk.hadamard(x, taken) if layer.rotate else x.to(taken)
@@ -77,6 +78,7 @@ def expected(layer, x, out_dtype=None):
 
 
 KINDS = pytest.mark.parametrize("kind", [Int8Linear, Int4Linear])
+KINDS_AND_BLOCKS = pytest.mark.parametrize(("kind", "block"), [(Int8Linear, 32), (Int8Linear, None), (Int4Linear, 32)])
 
 
 # Layers
@@ -84,10 +86,10 @@ KINDS = pytest.mark.parametrize("kind", [Int8Linear, Int4Linear])
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("rotate", [False, True])
-@KINDS
-def test_outputs_are_the_functions(kind, rotate, dtype):
+@KINDS_AND_BLOCKS
+def test_outputs_are_the_functions(kind, block, rotate, dtype):
     for bias in (True, False):
-        layer = layer_of(kind, bias, rotate, dtype=dtype)
+        layer = layer_of(kind, bias, rotate, block, dtype)
         assert [name for name, _ in layer.named_parameters()] == ["bias"] * bias
         for shape in ((5, 70), (2, 3, 70), (70,), (0, 70), (2, 0, 70)):
             x = randn(*shape, dtype=dtype)
@@ -107,6 +109,8 @@ def test_int8_of_a_layer():
         codes, scale = qk.weight_quant(w.weight, block)
         assert same(layer.codes, codes) and same(layer.scale, scale) and same(layer.bias, w.bias.detach())
         assert same(layer.dequantize(), qk.weight_dequant(codes, scale, block, torch.float32))
+    layer, (codes, scale) = Int8Linear.from_linear(w, None), qk.quantize_per_token(w.weight)
+    assert same(layer.codes, codes) and same(layer.scale, scale) and same(layer.dequantize(), codes * scale)
     for dtype in FLOATS:
         w = linear(70, 40, dtype=dtype)
         rotated = Int8Linear.from_linear(w, 32, rotate=True)
@@ -148,10 +152,10 @@ def cosine(a, b):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("rotate", [False, True])
-@KINDS
-def test_gradients_pass_through_frozen_weights(kind, rotate, dtype):
+@KINDS_AND_BLOCKS
+def test_gradients_pass_through_frozen_weights(kind, block, rotate, dtype):
     """As through a float layer with the dequantized weight."""
-    layer = layer_of(kind, rotate=rotate, dtype=dtype)
+    layer = layer_of(kind, rotate=rotate, block=block, dtype=dtype)
     before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
     plain = nn.Linear(70, 40, device=DEVICE)
     plain.weight.data, plain.bias.data = layer.dequantize(), layer.bias.detach().float()
@@ -210,10 +214,10 @@ def test_what_needs_a_gradient_decides(kind):
 
 
 @pytest.mark.parametrize("rotate", [False, True])
-@KINDS
-def test_gradients_when_compiled(kind, rotate):
+@KINDS_AND_BLOCKS
+def test_gradients_when_compiled(kind, block, rotate):
     torch.compiler.reset()
-    layer, x = layer_of(kind, rotate=rotate), randn(5, 70).requires_grad_()
+    layer, x = layer_of(kind, rotate=rotate, block=block), randn(5, 70).requires_grad_()
 
     def loss(x):
         return F.gelu(layer(x)).square().sum()
@@ -372,26 +376,31 @@ def test_new_layers_are_zeros():
 def test_repr():
     sizes = "in_features=70, out_features=40, bias="
     assert repr(layer_of(Int8Linear, rotate=True)) == f"Int8Linear({sizes}True, block_size=32, rotate=True)"
+    assert repr(layer_of(Int8Linear, block=None)) == f"Int8Linear({sizes}True, block_size=None, rotate=False)"
     assert repr(layer_of(Int4Linear, False, block=None)) == f"Int4Linear({sizes}False, group_size=None, rotate=False)"
     assert repr(Int8Embedding(5, 3)) == "Int8Embedding(5, 3, dtype=torch.float32)"
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")
 @pytest.mark.parametrize("sizes", [(0, 5), (70, 0), (0, 0)], ids=str)
-@KINDS
-def test_layers_of_no_size(kind, sizes):
+@KINDS_AND_BLOCKS
+def test_layers_of_no_size(kind, block, sizes):
     plain = linear(*sizes)
-    layer, x = kind.from_linear(plain), randn(3, sizes[0])
+    layer, x = kind.from_linear(plain, block), randn(3, sizes[0])
     assert same(layer(x), plain.bias.detach().expand(3, sizes[1]))
     model = nn.Sequential(plain)
-    report = quantize_(model, "int8" if kind is Int8Linear else "int4")
+    report = quantize_(model, "int8" if kind is Int8Linear else "int4", block_size=block)
     assert report.rows[0].error == 0.0 and same(model(x), layer(x))
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Int8Linear(70, 40, block_size=48), "block_size is 48; it takes 32, 64, 128 or 256"),
+        (lambda: Int8Linear(70, 40, block_size=48), "block_size is 48; it takes 32, 64, 128, 256 or None"),
+        (
+            lambda: Int8Linear(133145, 1, block_size=None, device="meta"),
+            "in_features is 133145; with block_size None it takes at most 133144",
+        ),
         (lambda: Int4Linear(70, 40, group_size=16), "group_size is 16; it takes 32, 64, 128, 256 or None"),
         (lambda: Int8Linear(-1, 40), "in_features is -1; it takes an integer"),
         (lambda: Int8Linear(70, 40, "a"), "bias is 'a'; it takes True or False"),
@@ -523,6 +532,8 @@ STATES = {
     "int8 64": (Int8Linear.from_linear(PLAIN, 64), "int8 codes in blocks of 64"),
     "int8 32": (Int8Linear.from_linear(PLAIN, 32), "int8 codes in blocks of 32"),
     "int8 32 rotated": (Int8Linear.from_linear(PLAIN, 32, rotate=True), "int8 codes in blocks of 32, rotated"),
+    "int8 row": (Int8Linear.from_linear(PLAIN, None), "int8 codes in blocks of a row"),
+    "int8 row rotated": (Int8Linear.from_linear(PLAIN, None, rotate=True), "int8 codes in blocks of a row, rotated"),
     "int4 32": (Int4Linear.from_linear(PLAIN, 32), "int4 codes in groups of 32"),
     "int4 row": (Int4Linear.from_linear(PLAIN, None), "int4 codes in groups of a row"),
     "int4 32 rotated": (Int4Linear.from_linear(PLAIN, 32, rotate=True), "int4 codes in groups of 32, rotated"),
@@ -648,10 +659,11 @@ def test_copies():
 # Compiled, parallel, captured
 
 
+@pytest.mark.parametrize("block_size", [128, None])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=gpu)])
-def test_torch_compile(backend):
+def test_torch_compile(backend, block_size):
     torch.compiler.reset()
-    model = quantized(rotate=True)
+    model = quantized(rotate=True, block_size=block_size)
     graphs = []
 
     def counting(graph, inputs):
@@ -722,15 +734,15 @@ def test_report():
     assert len(lines) == 6 and repr(report) == str(report)
 
 
-@pytest.mark.parametrize("to", ["int8", "int4"])
+@pytest.mark.parametrize(("to", "block"), [("int8", 64), ("int8", None), ("int4", 32)])
 @pytest.mark.parametrize("rotate", [False, True])
-def test_layers_are_those_of_from_linear(to, rotate):
+def test_layers_are_those_of_from_linear(to, block, rotate):
     plain, model = Block(), Block()
     model.train()
     model.down.eval()
-    quantize_(model, to, block_size=64, group_size=32, rotate=rotate, embeddings=True)
+    quantize_(model, to, block_size=block, group_size=block, rotate=rotate, embeddings=True)
     for name in ("up", "down"):
-        kind, block = (Int8Linear, 64) if to == "int8" else (Int4Linear, 32)
+        kind = Int8Linear if to == "int8" else Int4Linear
         want = kind.from_linear(plain.get_submodule(name), block, rotate)
         for key, value in want.state_dict().items():
             assert same(model.get_submodule(name).state_dict()[key], value)
@@ -782,17 +794,111 @@ def test_a_bias_that_is_shared_is_copied():
     assert same(model["a"].bias, model["b"].bias) and model["a"].bias.data_ptr() != model["b"].bias.data_ptr()
 
 
-@pytest.mark.parametrize("embeddings", [False, True])
-def test_weights_tied_to_an_embedding_stay(embeddings):
-    model = nn.ModuleDict({"embed": embedding(50, 70), "inner": linear(70, 70), "head": linear(70, 50, False)})
-    model["head"].weight = model["embed"].weight
-    report = quantize_(model, embeddings=embeddings)
+def tied(bias=False, first="embed", seed=0):
+    """A model whose head has the weight of its embedding."""
+    table, head = embedding(50, 70), linear(70, 50, bias, seed=seed)
+    with torch.no_grad():
+        table.weight.copy_(randn(50, 70, seed=seed))
+    head.weight = table.weight
+    ends = {"embed": table, "head": head} if first == "embed" else {"head": head, "embed": table}
+    return nn.ModuleDict({**ends, "inner": linear(70, 70, seed=seed)})
+
+
+def logits(model):
+    return model["head"](model["inner"](model["embed"](IDS)))
+
+
+STAYS_TIED = [
+    {},
+    {"to": "int4", "embeddings": True},
+    {"to": lambda name, layer: None if name == "head" else "int8", "embeddings": True},
+]
+
+
+@pytest.mark.parametrize("how", STAYS_TIED)
+def test_weights_tied_to_an_embedding_stay(how):
+    model = tied()
+    report = quantize_(model, **how)
     assert type(model["head"]) is nn.Linear and model["head"].weight is model["embed"].weight
     assert row_of(report, "head").note == "its weight is embed.weight, too (force replaces it)"
     assert not row_of(report, "head").replaced
-    assert isinstance(model["inner"], Int8Linear)
-    if embeddings:
+    assert isinstance(model["inner"], Int4Linear if how.get("to") == "int4" else Int8Linear)
+    if how:
         assert row_of(report, "embed").note == "its weight is head.weight, too (force replaces it)"
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("first", ["embed", "head"])
+def test_a_tied_embedding_and_head_become_one(first, bias, tmp_path):
+    model = tied(bias, first)
+    plain = copy.deepcopy(model)
+    report = quantize_(model, embeddings=True, rotate=True, measure=3)
+    embed, head = model["embed"], model["head"]
+    assert type(embed) is Int8Embedding and isinstance(head, Int8Linear) and head.table is embed
+    assert row_of(report, "head").note.endswith("its weight is the table of embed") and row_of(report, "head").replaced
+    assert (
+        row_of(report, "embed").error == pytest.approx(row_of(report, "head").error)
+        and row_of(report, "head").error < 0.02
+    )
+    assert report.bytes_after == sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+    codes, scale = qk.quantize_per_token(plain["embed"].weight)
+    assert same(embed.codes, codes) and same(embed.scale, scale) and same(head.dequantize(), embed.dequantize())
+    untied = Int8Linear.from_linear(plain["head"], None)
+    x = randn(5, 70).requires_grad_()
+    assert same(head(x), untied(x)) and repr(head).partition("(")[2].startswith("\n  in_features=70, out_features=50")
+    gradients = [torch.autograd.grad(layer(x).sum(), x)[0] for layer in (head, untied)]
+    assert same(*gradients)
+    out = logits(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(model).to("meta")):
+        assert other["head"].table is other["embed"] and other["head"].table.codes is other["embed"].codes
+    save_model(model, tmp_path / "model.safetensors")
+    loaded = tied(bias, first, seed=9)
+    quantize_(loaded, embeddings=True, rotate=True)
+    load_model(loaded, tmp_path / "model.safetensors")
+    assert same(logits(loaded), out)
+    half = copy.deepcopy(model).half()
+    assert logits(half).dtype == half["embed"](IDS).dtype == torch.float16 and half["head"].table is half["embed"]
+    report = dequantize_(model)
+    assert type(model["head"]) is nn.Linear and model["head"].weight is model["embed"].weight
+    assert [row.name for row in report.rows] == [first, *({"embed", "head"} - {first}), "inner"]
+    assert list(model.state_dict()) == list(plain.state_dict()) and report.bytes_replaced == report.bytes_before
+    assert torch.linalg.norm(logits(model) - out) < 0.03 * torch.linalg.norm(out)
+
+
+def test_a_head_without_its_embedding_is_dequantized():
+    model = tied()
+    quantize_(model, embeddings=True)
+    head = nn.Sequential(model["head"])
+    want = model["embed"].dequantize()
+    dequantize_(head)
+    assert type(head[0]) is nn.Linear and same(head[0].weight.data, want) and isinstance(model["embed"], Int8Embedding)
+
+
+def test_what_is_skipped_or_forced_is_no_pair():
+    model = tied()
+    report = quantize_(model, skip=["embed"], embeddings=True)
+    assert row_of(report, "head").note == "its weight is embed.weight, too (force replaces it)"
+    assert type(model["embed"]) is nn.Embedding and type(model["head"]) is nn.Linear
+    model = tied()
+    quantize_(model, force=["head", "embed"], embeddings=True)
+    assert type(model["head"]) is Int8Linear and type(model["embed"]) is Int8Embedding
+    model = tied()
+    model["third"] = linear(70, 50, False)
+    model["third"].weight = model["embed"].weight
+    assert [row.name for row in quantize_(model, embeddings=True).rows if row.replaced] == ["inner"]
+
+
+def test_a_tied_table_that_codes_can_t_represent_stays():
+    model = tied()
+    model["embed"].weight.data[3, 4] = torch.nan
+    report = quantize_(model, embeddings=True)
+    assert [row.name for row in report.rows if row.replaced] == ["inner"]
+    assert (
+        row_of(report, "embed").note
+        == row_of(report, "head").note.partition(", its")[0]
+        == "its weight holds NaN or Inf"
+    )
+    assert model["head"].weight is model["embed"].weight
 
 
 def test_a_weight_that_a_module_holds_itself_stays():
@@ -845,13 +951,14 @@ def test_transformers_of_torch(force):
         report = quantize_(model, force=force)
         for row in report.rows:
             if row.name.endswith("out_proj"):
+                note = "MultiheadAttention computes with its weight itself"
                 assert row.was == "NonDynamicallyQuantizableLinear" and row.replaced == bool(force)
-                assert row.note.startswith("forced, though a subclass of Linear" if force else "a subclass of Linear")
+                assert row.note == (f"forced, though {note}" if force else f"{note} (force replaces it)")
             else:
                 assert row.replaced and row.note == ""
-        assert {row.name for row in report.others if "self_attn" in row.name} == {
-            "encoder.layers.0.self_attn", "decoder.self_attn",
-        }  # fmt: skip
+        assert {row.name: row.note for row in report.others if "self_attn" in row.name} == dict.fromkeys(
+            ("encoder.layers.0.self_attn", "decoder.self_attn"), "it computes with its weights itself"
+        )
         called = []
         model["encoder"].layers[0].linear1.compute = lambda *args: (
             called.append(1) or Int8Linear.compute(model["encoder"].layers[0].linear1, *args)
@@ -870,6 +977,27 @@ def test_transformers_of_torch_when_compiled(force):
         want = model(x)
         out = torch.compile(model, backend="aot_eager")(x)
     assert torch.linalg.norm(out - want) < 1e-3 * torch.linalg.norm(want)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("skip", [(), ["layers.1"]], ids=str)
+def test_padded_input_of_torch_s_encoder(skip):
+    """With a mask, and without gradients, it would like to make a nested tensor."""
+    layer = nn.TransformerEncoderLayer(64, 4, 96, batch_first=True, device=DEVICE)
+    model, x = nn.TransformerEncoder(layer, 2).eval(), randn(3, 5, 64)
+    mask = torch.arange(5, device=DEVICE) >= torch.tensor([3, 5, 4], device=DEVICE)[:, None]
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        want = model(x, src_key_padding_mask=mask)
+        quantize_(model, skip=skip)
+        out = model(x, src_key_padding_mask=mask)
+        assert 0 < torch.linalg.norm((out - want)[~mask]) < 0.02 * torch.linalg.norm(want[~mask])
+        quantize_(other, skip=["layers.0"])
+        with pytest.raises(ValueError, match=r"^input has layout nested; it takes torch\.strided"):
+            other(x, src_key_padding_mask=mask)
+        other.use_nested_tensor = False  # what enable_nested_tensor sets
+        out = other(x, src_key_padding_mask=mask)
+        assert 0 < torch.linalg.norm((out - want)[~mask]) < 0.02 * torch.linalg.norm(want[~mask])
 
 
 class Lora(nn.Module):
@@ -974,6 +1102,7 @@ def test_force(note, change):
 def test_force_unties():
     """The table stays, and so does what it takes."""
     model = tied()
+    del model["inner"]
     table, before = model["embed"].weight, copy.deepcopy(model["head"])
     report = quantize_(model, force="head")
     (row,) = report.rows
@@ -1130,12 +1259,6 @@ def two_devices():
     return nn.ModuleDict({"a": linear(70, 70), "b": nn.Linear(70, 70, device="meta")})
 
 
-def tied():
-    model = nn.ModuleDict({"embed": embedding(50, 70), "head": linear(70, 50, False)})
-    model["head"].weight = model["embed"].weight
-    return model
-
-
 def twice():
     model = nn.Sequential(Block())
     quantize_(model, skip=["*.up"])
@@ -1162,7 +1285,7 @@ def moments(model, of=torch.eye):
         (
             lambda: nn.Sequential(linear(70, 70), nn.Sequential(linear(70, 70))),
             {"to": lambda name, layer: PLAIN},
-            "to('1.0', ...) is the Linear that '0' becomes, too; it takes another",
+            "to('1.0', ...) is the Linear that '0' becomes, too; it takes a new module",
         ),
         (Block, {"to": lambda name, layer: Int8Linear(70, 8)}, "to('up', ...) is Int8Linear(in_features=70"),
         (Block, {"skip": ["up", "downs"]}, "skip has 'downs'; it takes names of layers"),
@@ -1172,14 +1295,14 @@ def moments(model, of=torch.eye):
         (Block, {"force": 1}, "force is 1; it takes a list of names"),
         (Block, {"skip": [1]}, "skip is [1]; it takes a list of names"),
         (Block, {"skip": 1}, "skip is 1; it takes a list of names"),
-        (Block, {"block_size": 100}, "block_size is 100; it takes 32, 64, 128 or 256"),
+        (Block, {"block_size": 100}, "block_size is 100; it takes 32, 64, 128, 256 or None"),
         (Block, {"to": "int4", "group_size": 100}, "group_size is 100; it takes 32, 64, 128, 256 or None"),
         (Block, {"embeddings": 1}, "embeddings is 1; it takes True or False"),
         (Block, {"rotate": "yes"}, "rotate is 'yes'; it takes True or False"),
         (Block, {"measure": -1}, "measure is -1; it takes an integer of at least 0"),
         (Block, {"measure": "yes"}, "measure is 'yes'; it takes an integer"),
         (lambda: Block().to("meta"), {"measure": True}, "measure is True, and up is on meta; it takes a model where"),
-        (Block, {"statistics": moments(Block())}, "statistics are given, and no layer becomes int4"),
+        (Block, {"statistics": moments(Block())}, "statistics are given, but no layer becomes int4"),
         (Block, {"to": "int4", "statistics": [1]}, "statistics are a list; they take what calibration.collect"),
         (Block, {"to": "int4", "statistics": {"up": torch.eye(70)}}, "statistics['up'] is a Tensor; it takes a qk.nn"),
         (Block, {"to": "int4", "statistics": {}}, "statistics have no 'up'; they take all layers that become int4"),
@@ -1402,6 +1525,119 @@ def test_readme(tmp_path, monkeypatch):
     assert isinstance(known["model"].up, Int8Linear) and same(known["out"], known["model"](IDS))
     exec(blocks[3], known)
     assert isinstance(known["model"].up, Int4Linear)
+
+
+# dequantize_
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    "how", [{}, {"block_size": None}, {"rotate": True}, {"to": "int4"}, {"to": "int4", "rotate": True}], ids=str
+)
+def test_dequantized(how, dtype):
+    """The weights are what the codes stand for; all else is what it was before quantize_."""
+    model = Block(dtype)
+    model.up.weight.requires_grad_(False)
+    model.down.eval()
+    plain, bias = copy.deepcopy(model), model.up.bias
+    quantized = quantize_(model, embeddings=True, **how)
+    weights = {name: model.get_submodule(name).dequantize() for name in ("embed", "up", "down")}
+    bias = model.up.bias
+    report = dequantize_(model)
+    assert model.state_dict().keys() == plain.state_dict().keys() and model.up.bias is bias
+    for name, weight in weights.items():
+        layer, was = model.get_submodule(name), plain.get_submodule(name)
+        assert type(layer) is type(was) and same(layer.weight.data, weight.to(dtype)), name
+        assert layer.weight.requires_grad == was.weight.requires_grad and layer.training == was.training
+        assert isinstance(layer.weight, nn.Parameter) and layer.extra_repr() == was.extra_repr()
+    assert [(row.was, row.now) for row in report.rows] == [(row.now, row.was) for row in quantized.rows]
+    assert report.bytes_before == quantized.bytes_after and report.bytes_after == quantized.bytes_before
+    assert "3 of 3 replaced" in str(report) and not any(row.error for row in report.rows)
+    out, want = model(IDS), plain(IDS)
+    assert out.dtype == dtype and 0 < torch.linalg.norm((out - want).float()) < 0.3 * torch.linalg.norm(want.float())
+    out.float().sum().backward()
+    assert model.down.weight.grad is not None and model.up.weight.grad is None
+    plain.load_state_dict(model.state_dict())
+    assert same(plain(IDS), out)
+    again = quantize_(model, embeddings=True, **how)
+    if not how.get("rotate"):
+        assert max(row.error for row in again.rows) < 0.005, (
+            "codes of values that are code * scale, but for a dtype's rounding"
+        )
+
+
+def test_dequantized_in_another_dtype():
+    model = quantized()
+    want = model.up.dequantize()
+    assert same(model.half() and dequantize_(model) and model.up.weight.data, want.half())
+    assert model.embed.weight.dtype == model.down.weight.dtype == torch.float16
+
+
+def test_dequantized_in_several_places_and_with_hooks():
+    model = nn.ModuleDict({"a": linear(70, 70), "b": linear(70, 70), "c": linear(70, 70, seed=3)})
+    model["b"].weight, model["b"].bias = model["a"].weight, model["a"].bias
+    model["d"] = model["c"]
+    handle, called = model["c"].register_forward_hook(lambda module, args, out: called.append(type(module))), []
+    quantize_(model)
+    report = dequantize_(model)
+    assert model["a"] is model["b"] and model["c"] is model["d"] and type(model["a"]) is nn.Linear
+    assert [row.note for row in report.rows] == ["also b", "also d"]
+    assert report.bytes_after == sum(p.nbytes for p in model.parameters())
+    model["d"](randn(3, 70))
+    handle.remove()
+    model["d"](randn(3, 70))
+    assert called == [nn.Linear]
+
+
+def test_dequantized_on_the_meta_device():
+    model = Block()
+    quantize_(model, "int4", embeddings=True)
+    model.to("meta")
+    dequantize_(model)
+    assert [tuple(p.shape) for p in model.parameters()] == [tuple(p.shape) for p in Block().parameters()]
+    assert all(p.is_meta for p in model.parameters())
+
+
+def changed(change):
+    model = nn.Sequential(linear(70, 70), linear(70, 70))
+    quantize_(model)
+    change(model[1])
+    return model
+
+
+def to_another_class(layer):
+    layer.__class__ = type("Mine", (Int8Linear,), {})
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: [1], "model is a list; it takes a torch.nn.Module"),
+        (Block, "model is a Block without quantized layers; it takes what quantize_ made"),
+        (lambda: layer_of(Int8Linear), "model is itself quantized, Int8Linear; it takes a model with layers"),
+        (lambda: changed(to_another_class), "model has 1, and it is a Mine; it takes layers as quantize_ made them"),
+        (lambda: changed(lambda layer: layer.register_full_backward_hook(print)), "model has 1, and it has hooks"),
+        (lambda: changed(lambda layer: setattr(layer, "forward", print)), "model has 1, and its forward was replaced"),
+    ],
+)  # fmt: skip
+def test_what_can_t_be_dequantized(build, message):
+    model = build()
+    before = list(model.modules()) if isinstance(model, nn.Module) else model
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        dequantize_(model)
+    if isinstance(model, nn.Module):
+        assert all(a is b for a, b in zip(before, model.modules(), strict=True))
+
+
+def test_a_dequantization_that_fails_changes_nothing(monkeypatch):
+    model = quantized()
+    before, out = list(model.modules()), model(IDS)
+    for name in ("bytes_of", "rows_of_others"):
+        with monkeypatch.context() as fails:
+            fails.setattr(restore, name, lambda *args: [][0])
+            with pytest.raises(IndexError):
+                dequantize_(model)
+        assert all(a is b for a, b in zip(before, model.modules(), strict=True)) and same(model(IDS), out)
 
 
 # warm_up

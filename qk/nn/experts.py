@@ -1,0 +1,118 @@
+"""Experts of a mixture-of-experts layer, quantized: two linear layers for each.
+
+transformers keeps the experts of a layer in two tensors, and every token goes through a few of them:
+
+    gate_up_proj  [E, 2 I, H]     h = act(gate) * up,  where gate and up are the halves of x @ gate_up_proj[e].T
+    down_proj     [E, H, I]       out = sum of weight[e] * (h @ down_proj[e].T) over the token's experts e
+
+    tokens  0 0 1 1 2 2        experts that each token goes to, two in this case
+            e b a e b a        sorted by expert: the rows of each one lie together, and are multiplied in one GEMM
+              |
+            a a b b e e        their outputs go back to the order of tokens, and are added in a fixed order
+
+Classes differ in where biases and transposes are, and in how gate and up are combined. They say so in attributes that
+transformers gives all of them.
+"""
+
+import copy
+
+import torch
+
+__all__ = ["QuantizedExperts"]
+
+_FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+
+
+def is_experts(module):
+    """Whether a module holds experts of a kind that `QuantizedExperts` replaces."""
+    kind = type(module)
+    if kind.__module__.partition(".")[0] != "transformers" or not hasattr(kind, "_apply_gate"):
+        return False
+    if not all(flag in module.__dict__ for flag in _FLAGS) or not module.has_gate or module.has_post_expert_norm:
+        return False
+    if getattr(module, "_is_expert_parallel", False):  # its tensors are parts
+        return False
+    names = {"gate_up_proj", "down_proj"} | ({"gate_up_proj_bias", "down_proj_bias"} if module.has_bias else set())
+    dims = {name: parameter.ndim for name, parameter in module.named_parameters()}
+    return dims == {name: 2 if name.endswith("bias") else 3 for name in names}
+
+
+def linears_of(experts):
+    """Iterate over the float layers of all experts, as torch.nn.Linears that share the memory of the module.
+
+    They come in the order of `QuantizedExperts.layers`.
+    """
+    for name in ("gate_up_proj", "down_proj"):
+        whole, biases = experts._parameters[name], experts._parameters.get(f"{name}_bias")
+        for expert, weight in enumerate(whole.detach()):
+            weight = weight.t() if experts.is_transposed else weight
+            linear = torch.nn.Linear(*weight.shape[::-1], False, "meta")
+            linear.weight = torch.nn.Parameter(weight, whole.requires_grad)
+            if biases is not None:
+                linear.bias = torch.nn.Parameter(biases.detach()[expert], biases.requires_grad)
+            yield linear.train(experts.training)
+
+
+class QuantizedExperts(torch.nn.Module):
+    """Experts of transformers (Mixtral, Qwen3-MoE, DeepSeek, OLMoE, GPT-OSS, ...), each with two quantized layers.
+
+    A call takes what the float module takes: hidden states [tokens, H], the experts of each token [tokens, k], and
+    their weights [tokens, k]. It returns [tokens, H]; a token's outputs are added in float32. It runs one GEMM after
+    the other, and the CPU has to know how many tokens each expert has. So a CUDA graph can't capture it, and
+    torch.compile breaks its graph there.
+
+    Args:
+        experts: the float module, which stays as it is.
+        quantize: a function that makes an `Int8Linear` or an `Int4Linear` of a torch.nn.Linear.
+
+    Attributes:
+        gate_up, down: the layers of all experts, torch.nn.ModuleLists.
+        source: the float module without its parameters, which combines gate and up.
+    """
+
+    def __init__(self, experts, quantize):
+        super().__init__()
+        self.source = copy.copy(experts)
+        self.source._parameters = dict.fromkeys(experts._parameters)
+        layers, count = [quantize(linear) for linear in linears_of(experts)], len(experts.gate_up_proj)
+        self.gate_up, self.down = torch.nn.ModuleList(layers[:count]), torch.nn.ModuleList(layers[count:])
+        self.train(experts.training)
+
+    def layers(self):
+        """Returns the layers of all experts, a list: gate_up of each, then down of each."""
+        return [*self.gate_up, *self.down]
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        (tokens, width), chosen = hidden_states.shape, top_k_index.shape[-1]
+        count = len(self.gate_up)
+        expert_of = top_k_index.flatten().clamp(max=count)  # beyond the last: no expert
+        order = expert_of.argsort(stable=True)
+        rows = expert_of.bincount(minlength=count + 1).tolist()
+        parts = hidden_states[order // max(chosen, 1)].split(rows)
+        out = [
+            down(self.source._apply_gate(gate_up(x)))
+            for gate_up, down, x in zip(self.gate_up, self.down, parts, strict=False)
+            if len(x)
+        ]
+        out = torch.cat([*out, hidden_states.new_zeros(rows[-1], width)])[order.argsort()].view(tokens, chosen, width)
+        return (out.float() * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+
+    def to_float(self):
+        """Returns the float module that this one stands for, with the dequantized weights."""
+        new = copy.copy(self.source)
+        new._parameters = {}
+        for name in self.source._parameters:
+            layers = self.gate_up if name.startswith("gate_up") else self.down
+            new._parameters[name] = _stacked(layers, name.endswith("_bias"), self.source.is_transposed)
+        return new.train(self.training)
+
+
+def _stacked(layers, biases, transposed):
+    """Put the weights or the biases of layers into one parameter, one layer after the other."""
+    for number, layer in enumerate(layers):
+        part = layer.bias if biases else layer.to_float().weight
+        value = part.detach() if biases or not transposed else part.detach().t()
+        if not number:
+            whole = value.new_empty(len(layers), *value.shape)
+        whole[number] = value
+    return torch.nn.Parameter(whole, part.requires_grad)
