@@ -103,7 +103,7 @@ class Exercise:
     together: bool = False
 
 
-def check(name, answer, *cases, mistakes=()):
+def check(name, answer):
     """Checks a learner's answer to the exercise of this name, such as "01.pack", and prints what is wrong with it.
 
     Each case must be right, in less than LIMIT seconds. A kernel's programs run in three orders, must not race, and
@@ -113,10 +113,7 @@ def check(name, answer, *cases, mistakes=()):
     Raises:
         ValueError: no exercise has this name.
     """
-    if callable(name):  # check(answer, expected, *cases, mistakes=...)
-        _judge(name, Exercise(answer, lambda: cases, dict(mistakes)))
-        return
-    file, _, short = name.rpartition(".")
+    file, _, short = str(name).rpartition(".")
     file = f"nb{file}" if file.isdigit() else file
     try:
         exercise = importlib.import_module(f"qk.course.answers.{file}").EXERCISES[short]

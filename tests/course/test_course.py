@@ -17,6 +17,7 @@ from cases import DEVICE
 import qk
 from qk import course, data
 from qk.course import charts, exercises, figures, trace
+from qk.course.exercises import Exercise
 
 PACKAGE = Path(course.__file__).parent.parent
 CODES = [7, -3, 0, 1, -7, 5, 2, -1]
@@ -685,6 +686,11 @@ def test_explore_refuses_a_start_that_the_slider_lacks():
         course.explore(lambda bits=4: None, bits=(2, 3))
 
 
+def check(answer, expected, *cases, mistakes=()):
+    """Judge an answer to an exercise that only this test has."""
+    exercises._judge(answer, Exercise(expected, lambda: cases, dict(mistakes)))
+
+
 def double(x):
     return 2 * x
 
@@ -707,7 +713,7 @@ def double(x):
 )
 def test_check_says_what_is_wrong(answer, message, capsys):
     cases = ((torch.tensor([1, 2]),), (torch.tensor([3]),))
-    assert course.check(answer, double, *cases, mistakes={"x is too small": lambda x: x}) is None
+    check(answer, double, *cases, mistakes={"x is too small": lambda x: x})
     assert message in capsys.readouterr().out
 
 
@@ -717,9 +723,9 @@ def verdicts(capsys):
 
 
 def test_check_compares_numbers(capsys):
-    course.check(lambda x: x / 10 + 0.2, lambda x: 0.3, (1,))
-    course.check(lambda x: 0.31, lambda x: 0.3, (1,))
-    course.check(lambda x: "x", lambda x: 0.3, (1,))
+    check(lambda x: x / 10 + 0.2, lambda x: 0.3, (1,))
+    check(lambda x: 0.31, lambda x: 0.3, (1,))
+    check(lambda x: "x", lambda x: 0.3, (1,))
     right, wrong, text = verdicts(capsys)
     assert right == "Right, in all 1 cases."
     assert wrong == "Not yet: <lambda>(1) gave 0.31; expected 0.3."
@@ -728,10 +734,10 @@ def test_check_compares_numbers(capsys):
 
 def test_check_of_long_lists_numbers_and_nan(capsys):
     long = list(range(20))
-    course.check(lambda n: long[:9] + [77] + long[10:], lambda n: long, (1,))
-    course.check(lambda n: True, lambda n: 1, (1,))
-    course.check(lambda n: torch.tensor([math.nan, 1.0]), lambda n: torch.tensor([math.nan, 1.0]), (1,))
-    course.check(lambda n: torch.tensor([1.0, 1.0]), lambda n: torch.tensor([math.nan, 1.0]), (1,))
+    check(lambda n: long[:9] + [77] + long[10:], lambda n: long, (1,))
+    check(lambda n: True, lambda n: 1, (1,))
+    check(lambda n: torch.tensor([math.nan, 1.0]), lambda n: torch.tensor([math.nan, 1.0]), (1,))
+    check(lambda n: torch.tensor([1.0, 1.0]), lambda n: torch.tensor([math.nan, 1.0]), (1,))
     lists, bools, same, nan = verdicts(capsys)
     assert lists.endswith("; it has 20 elements, expected 20; the first difference is at [9].")
     assert bools.endswith("gave True; expected 1.") and same == "Right, in all 1 cases."
@@ -837,17 +843,17 @@ def _cleared(costs, x):
 )
 def test_check_s_arguments_stay_as_they_are(answer, which, capsys):
     case = {"a": 1}, torch.ones(1)
-    course.check(answer, lambda costs, x: 2 * x, case)
+    check(answer, lambda costs, x: 2 * x, case)
     assert capsys.readouterr().out.endswith(f"writes into {which}; it must stay as it is.\n")
     assert case == ({"a": 1}, torch.ones(1))
 
 
 def test_check_of_several_tensors_and_of_other_kinds(capsys):
     x = torch.arange(3.0)
-    course.check(torch.abs, torch.abs, (x,))
-    course.check(lambda x: (x + 1, 2 * x), lambda x: (x + 1, 2 * x), (x,))
-    course.check(lambda x: (x + 1, x), lambda x: (x + 1, 2 * x), (x,))
-    course.check(lambda x: x, lambda x: 3, (x,))
+    check(torch.abs, torch.abs, (x,))
+    check(lambda x: (x + 1, 2 * x), lambda x: (x + 1, 2 * x), (x,))
+    check(lambda x: (x + 1, x), lambda x: (x + 1, 2 * x), (x,))
+    check(lambda x: x, lambda x: 3, (x,))
     right, also, wrong, tensor = verdicts(capsys)
     assert right == also == "Right, in all 1 cases."
     assert "[1] is 1.0, but must be 2.0" in wrong and "it is a Tensor, expected 3" in tensor
@@ -878,7 +884,7 @@ def test_check_explains_what_a_kernel_overwrote(capsys):
         course.launch(_add_largest, (triton.cdiv(n, 32),), x, out, n, 1000, 0, BLOCK=32)
         return out
 
-    course.check(answer, lambda n: torch.arange(n) + 31, (32,), (40,))
+    check(answer, lambda n: torch.arange(n) + 31, (32,), (40,))
     assert capsys.readouterr().out == (
         "Not yet: answer(40): it wrote 24 elements past the end of out_ptr: is the store's mask missing or too wide?\n"
     )
