@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import numbers
+import re
 
 import torch
 
@@ -51,8 +52,8 @@ def _of_numbers(pairs):
         "off by one: one too many (round down? start at 0?)": lambda g, w: g - w == 1,
         "the sign is wrong": lambda g, w: g == -w,
         "upside down: that is 1 divided by the right number": lambda g, w: abs(g * w - 1) < 1e-9,
-        "it is twice as much: is something counted twice?": lambda g, w: g == 2 * w,
-        "it is half as much: is something counted only once?": lambda g, w: 2 * g == w,
+        "it is twice as much: is something counted twice?": lambda g, w: g == 2 * w and len(pairs) > 1,
+        "it is half as much: is something counted only once?": lambda g, w: 2 * g == w and len(pairs) > 1,
         "bits and bytes: a byte has eight bits": lambda g, w: g == 8 * w or 8 * g == w,
         "it is 1000 or 1024 times too much or too little: which unit is wanted?": lambda g, w: any(
             abs(g * f - w) <= 1e-9 * abs(w) for f in (1e3, 1e6, 1e9, 1e-3, 1e-6, 1e-9, 1024, 1 / 1024)
@@ -106,7 +107,7 @@ def _wraps(bits):
         if got.dtype.is_floating_point and not (got == got.round()).all():
             return False
         apart = (got.double() - want.double())[bad].abs()
-        fits = (got[bad].double().abs() < 2 ** (bits + 4)).all()  # several that wrapped may have been added up
+        fits = (got[bad].double().abs() < 2 ** (bits + 8)).all()  # several that wrapped may have been added up
         return bool(fits and (apart % 2**bits == 0).all() and (want[bad].double().abs() >= 2 ** (bits - 1)).any())
 
     return holds
@@ -262,6 +263,9 @@ def _of_inputs(known, cases):
     return ""
 
 
+_BLOCK = re.compile(r"(?i)^(\w*(block|group|tile|size)\w*|b)$|^(ROWS|COLUMNS)$")  # what others are multiples of
+
+
 def _sizes(answer, case):
     """{name: integer} of the arguments of a case, and of the sizes of its tensors."""
     try:
@@ -289,7 +293,7 @@ def _of_cases(answer, wrong, right):
             return f"right only where {a} is {values.pop()}: is that number written into the answer?"
     for a in bad[0]:
         some = (16, 32, 64) if len({each[a] for each in good}) > 1 else ()  # one size is right by chance
-        for b in (*(name for name in bad[0] if " of " not in name), *some):
+        for b in (*filter(_BLOCK.search, bad[0]), *some):
             step = (lambda each, b=b: each[b]) if isinstance(b, str) else (lambda each, b=b: b)
             if a == b or not all(step(each) > 1 for each in bad + good):
                 continue

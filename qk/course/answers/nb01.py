@@ -81,7 +81,7 @@ EXERCISES = {
                 [_decoded(packed)[:, 1], torch.full_like(_decoded(packed)[:, 1], 99)], 1
             ).flatten(),
             "program p begins at byte p * BLOCK, and BLOCK isn't always 64": _changed(
-                lambda codes, at, B: codes.where(at // 2 % 64 < B, 99) if B < 64 else codes
+                lambda codes, at, B: codes.where(at // 2 < (at // 128).clamp(max=(len(at) // 2 - 1) // B) * 64 + B, 99)
             ),
             "the mask counts bytes, not codes": _changed(
                 lambda codes, at, B: codes.where(at // 2 * 2 < len(at) // 2, 99)
