@@ -114,7 +114,7 @@ EXERCISES = {
             "each scale of a row's blocks counts once, not the values that would fill the last block": lambda M, N, b: (
                 (5 * b + 4) * M * -(-N // b)
             ),
-            "bfloat16 has two bytes, is written once and read once; bias and GELU move nothing": lambda M, N, b: (
+            "bfloat16 is written and read once; bias and GELU are fused: they move nothing": lambda M, N, b: (
                 9 * M * N + 4 * M * -(-N // b)
             ),
             "a code has one byte": lambda M, N, b: 6 * M * N + 4 * M * -(-N // b),

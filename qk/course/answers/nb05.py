@@ -64,7 +64,9 @@ EXERCISES = {
             "the vectors are read, too": lambda M, N: 30 * M * N,
             "an element of a vector has four bytes": lambda M, N: 30 * M * N + M + N,
             "the vectors are float32: four bytes": lambda M, N: 30 * M * N + 2 * M + 2 * N,
-            "the sums are int32, four bytes, and the output float16, two": lambda M, N: 28 * M * N + 4 * M + 4 * N,
+            "the sums are int32: four bytes, not bfloat16's two; the output has two": lambda M, N: (
+                28 * M * N + 4 * M + 4 * N
+            ),
             "the last step, to float16, is missing": lambda M, N: 24 * M * N + 4 * M + 4 * N,
             "each vector is read once, not for each element": lambda M, N: 38 * M * N,
         },

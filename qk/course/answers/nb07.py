@@ -117,7 +117,7 @@ EXERCISES = {
         cases=lambda: [(words.to(torch.int32), BLOCK) for words, BLOCK in _word_cases()],
         mistakes={
             "the sign is missing: flip the top bit of each code": _by_pairs(_pairs(magic=0x64006400)),
-            "a code's top bit is lost: `|` can't flip it, and a mask must keep all four bits": _by_pairs(
+            "`|` can set a bit, but not flip one; and a mask must keep all four bits of a code": _by_pairs(
                 lambda words, p: _pairs(magic=0)(words, p) | 0x64086408
             ),
             "`+` carries where xor flips: the sign bit isn't added": _by_pairs(
