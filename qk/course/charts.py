@@ -370,7 +370,8 @@ def speedups(record):
         name, color = _IMPLEMENTATIONS[rival]
         points = [(ratio, y) for y, pairs in enumerate(dots.values()) for ratio, other in pairs if other == rival]
         if points:
-            ax.plot(*zip(*points, strict=True), "o", color=color, alpha=0.65, markersize=7, label=name)
+            fill = {"markerfacecolor": "none"} if rival == "matmul" else {}
+            ax.plot(*zip(*points, strict=True), "o", color=color, alpha=0.65, markersize=7, label=name, **fill)
     ax.axvline(1, **DASHED)
     ax.set_yticks(range(len(dots)), list(dots))
     ax.set(xscale="log", ylim=(len(dots) - 0.5, -0.5), ylabel="operation")
@@ -405,7 +406,7 @@ def host_times(record):
     for name, (label, color) in known.items():
         points = [(times[name], y) for y, (_, times) in enumerate(dots.values()) if name in times]
         if points:
-            fill = {"markerfacecolor": "none"} if name == "qk compile" else {}
+            fill = {"markerfacecolor": "none"} if name in ("qk compile", "matmul") else {}
             ax.plot(*zip(*points, strict=True), "o", color=color, alpha=0.75, markersize=7, label=label, **fill)
     ax.set_yticks(range(len(dots)), [f"{op}, {' x '.join(map(str, shape))}" for op, (shape, _) in dots.items()])
     ax.set(xscale="log", ylim=(len(dots) - 0.5, -0.5), ylabel="operation, shape")
