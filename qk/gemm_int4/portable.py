@@ -99,7 +99,7 @@ def _choose(p):
     # The second axis of a grid ends at 65535 programs, and each unpacks 1024 columns to the scratch buffer.
     size = "decode" if M <= 16 else "small" if M <= 64 else "medium" if M <= 512 or K > 65535 * 1024 else "large"
     config = _CONFIGS[known][size]
-    if p.is_int8:  # codes are unpacked in the loop
+    if p.x_scale is not None:  # codes are unpacked in the loop
         config = config._replace(scratch=0, descriptors=False)
     dot_k = _dot_columns(p, config)
     if INTERPRETED.value:  # few large programs: each costs a millisecond
@@ -183,7 +183,9 @@ def _group_scales(
     scales = ()
     for i in tl.static_range(DOTS):
         first = k + i * DOT_K
-        group = (first * 0 if GROUP is None else first // GROUP).to(tl.int64)
+        group = tl.full((), 0, tl.int64)
+        if GROUP is not None:
+            group = (first // GROUP).to(tl.int64)
         # columns beyond the end have no scales
         mask = in_rows < tl.where(first < end, rows, 0)
         scale = seventh(to_float32(tl.load(groups[0] + group * groups[1], mask=mask, other=0.0)))
@@ -226,6 +228,14 @@ def _add_scaled(
     return acc
 
 
+@triton.jit
+def _scaled(acc, scale, x_scale_ptrs, mask_m, WHOLE: tl.constexpr):
+    """Multiply sums [BLOCK_N, BLOCK_M] by one scale per token, and if WHOLE by one per row of the weight."""
+    if WHOLE:
+        acc = acc.to(tl.float32) * scale[:, None]
+    return acc * tl.load(x_scale_ptrs, mask=mask_m, other=0.0)[None, :]
+
+
 @triton.jit(do_not_specialize=["M"])  # not compiled anew for each kind of M
 def _int4_gemm_kernel(
     x_ptr,  # a TMA descriptor if DESCRIPTORS, like w_ptr
@@ -259,17 +269,15 @@ def _int4_gemm_kernel(
     STEP: tl.constexpr = DOTS * DOT_K
     SUM: tl.constexpr = tl.float32 if FLOAT_DOT or x_scale_ptr is None else tl.int32
     WHOLE: tl.constexpr = x_scale_ptr is not None and GROUP is None and X_BLOCK is None
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(rows, BLOCK_N)
     part = tl.program_id(0) % split
-    tile_m, tile_n = tile_of(tl.program_id(0) // split, tiles_m, tiles_n, GROUP_M)
+    tile_m, tile_n = tile_of(tl.program_id(0) // split, tl.cdiv(M, BLOCK_M), tl.cdiv(rows, BLOCK_N), GROUP_M)
     first_m, first_row = tile_m * BLOCK_M, tile_n * BLOCK_N
     offs_m = first_m + tl.arange(0, BLOCK_M).to(tl.int64)
     in_rows = first_row + tl.arange(0, BLOCK_N)
     mask_m, mask_n = offs_m < M, in_rows < rows
     offs_n = first_n + in_rows.to(tl.int64)
-    offs_k = tl.arange(0, DOT_K)
     CODES: tl.constexpr = 1 if DENSE else 8  # in each element of w
-    offs_w = tl.arange(0, DOT_K // CODES)
+    offs_k, offs_w = tl.arange(0, DOT_K), tl.arange(0, DOT_K // CODES)
     x_ptrs = x_ptr if DESCRIPTORS else x_ptr + offs_m[:, None] * stride_xm + offs_k[None, :]
     w_ptrs = w_ptr if DESCRIPTORS else w_ptr + in_rows.to(tl.int64)[:, None] * stride_wn + offs_w[None, :]
     x_scale_ptrs = x_scale_ptr if x_scale_ptr is None else x_scale_ptr + offs_m * stride_xsm
@@ -301,10 +309,8 @@ def _int4_gemm_kernel(
         if GROUP is not None:
             scales = next_scales
 
-    if WHOLE:
-        acc = acc.to(tl.float32) * scales[0][0][:, None]
     if x_scale_ptr is not None and X_BLOCK is None:
-        acc *= tl.load(x_scale_ptrs, mask=mask_m, other=0.0)[None, :]
+        acc = _scaled(acc, scales[0][0], x_scale_ptrs, mask_m, WHOLE)
     if SPLIT:
         out_ptr += part.to(tl.int64) * M * N
     elif bias_ptr is not None:
@@ -350,7 +356,7 @@ def _unpack_int4_gemm_kernel(
     packed = tl.load(w_ptr + offs_r[:, None] * stride_wn + offs_w[None, :], mask=mask, other=0)
     zero = tl.zeros((1, 1), tl.int32)
     if zero_ptr is not None:
-        group = (offs_w * 0 if GROUP is None else offs_w * 8 // GROUP).to(tl.int64)
+        group = offs_w.to(tl.int64) * 8 // (words * 8 if GROUP is None else GROUP)
         zero_ptrs = zero_ptr + offs_r[:, None] * stride_zn + group[None, :] * stride_zg
         zero = tl.load(zero_ptrs, mask=mask, other=0).to(tl.int32)
     offs_k = tl.program_id(1) * (8 * WORDS) + tl.arange(0, 8 * WORDS)
@@ -394,7 +400,7 @@ def int4_gemm_portable(problem, config=None):
         if c.scratch and K > 0:
             launch(
                 x.device, _unpack_int4_gemm_kernel, (cdiv(here, 16), cdiv(columns, 1024)),
-                p.words, p.zero_point, codes, first, here, columns // 8, p.words.stride(0), *p.zero_strides, columns,
+                p.words, p.zero_point, codes, first, here, columns // 8, p.words.stride(0), *((0, 0) if p.zero_point is None else p.zero_point.stride()), columns,
                 GROUP=p.group_size, ROWS=16, WORDS=128, num_warps=4,
             )  # fmt: skip
         x_, w = x, codes if c.scratch else p.words
@@ -407,7 +413,7 @@ def int4_gemm_portable(problem, config=None):
             x_, w, p.absmax, p.zero_point, p.x_scale, None if split > 1 else p.bias, parts,
             M, N, K, first, here, split, steps,
             x.stride(0), columns if c.scratch else p.words.stride(0), p.absmax.stride(0), p.group_stride,
-            *p.zero_strides, *((0, 0) if p.x_scale is None else p.x_scale.stride()),
+            *((0, 0) if p.zero_point is None else p.zero_point.stride()), *((0, 0) if p.x_scale is None else p.x_scale.stride()),
             GROUP=p.group_size, X_BLOCK=p.block_size, DENSE=c.scratch > 0, DESCRIPTORS=descriptors,
             FLOAT_DOT=gpu(x.device).arch < 80 or INTERPRETED.value, EVEN_K=K % c.step == 0, SPLIT=split > 1,
             BLOCK_M=c.block_m, BLOCK_N=c.block_n, DOT_K=dot_k, DOTS=c.step // dot_k, GROUP_M=c.group_m,

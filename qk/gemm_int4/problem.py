@@ -20,13 +20,5 @@ class Int4Problem(NamedTuple):
     evens_first: bool = False  # in every 32 columns of int8 x, those with even numbers come first
 
     @property
-    def is_int8(self):
-        return self.x.dtype == torch.int8
-
-    @property
     def group_stride(self):
         return 0 if self.group_size is None else self.absmax.stride(1)
-
-    @property
-    def zero_strides(self):
-        return (0, 0) if self.zero_point is None else self.zero_point.stride()

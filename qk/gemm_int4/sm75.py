@@ -168,6 +168,28 @@ def _tokens(
 
 
 @triton.jit
+def _load_row(
+    w_ptr, absmax_ptr, zero_ptr, k, offs_k, K, stride_ag, stride_zg,
+    GROUP: tl.constexpr, STEP: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """Load a row's scale, (half its absmax,) or (), and its codes for STEP columns. zero_ptr: a tuple, too."""
+    group = k.to(tl.int64) // (K if GROUP is None else GROUP)
+    inside = None if EVEN_K else k < K
+    scale = ()
+    if GROUP is not None:
+        scale = (_half(tl.load(absmax_ptr + group * stride_ag, mask=inside, other=None if EVEN_K else 0.0)),)
+    zero_point = ()
+    if len(zero_ptr) > 0:
+        zero = tl.load(zero_ptr[0] + group * stride_zg, mask=inside, other=None if EVEN_K else 0)
+        zero_point = (zero.to(tl.int32),)
+    codes = ()
+    for u in tl.static_range(STEP // 32):
+        mask = None if EVEN_K else offs_k + 32 * u < K
+        codes += (_unpack(tl.load(w_ptr + (offs_k // 8 + 4 * u), mask=mask), zero_point),)
+    return scale, codes
+
+
+@triton.jit
 def _int4_gemm_sm75_kernel(
     x_ptr, w_ptr, absmax_ptr,
     zero_ptr,  # None: no zero points
@@ -184,13 +206,10 @@ def _int4_gemm_sm75_kernel(
         tl.static_assert(GROUP % STEP == 0, "a sum's columns share their scale")
     BLOCK_M: tl.constexpr = 8 * MT * WM
     BLOCK_N: tl.constexpr = 16 * NT * WN
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    tile_m, tile_n = tile_of(tl.program_id(0), tiles_m, tiles_n, GROUP_M)
+    tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
     first_m, first_n = tile_m * BLOCK_M, tile_n * BLOCK_N
     thread = tl.arange(0, 32 * WM * WN * WK)
-    lane = thread % 32
-    warp = thread // 32
+    lane, warp = thread % 32, thread // 32
     token = first_m + warp // (WN * WK) * 8 + lane // 4
     row = first_n + warp // WK % WN * (16 * NT) + lane // 4
     # rows outside the matrices repeat the last one; their sums are not stored
@@ -223,18 +242,12 @@ def _int4_gemm_sm75_kernel(
             scales = ()
             codes = ()
             for h in tl.static_range(2):
-                group = (k * 0 if GROUP is None else k // GROUP).to(tl.int64)
-                inside = None if EVEN_K else k < K
-                if GROUP is not None:
-                    ptrs = absmax_ptrs[2 * j + h] + group * stride_ag
-                    scales += (_half(tl.load(ptrs, mask=inside, other=None if EVEN_K else 0.0)),)
-                zero_point = ()
-                if zero_ptr is not None:
-                    ptrs = zero_ptrs[2 * j + h] + group * stride_zg
-                    zero_point = (tl.load(ptrs, mask=inside, other=None if EVEN_K else 0).to(tl.int32),)
-                for u in tl.static_range(STEP // 32):
-                    mask = None if EVEN_K else offs_k + 32 * u < K
-                    codes += (_unpack(tl.load(w_ptrs[2 * j + h] + (offs_k // 8 + 4 * u), mask=mask), zero_point),)
+                loaded = _load_row(
+                    w_ptrs[2 * j + h], absmax_ptrs[2 * j + h], zero_ptrs[2 * j + h : 2 * j + h + 1], k, offs_k, K,
+                    stride_ag, stride_zg, GROUP, STEP, EVEN_K,
+                )  # fmt: skip
+                scales += loaded[0]
+                codes += loaded[1]
             for i in tl.static_range(MT):
                 sums = (zero, zero, zero, zero)
                 for u in tl.static_range(STEP // 32):
@@ -281,7 +294,7 @@ def int4_gemm_sm75(problem, config=None):
     launch(
         x.device, _int4_gemm_sm75_kernel, (cdiv(M, 8 * mt * wm) * cdiv(N, 16 * nt * wn),),
         x, p.words, p.absmax, p.zero_point, p.bias, p.out, M, N, K,
-        x.stride(0), p.words.stride(0), p.absmax.stride(0), p.group_stride, *p.zero_strides,
+        x.stride(0), p.words.stride(0), p.absmax.stride(0), p.group_stride, *((0, 0) if p.zero_point is None else p.zero_point.stride()),
         GROUP=p.group_size, STEP=step, EVEN_K=K % (step * wk) == 0, MT=mt, NT=nt, WM=wm, WN=wn, WK=wk, GROUP_M=8,
         num_warps=wm * wn * wk,
     )  # fmt: skip

@@ -585,7 +585,7 @@ def int4_gemm_sm90(problem, config=None):
     p = problem
     (M, N), K = p.out.shape, p.x.shape[1]
     multiprocessors = gpu(p.x.device).multiprocessors
-    config = config or _choose(M, N, p.group_size, multiprocessors, not p.is_int8 and _rows_fit_tma(p.x), p.is_int8)
+    config = config or _choose(M, N, p.group_size, multiprocessors, p.x_scale is None and _rows_fit_tma(p.x), p.x_scale is not None)
     c = _CONFIGS[config] if isinstance(config, str) else config
     dot_k = min(p.group_size or LONGEST_SUM, p.block_size or LONGEST_SUM, LONGEST_SUM)
     dots = min(c.columns // dot_k, 4)
@@ -597,7 +597,7 @@ def int4_gemm_sm90(problem, config=None):
         descriptor(x, M, x.shape[1], stride, (c.block_m, dot_k)),
         descriptor(p.words, N, cdiv(K, 8), p.words.stride(0), (rows, PART.value)), scale_desc,
         p.absmax, p.zero_point, token_scale, p.bias, p.out, M, N, K,
-        p.absmax.stride(0), p.group_stride, *p.zero_strides, stride_xs,
+        p.absmax.stride(0), p.group_stride, *((0, 0) if p.zero_point is None else p.zero_point.stride()), stride_xs,
         GROUP=p.group_size or 0, SCALED_DOTS=(p.block_size or dot_k) // dot_k, WGS=c.wgs, SHARE_K=c.share_k,
         PERMUTE=c.permute, BLOCK_M=c.block_m, DOT_K=dot_k, DOTS=dots,
         AT_ONCE=max(min(128, 4096 // c.block_m) // dot_k, 1), STAGES=stages, GROUP_M=c.group_m,

@@ -330,7 +330,7 @@ def _choose(p, multiprocessors):
 
 def supports_int4_sm90_int8(problem):
     """Returns whether `int4_gemm_sm90_int8` is the best for a problem: on Hopper, int8, and more than 128 tokens."""
-    return problem.is_int8 and problem.x.shape[0] > 128 and supports_int4_sm90(problem)
+    return problem.x_scale is not None and problem.x.shape[0] > 128 and supports_int4_sm90(problem)
 
 
 def int4_gemm_sm90_int8(problem, config=None):
@@ -353,7 +353,7 @@ def int4_gemm_sm90_int8(problem, config=None):
         descriptor(x, M, x.shape[1], stride, (128, dot_k)),
         descriptor(p.words, N, cdiv(K, 8), p.words.stride(0), (rows, PART.value)), scale_desc, out,
         p.absmax, p.zero_point, token_scale, p.bias, M, N, K,
-        p.absmax.stride(0), p.group_stride, *p.zero_strides, stride_xs,
+        p.absmax.stride(0), p.group_stride, *((0, 0) if p.zero_point is None else p.zero_point.stride()), stride_xs,
         GROUP=p.group_size or 0, SCALED_DOTS=(p.block_size or dot_k) // dot_k, PIECES=c.pieces, DOT_K=dot_k,
         STAGES=c.stages, GROUP_M=c.group_m, TMA_OUT=tma_out, WAITS=waits, early=True, num_warps=4,
     )  # fmt: skip

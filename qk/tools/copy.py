@@ -367,12 +367,18 @@ class _Plan(NamedTuple):
     pins: dict  # {parameter of a public function: its only value}
     dropped: tuple = ()  # functions that only the left out modes call
     word: str = ""  # docstrings lose the sentences that have it
+    fields: bool = False  # whether attributes of these names, such as a problem's, have the same values
 
 
 _PLANS = {
     "int8": _Plan({"evens_first": False}),  # what int4_gemm reads on Hopper
     "gemm": _Plan({"path": None, "exact": True}, word="Hopper"),
-    "gemm_int4": _Plan({}, word="512 tokens|Hopper|Below compute"),
+    "gemm_int4": _Plan(
+        {"x_scale": None, "block_size": None, "zero_point": None, "evens_first": False},
+        word="512 tokens|Hopper|Below compute|int8|zero_point",
+        fields=True,
+    ),
+    "int4": _Plan({"zero_point": None}),
     "gelu": _Plan({}, dropped=("_launch_square", "_squares", "_has_squares", "quantize_squares_ref"), word="quare"),
 }
 
@@ -619,6 +625,7 @@ def short(*names, arch=None):
     for where in asked:
         plan = _PLANS.get(where, _Plan({}))
         pins |= {(root, name): [value] for root in roots for name, value in plan.pins.items()}
+        pins |= {name: [value] for name, value in plan.pins.items()} if plan.fields else {}
         dropped += plan.dropped
         if plan.word and target == "sm80":
             inside = r"(?:[^.]|[.]\d)*"
