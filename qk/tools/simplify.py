@@ -728,7 +728,8 @@ class _Pass(Places):
         left, right = (each.value if isinstance(each, ast.Constant) and type(each.value) is int else None
                        for each in (node.left, node.right))  # fmt: skip
         kind = type(node.op)
-        if kind is ast.Mult and 0 in (left, right) and self.pure(node):
+        # x * 0 by itself may be there for its type
+        if kind is ast.Mult and 0 in (left, right) and self.pure(node) and isinstance(self.parents[node], ast.BinOp):
             self._put(node, node.left if left == 0 else node.right, "0")
         elif (kind in (ast.Add, ast.Sub) and right == 0) or (kind in (ast.Mult, ast.FloorDiv) and right == 1):
             self._put(node, node.left, self._grouped(node.left, node))
