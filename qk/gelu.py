@@ -214,7 +214,8 @@ def _int8_gelu_kernel(
     x = tl.reshape(codes.to(tl.float32), (ROWS, GROUPS, QUANT_BLOCK)) * scale[:, :, None]
     x = activate(x, ACTIVATION)
     absmax, inverse, finite = absmax_and_inverse(tl.max(magnitude_bits(x), 2), 127.0, 3.8e-37)
-    store_tile(out_scale_ptr, row, chunk * GROUPS, M, groups, stride_osm, stride_osg, scale_of(absmax, 127.0))
+    scale = scale_of(absmax, 127.0)
+    store_tile(out_scale_ptr, row, chunk * GROUPS, M, groups, stride_osm, stride_osg, scale)
     codes = tl.where(finite[:, :, None], round_to_int32(x * inverse[:, :, None]), 0)
     store_tile(out_ptr, row, chunk * BLOCK, M, K, K, 1, tl.reshape(codes.to(tl.int8), (ROWS, BLOCK)))
 

@@ -22,7 +22,6 @@ import triton.language as tl
 
 from .core.checks import BLOCKS, FLOATS, check_integer, check_one_of, check_tensor
 from .core.launch import INTERPRETING, TileConfig, cdiv, grid, launch, tile_shape
-from .core.matrices import with_contiguous_rows
 from .core.numerics import (
     INTERPRETED,
     absmax_and_inverse,
@@ -47,9 +46,8 @@ __all__ = [
     "unpack_int4_ref",
 ]
 
-# Tuning table. "wide": a row fills a tile; "long": a row needs several tiles, of which up to _HELD stay in registers;
-# "small": fewer than _SMALL elements in all. NVIDIA H200, 2026-11-21. The interpreter's cost is per program, so its
-# tiles are large.
+# Tuning table. "wide": a row fills a tile; "long": a row needs several tiles; "small": a small matrix. NVIDIA H200,
+# 2026-11-21. The interpreter's cost is per program, so its tiles are large.
 _CONFIGS = {
     "quantize": TileConfig(elements=2048, columns=4096, thread=32),
     "quantize wide": TileConfig(elements=8192, columns=8192, thread=64),
@@ -60,8 +58,8 @@ _CONFIGS = {
     "dequantize small": TileConfig(elements=1024, columns=1024, thread=8),
     "interpreted": TileConfig(elements=65536, columns=65536, thread=2048),
 }
-_HELD = 8
-_SMALL = 2**20
+_HELD = 8  # tiles of a long row that stay in registers, at most
+_SMALL = 2**20  # a small matrix has fewer elements
 _PACK = {"uint8": (torch.uint8, 2), "int32": (torch.int32, 8)}
 
 
@@ -117,8 +115,7 @@ def _check_packed(packed, columns):
 @triton.jit
 def _place(ROWS: tl.constexpr, ONE_CHUNK: tl.constexpr):
     """Return the program's chunk of its rows, and its first row, as int64."""
-    # Neighbouring programs work on neighbouring chunks of a row. Grid axes 1 and 2 end at 65535, so the two together
-    # count the blocks of rows.
+    # Neighbouring programs work on neighbouring chunks of a row. Axes 1 and 2 count the blocks of rows: see `grid`.
     if ONE_CHUNK:
         chunk = tl.full((), 0, tl.int64)
         row_block = tl.program_id(0).to(tl.int64)
@@ -211,7 +208,8 @@ def _quantize_int4_kernel(
 
 def _launch_quantize(x, packed, absmax, group_size):
     """packed and absmax are contiguous."""
-    x, packed, absmax, group_size = _groups_as_rows(with_contiguous_rows(x), packed, absmax, group_size)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    x, packed, absmax, group_size = _groups_as_rows(x, packed, absmax, group_size)
     packed = _as_words(packed)
     R, C = x.shape
     kind = "quantize small" if R * C < _SMALL else "quantize"
@@ -219,14 +217,13 @@ def _launch_quantize(x, packed, absmax, group_size):
         kind = "quantize wide" if R * C >= _SMALL and C > _CONFIGS["quantize"].columns else kind
         kind = "quantize long" if C > _CONFIGS[kind].columns else kind
     rows, block, num_warps = _tile(C, group_size, kind)
-    tiles = cdiv(C, block) if group_size is None else 1
-    chunks = 1 if group_size is None else cdiv(C, block)
+    tiles, chunks = (cdiv(C, block), 1) if group_size is None else (1, cdiv(C, block))
     row_blocks = cdiv(R, rows)
     launch(
         x.device, _quantize_int4_kernel, _grid(row_blocks, chunks),
         x, packed, absmax, R, C, tiles, x.stride(0), packed.shape[1], absmax.shape[1],
-        PACK=_pack_of(packed), GROUP=group_size or block, ROWS=rows, BLOCK=block, ONE_CHUNK=chunks == 1,
-        HELD=min(tiles, _HELD), MORE=tiles > _HELD, num_warps=num_warps,
+        PACK=_pack_of(packed), GROUP=group_size or block, ROWS=rows, BLOCK=block,
+        ONE_CHUNK=chunks == 1, HELD=min(tiles, _HELD), MORE=tiles > _HELD, num_warps=num_warps,
     )  # fmt: skip
 
 
@@ -300,14 +297,14 @@ def _pack_int4_kernel(
 
 
 def _launch_pack(codes, packed):
-    codes, packed = with_contiguous_rows(codes), _as_words(packed)
+    codes, packed = codes if codes.stride(1) == 1 else codes.contiguous(), _as_words(packed)
     R, C = codes.shape
     rows, block, num_warps = _tile(C, None, "quantize small" if R * C < _SMALL else "quantize")
     chunks = cdiv(C, block)
     launch(
         codes.device, _pack_int4_kernel, _grid(cdiv(R, rows), chunks),
-        codes, packed, R, C, codes.stride(0), packed.shape[1],
-        PACK=_pack_of(packed), ROWS=rows, BLOCK=block, ONE_CHUNK=chunks == 1, num_warps=num_warps,
+        codes, packed, R, C, codes.stride(0), packed.shape[1], PACK=_pack_of(packed),
+        ROWS=rows, BLOCK=block, ONE_CHUNK=chunks == 1, num_warps=num_warps,
     )  # fmt: skip
 
 
@@ -499,10 +496,8 @@ def dequantize_int4_ref(packed, absmax, columns, group_size=None, out_dtype=torc
 
 def pack_int4_ref(codes, packing="uint8"):
     dtype, pack = _PACK[packing]
-    R, C = codes.shape
-    nibbles = torch.nn.functional.pad(codes, (0, -C % pack)).view(R, -(-C // pack), pack).int() & 15
-    shifts = 4 * torch.arange(pack, device=codes.device, dtype=torch.int32)
-    return (nibbles << shifts).sum(-1, dtype=torch.int32).to(dtype)
+    nibbles = torch.nn.functional.pad(codes, (0, -codes.shape[1] % pack)).int() & 15
+    return sum(nibbles[:, i::pack] << (4 * i) for i in range(pack)).to(dtype)
 
 
 def unpack_int4_ref(packed, columns):

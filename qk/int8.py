@@ -79,9 +79,9 @@ _CONFIGS = {
 
 
 @triton.jit
-def _quantize_groups(x, absmax, inverse, dtype: tl.constexpr):
+def _quantize_groups(x, absmax, inverse, GROUPS: tl.constexpr, dtype: tl.constexpr):
     """Quantize a tile [m, BLOCK] by absmax and inverse [m or 1, GROUPS]. Codes are 0 where absmax is 0 or NaN."""
-    values = tl.reshape(to_float32(x), (x.shape[0], absmax.shape[1], x.shape[1] // absmax.shape[1]))
+    values = tl.reshape(to_float32(x), (x.shape[0], GROUPS, x.shape[1] // GROUPS))
     values = tl.where(absmax[:, :, None] > 0, values, 0.0) * inverse[:, :, None]
     codes = round_to_int32(values).to(tl.int8) if dtype == tl.int8 else values.to(dtype)
     return tl.reshape(codes, x.shape)
@@ -94,14 +94,7 @@ def _evens_first(codes):
     return tl.reshape(halves, codes.shape)
 
 
-@triton.jit
-def _group_maximum(magnitudes, GROUPS: tl.constexpr, dtype: tl.constexpr):
-    """Return the maximum of each group of magnitude bits [m, BLOCK] of a dtype, as float32 bits [m, GROUPS]."""
-    bits = tl.max(tl.reshape(magnitudes, (magnitudes.shape[0], GROUPS, magnitudes.shape[1] // GROUPS)), 2)
-    return as_float32_bits(bits, dtype)
-
-
-# not compiled anew for each kind of M
+# M, and numbers that follow from it, change from call to call: don't compile again for 1 and for multiples of 16
 @triton.jit(do_not_specialize=["M", "scale_rows"], do_not_specialize_on_alignment=["stride_sk"])
 def _quantize_int8_kernel(
     x_ptr,
@@ -111,7 +104,7 @@ def _quantize_int8_kernel(
     K,
     scale_rows,
     scale_columns,
-    programs,  # in a row
+    programs,  # that share a program's rows
     tiles,  # of a program
     stride_xm,
     stride_sm,
@@ -119,7 +112,7 @@ def _quantize_int8_kernel(
     QMAX: tl.constexpr,
     SMALLEST: tl.constexpr,
     SQUARE: tl.constexpr,  # a program's tiles are stacked vertically and share scales; otherwise they are side by side
-    GROUPS: tl.constexpr,  # scales in a row of a program
+    GROUPS: tl.constexpr,  # scales in a row of a tile
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     HELD: tl.constexpr,  # tiles that stay in registers until absmax is known; the others of a program are read twice
@@ -149,7 +142,8 @@ def _quantize_int8_kernel(
             tile = load_tile(x_ptr, row + i * DOWN, column + i * RIGHT, M, K, stride_xm, ROWS, BLOCK)
             magnitudes = tl.maximum(magnitudes, magnitude_bits(tile))
 
-    bits = _group_maximum(magnitudes, GROUPS, dtype)  # [ROWS, GROUPS]
+    bits = tl.max(tl.reshape(magnitudes, (ROWS, GROUPS, BLOCK // GROUPS)), 2)
+    bits = as_float32_bits(bits, dtype)
     if SQUARE:
         bits = tl.max(bits, 0, keep_dims=True)
     absmax, inverse, _ = absmax_and_inverse(bits, QMAX, SMALLEST)
@@ -157,14 +151,14 @@ def _quantize_int8_kernel(
     store_tile(scale_ptr, scale_row, chunk * GROUPS, scale_rows, scale_columns, stride_sm, stride_sk, scale)
 
     for i in tl.static_range(HELD):
-        codes = _quantize_groups(x[i], absmax, inverse, code_dtype)
+        codes = _quantize_groups(x[i], absmax, inverse, GROUPS, code_dtype)
         if EVENS_FIRST:
             codes = _evens_first(codes)
         store_tile(q_ptr, row + i * DOWN, column + i * RIGHT, M, K, K, 1, codes)
     if MORE:
         for i in range(HELD, tiles.to(tl.int64)):
             tile = load_tile(x_ptr, row + i * DOWN, column + i * RIGHT, M, K, stride_xm, ROWS, BLOCK)
-            codes = _quantize_groups(tile, absmax, inverse, code_dtype)
+            codes = _quantize_groups(tile, absmax, inverse, GROUPS, code_dtype)
             if EVENS_FIRST:
                 codes = _evens_first(codes)
             store_tile(q_ptr, row + i * DOWN, column + i * RIGHT, M, K, K, 1, codes)
@@ -176,7 +170,7 @@ def _check_evens_first(evens_first, K):
         raise ValueError(f"evens_first is True; it takes False where 32 doesn't divide K, which is {K}")
 
 
-def _launch_quantize(x, q, scale, config, block_size=None, evens_first=False):
+def _launch_quantize(x, q, scale, config, block_size, evens_first=False):
     """block_size None: one scale per row."""
     x, scale = with_contiguous_rows(x), as_matrix(scale)
     if config == "act_quant" and x.shape[1] % block_size == 0 and x.is_contiguous() and scale.is_contiguous():
@@ -186,11 +180,10 @@ def _launch_quantize(x, q, scale, config, block_size=None, evens_first=False):
     square = config == "weight_quant"
     chosen = _CONFIGS["interpreted" if INTERPRETING else config]
     rows, block, num_warps = tile_shape(K, chosen, block_size or 256, block_size if square else None)
-    chunks = cdiv(K, block)
     if block_size is None:
-        programs, tiles, groups = 1, chunks, 1
+        programs, tiles, groups = 1, cdiv(K, block), 1
     else:
-        programs, tiles, groups = chunks, block_size // rows if square else 1, block // block_size
+        programs, tiles, groups = cdiv(K, block), block_size // rows if square else 1, block // block_size
     more = tiles > chosen.held
     largest, smallest = LIMITS[q.dtype]
     # the loop over tiles that are read twice needs registers, too
@@ -286,7 +279,7 @@ def _quantize_per_token(
     x: torch.Tensor, dtype: torch.dtype, evens_first: bool, q, scale
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if q.numel():
-        _launch_quantize(x, q, scale, "per_token", evens_first=evens_first)
+        _launch_quantize(x, q, scale, "per_token", None, evens_first)
     else:
         scale.zero_()  # a row without columns has one scale, 0
 

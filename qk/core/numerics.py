@@ -62,8 +62,7 @@ def to_dtype(x, dtype: tl.constexpr):
     """Round float32 to dtype, to nearest, ties to even."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
-        # a NaN's bits could carry into the sign
-        bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000)
+        bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000)  # NaN could carry into the sign
         return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         return x.to(dtype)
@@ -87,17 +86,16 @@ def divide(QMAX: tl.constexpr, x):
 
 @triton.jit
 def magnitude_bits(x):
-    """The bits of |x| in x's own float dtype, as int32."""
-    # 16-bit floats stay 16-bit: in float32, the tiles that wait for absmax would take twice the registers.
+    """The bits of |x| in x's own float dtype, as int32: integers in the order of |x|, with Inf and then NaN on top."""
     if x.dtype == tl.float32:
         return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    else:
+    else:  # as they are: in float32, the tiles that wait for absmax would take twice the registers
         return x.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
 
 
 @triton.jit
 def as_float32_bits(bits, dtype: tl.constexpr):
-    """Convert magnitude bits of a float dtype to those of the same values in float32."""
+    """Convert magnitude bits of a dtype to those of the same values in float32."""
     if dtype != tl.float32:
         bits = to_float32(bits.to(tl.int16).to(dtype, bitcast=True)).to(tl.int32, bitcast=True)
     return bits
@@ -105,7 +103,10 @@ def as_float32_bits(bits, dtype: tl.constexpr):
 
 @triton.jit
 def absmax_and_inverse(bits, QMAX: tl.constexpr, SMALLEST: tl.constexpr):
-    """Return absmax (0 below SMALLEST, NaN for Inf and NaN), QMAX / absmax (1 for those), whether finite."""
+    """Turn absmax into 0 below SMALLEST, where QMAX / absmax may overflow, and into NaN where it isn't finite.
+
+    Returns it, QMAX / absmax (1 where that isn't a number to use), and whether it was finite.
+    """
     absmax = bits.to(tl.float32, bitcast=True)
     finite = bits < 0x7F800000
     usable = finite & (absmax >= SMALLEST)

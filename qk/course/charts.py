@@ -50,7 +50,7 @@ __all__ = [
 _PEAKS = {"NVIDIA H200": {"memory": 4.8, "bf16": 989, "int8": 1979}}
 
 
-# What the contenders of a record are called, and their colours, in every chart.
+# What the contenders of a record are called, and their colors, in every chart.
 _IMPLEMENTATIONS = {
     "qk": ("qk", BLUE),
     "qk int8": ("qk, int8 in blocks of 128", BLUE),
@@ -102,7 +102,7 @@ def _not_measured(what):
 
 
 def _name_bars(ax, labels, colors):
-    """Name the bars, the first on top, and their colours in the legend."""
+    """Name the bars, the first on top, and their colors in the legend."""
     for label, color in colors.items():
         ax.barh(0, 0, color=color, label=label)
     ax.set_yticks(range(len(labels)), labels)
@@ -151,15 +151,15 @@ def benchmark(record, op, dtype="float16", fastest=0, **options):
             ax.text(row["of_copy"] + 0.01, y, text, va="center", fontsize=9, bbox=PLAIN)
     ax.axvline(1, **DASHED, label="a copy of the same size")
     longest = max(1, fastest, *(row["of_copy"] for row in rows))
-    ax.set(xlabel="speed (a copy that moves as many bytes = 1)", xlim=(0, 1.2 * longest))
+    ax.set(xlabel="speed (a copy of the same size = 1)", xlim=(0, 1.2 * longest))
     labels = [" x ".join(map(str, shape)) for shape in shapes]
     legend = {_name_of(name): colors[name] for name in names}
     if len(shapes) == 1:
-        ax.set(title=f"{op}, {dtype}, {labels[0]}, {_source(record)}", ylabel="implementation")
+        ax.set(title=f"Speed of {op}, {dtype}, {labels[0]}, {_source(record)}", ylabel="implementation")
         ax.set_yticks([(i - (len(names) - 1) / 2) * height for i in range(len(names))], list(legend))
         ax.invert_yaxis()
     else:
-        ax.set(title=f"{op}, {dtype}, {_source(record)}", ylabel="shape")
+        ax.set(title=f"Speed of {op}, {dtype}, {_source(record)}", ylabel="shape")
         _name_bars(ax, labels, legend)
     fig.legend(loc="outside lower center", ncols=len(names) + 1)
     return fig
@@ -199,7 +199,8 @@ def gemm_speed(record, op, shape, **options):
         lines = {f"int8 peak (data sheet): {peaks['int8']} TOPS": peaks["int8"]}
     for name, x in lines.items():
         ax.axvline(x, **DASHED, label=name)
-    ax.set(title=f"{what}, {_source(record)}", xlabel=label, ylabel="kernel")
+    title = f"{label.split()[0].capitalize()} of {what}, {_source(record)}"
+    ax.set(title=title, xlabel=label, ylabel="implementation")
     ax.set_xlim(0, max(1.25 * longest, 1.03 * max(lines.values(), default=0)))
     _name_bars(ax, [_name_of(name) for name in rows], {})
     if lines:
@@ -212,7 +213,7 @@ def gemm_gains(record, op, weight, names, **options):
     """Speedups over bf16 of measured GEMMs with one weight (N, K), by number of tokens: a line for each contender.
 
     names: {contender: what to call it}. options: only results with these, e.g. group_size=128. The axis is that of all
-    weights. For few tokens, where memory is the limit, a dashed line shows what a copy of as many bytes would gain.
+    weights. For few tokens, where memory is the limit, a dashed line shows what a copy of the same size would gain.
     """
     every = {}
     for row in _results(record):
@@ -235,14 +236,14 @@ def gemm_gains(record, op, weight, names, **options):
     shown = {label: lines[name] for name, label in names.items() if name in lines}
     copies = {"a copy of the same size": lines["copy"]} if "copy" in lines else {}
     top = max(y for found in gains.values() for points in found.values() for _, y in points)
-    title, ylabel = f"{what}, {_source(record)}", "speedup over bf16, cuBLAS"
+    title, ylabel = f"Speedup of {what}, {_source(record)}", "speedup over bf16, cuBLAS"
     look = {"level": 1, "log": "x", "yardsticks": copies, "ylim": (0, 1.1 * top)}
     return curves(shown, title, "tokens (M)", ylabel, shown, **look)
 
 
 @style()
 def two_times(record, calls, title, **options):
-    """Show how long each call keeps the GPU busy, and how long it keeps the host busy.
+    """Show how long each call keeps the GPU busy, and how long it keeps the CPU busy.
 
     calls: {label: (op, contender, *shape)}. If calls follow one another, the longer time is the limit. options: show
     only results with these, e.g. group_size=128.
@@ -254,7 +255,7 @@ def two_times(record, calls, title, **options):
     found = {label: rows[call] for label, call in calls.items() if call in rows}
     if not found:
         return _not_measured("launch overhead")
-    colors = {"GPU time": BLUE, "host time of a call from Python": ORANGE}
+    colors = {"GPU time": BLUE, "CPU time of a call from Python": ORANGE}
     fig, ax = subplots(9, 1.5 + 0.6 * len(found))
     for y, row in enumerate(found.values()):
         times = row["us"], row["wall_us"]
@@ -369,7 +370,8 @@ def speedups(record):
         name, color = _IMPLEMENTATIONS[rival]
         points = [(ratio, y) for y, pairs in enumerate(dots.values()) for ratio, other in pairs if other == rival]
         if points:
-            ax.plot(*zip(*points, strict=True), "o", color=color, alpha=0.65, markersize=7, label=name)
+            fill = {"markerfacecolor": "none"} if rival == "matmul" else {}
+            ax.plot(*zip(*points, strict=True), "o", color=color, alpha=0.65, markersize=7, label=name, **fill)
     ax.axvline(1, **DASHED)
     ax.set_yticks(range(len(dots)), list(dots))
     ax.set(xscale="log", ylim=(len(dots) - 0.5, -0.5), ylabel="operation")
@@ -404,7 +406,7 @@ def host_times(record):
     for name, (label, color) in known.items():
         points = [(times[name], y) for y, (_, times) in enumerate(dots.values()) if name in times]
         if points:
-            fill = {"markerfacecolor": "none"} if name == "qk compile" else {}
+            fill = {"markerfacecolor": "none"} if name in ("qk compile", "matmul") else {}
             ax.plot(*zip(*points, strict=True), "o", color=color, alpha=0.75, markersize=7, label=label, **fill)
     ax.set_yticks(range(len(dots)), [f"{op}, {' x '.join(map(str, shape))}" for op, (shape, _) in dots.items()])
     ax.set(xscale="log", ylim=(len(dots) - 0.5, -0.5), ylabel="operation, shape")
@@ -495,7 +497,7 @@ def time_bars(times, title, longest=None):
 
 @style()
 def memory_bars(sizes, title="Memory", what="memory", ylabel="format", longest=0):
-    """Stacked bars of sizes, with exact byte counts and how much smaller each is than the first.
+    """Stacked bars of sizes: exact byte counts, or MiB from 100 MiB on, and how much smaller each is than the first.
 
     sizes: {label: {part: bytes}}. longest: the most bytes that a bar can have, so that sliders don't move the axis.
     """
@@ -512,6 +514,8 @@ def memory_bars(sizes, title="Memory", what="memory", ylabel="format", longest=0
         # only the sum if there are many parts
         counts = parts.values() if len(kinds) < 4 else (total,)
         text = "  " + " + ".join(f"{size:,}" for size in counts) + " bytes"
+        if total >= 100 * 2**20:
+            text = f"  {total / 2**20:,.1f} MiB"
         if total != totals[0]:
             text += f", {total / totals[0]:.2f}x larger" if total > totals[0] else f", {totals[0] / total:.2f}x smaller"
         ax.text(end, y, text, va="center")
@@ -612,8 +616,9 @@ def scale_cost(curves, title="Smaller blocks: lower error, more scales", xlim=No
     return fig
 
 
-# One colour for each of these in every chart of `curves`. Other labels take what is left of the cycle.
+# One color for each of these in every chart of `curves`. Other labels take what is left of the cycle.
 _OF_LABELS = {"int8": BLUE, "bfloat16": GREY, "float32": GREEN, "int8, round to nearest": ORANGE, "to nearest": ORANGE}
+_OF_LABELS |= dict(_IMPLEMENTATIONS.values())
 
 
 @style()
@@ -622,8 +627,8 @@ def curves(
 ):
     """Plot lines and dots on common axes.
 
-    lines, dots, dashed: {label: [(x, y), ...]}, one colour per label; dashed holds second lines of these labels. mark,
-    level: an x and a y to draw a line at. yardsticks: reference lines, dashed, in a colour of their own. ylim: the ends
+    lines, dots, dashed: {label: [(x, y), ...]}, one color per label; dashed holds second lines of these labels. mark,
+    level: an x and a y to draw a line at. yardsticks: reference lines, dashed, in a color of their own. ylim: the ends
     of y, so that sliders don't move them.
     Axes are logarithmic (except a y axis that spans little); linear with log=False, when x may also be text. With
     log="x" only the x axis is logarithmic.

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import numbers
+import re
 
 import torch
 
@@ -16,6 +17,8 @@ def diagnosis(answer, wrong, right):
 
 def _diagnosis(answer, wrong, right):
     pairs = [_first_difference(got, want) for _, got, want in wrong]
+    if all(isinstance(want, list) and not isinstance(got, list) for got, want in pairs):
+        return "return a list"
     if all(isinstance(want, torch.Tensor) for _, want in pairs):
         said = _of_tensors(pairs, [case for case, _, _ in wrong])
     else:
@@ -49,8 +52,8 @@ def _of_numbers(pairs):
         "off by one: one too many (round down? start at 0?)": lambda g, w: g - w == 1,
         "the sign is wrong": lambda g, w: g == -w,
         "upside down: that is 1 divided by the right number": lambda g, w: abs(g * w - 1) < 1e-9,
-        "it is twice as much: is something counted twice?": lambda g, w: g == 2 * w,
-        "it is half as much: is something counted only once?": lambda g, w: 2 * g == w,
+        "it is twice as much: is something counted twice?": lambda g, w: g == 2 * w and len(pairs) > 1,
+        "it is half as much: is something counted only once?": lambda g, w: 2 * g == w and len(pairs) > 1,
         "bits and bytes: a byte has eight bits": lambda g, w: g == 8 * w or 8 * g == w,
         "it is 1000 or 1024 times too much or too little: which unit is wanted?": lambda g, w: any(
             abs(g * f - w) <= 1e-9 * abs(w) for f in (1e3, 1e6, 1e9, 1e-3, 1e-6, 1e-9, 1024, 1 / 1024)
@@ -75,7 +78,23 @@ def _of_tensors(pairs, cases):
     for hint, holds in _TENSORS.items():
         if all(holds(*each) for each in known):
             return hint
-    return _of_places(known) or _of_inputs(known, cases)
+    return _of_rounding(known, cases) or _nearly(known) or _of_places(known, cases) or _of_inputs(known, cases)
+
+
+def _of_rounding(known, cases):
+    """Codes that are off by one, where there is something to round."""
+    if not all(any(isinstance(arg, torch.Tensor) and arg.dtype.is_floating_point for arg in case) for case in cases):
+        return ""
+    if any(
+        got.dtype.is_floating_point or ((got.double() - want.double())[bad].abs() != 1).any()
+        for got, want, bad in known
+    ):
+        return ""
+    if max(want[bad].unique().numel() for _, want, bad in known) < 3:  # one wrong code isn't a wrong way to round
+        return ""
+    if all((want.double().abs() > got.double().abs())[bad].all() for got, want, bad in known):
+        return "each is one too small in magnitude: truncated instead of rounded?"
+    return "off by one: rounded in another way, such as ties up, down or away from zero?"
 
 
 def _relative(got, want):
@@ -88,7 +107,8 @@ def _wraps(bits):
         if got.dtype.is_floating_point and not (got == got.round()).all():
             return False
         apart = (got.double() - want.double())[bad].abs()
-        return bool((apart % 2**bits == 0).all() and (want[bad].double().abs() >= 2 ** (bits - 1)).any())
+        fits = (got[bad].double().abs() < 2 ** (bits + 8)).all()  # several that wrapped may have been added up
+        return bool(fits and (apart % 2**bits == 0).all() and (want[bad].double().abs() >= 2 ** (bits - 1)).any())
 
     return holds
 
@@ -99,6 +119,42 @@ def _factor(got, want, bad):
     ratio = (got / want)[used]
     usable = used.sum() > 2 and bool(((got == 0) == (want == 0))[used].all())
     return bool(usable and (ratio / ratio[0] - 1).abs().max() < 1e-6 and ratio[0] not in (0, 1))
+
+
+def _nearly(known):
+    """Small errors, of different sizes; one factor for all is no rounding."""
+    errors = [_relative(got, want)[bad] for got, want, bad in known if got.dtype.is_floating_point]
+    if len(errors) < len(known) or max(error.max() for error in errors) >= 0.02:
+        return ""
+    errors = torch.cat(errors)
+    if len(errors) > 2 and errors.max() - errors.min() < 1e-4 * errors.max():
+        return "a constant factor: is a scale missing, used twice, or upside down?"
+    return "nearly right: does a step use a narrower type, or round twice?"
+
+
+def _whole(got, want, bad):
+    """Whole numbers of several sizes, where fractions are due."""
+    if not want.dtype.is_floating_point or not got.isfinite().any():
+        return False
+    numbers = got[got.isfinite()]
+    return bool(
+        (numbers == numbers.round()).all() and numbers.unique().numel() > 3 and (want != want.round())[bad].any()
+    )
+
+
+def _as_float16(got, want, bad):
+    """Infinity from about 65504 on, and only there."""
+    if not got.dtype.is_floating_point:
+        return False
+    lost = got.isinf() & want.isfinite()
+    return bool(lost.any() and (want.abs() > 6e4)[lost].all())
+
+
+def _floor(got, want, bad):
+    lowest = got[bad]
+    if got.dtype.is_floating_point and lowest.numel() and lowest[0].isfinite() and lowest[0] != 0:
+        return bool((lowest == lowest[0]).all() and _same(got, want.clamp(min=lowest[0].item())).all())
+    return False
 
 
 def _shifted(got, want, bad):
@@ -121,6 +177,11 @@ _TENSORS = {
         g[bad].isnan().all()
     ),
     "a number where NaN is due: bad input must stay visible": lambda g, w, bad: bool(w[bad].isnan().all()),
+    "a number where minus infinity is due: nothing else is below all numbers": lambda g, w, bad: bool(
+        (w[bad] == -torch.inf).all() and g[bad].isfinite().all()
+    ),
+    "small results are replaced by a larger number: what do they start from, or compare with?": _floor,
+    "a step rounds to float16, which ends at 65504": _as_float16,
     "infinity where a number is due: does a step overflow, or divide by almost zero?": lambda g, w, bad: bool(
         g[bad].isinf().all() or (g[bad].isinf() | g[bad].isnan()).all()
     ),
@@ -136,23 +197,12 @@ _TENSORS = {
     "overflow: the values don't fit into 32 bits": _wraps(32),
     "overflow: the values don't fit into 16 bits": _wraps(16),
     "overflow: the values don't fit into 8 bits": _wraps(8),
-    "the fraction is cut off: is there a cast to an integer?": lambda g, w, bad: (
-        w.dtype.is_floating_point and _equal(g, w.trunc())
-    ),
+    "the fraction is cut off: is there a cast to an integer?": _whole,
     "a step rounds to float16": _narrow(torch.float16),
     "a step rounds to bfloat16": _narrow(torch.bfloat16),
-    "each is one too small in magnitude: truncated instead of rounded?": lambda g, w, bad: bool(
-        not g.dtype.is_floating_point and ((w.double().abs() - g.double().abs())[bad] == 1).all()
-    ),
-    "off by one: rounded in another way, such as ties up, down or away from zero?": lambda g, w, bad: bool(
-        not g.dtype.is_floating_point and ((w.double() - g.double())[bad].abs() == 1).all()
-    ),
     "a constant factor: is a scale missing, used twice, or upside down?": _factor,
     "the scale is upside down: divide, or multiply by its inverse": lambda g, w, bad: bool(
         g.dtype.is_floating_point and _relative(g * w, torch.ones_like(w))[w != 0].lt(1e-5).all() and (w != 0).any()
-    ),
-    "nearly right: does a step use a narrower type, or round twice?": lambda g, w, bad: bool(
-        g.dtype.is_floating_point and _relative(g, w)[bad].max() < 0.02
     ),
     "numbers are missing: 0 where something else is due (tiny values, or no store?)": lambda g, w, bad: bool(
         (g[bad] == 0).all()
@@ -164,14 +214,18 @@ _TENSORS = {
 }
 
 
-def _of_places(known):
+def _of_places(known, cases):
     """Where in their tensors all wrong elements are."""
     flat = [bad.flatten() for _, _, bad in known]
     firsts = [int(bad.nonzero()[0]) for bad in flat]
     if all(first and bad[first:].double().mean() > 0.8 for bad, first in zip(flat, firsts, strict=True)):
-        if all(2 * first <= len(bad) for bad, first in zip(flat, firsts, strict=True)) or len({*firsts}) == 1:
+        parts = [[n * arg for arg in case if type(arg) is int for n in (1, 2)] for case in cases]
+        if all(first in sizes for first, sizes in zip(firsts, parts, strict=True)):
             return f"the first {firsts[0]} elements are right: does each program, or each step, take the first part?"
-        return "only the end is wrong: is the last, short block right?"
+        if all(2 * first > len(bad) > 4 for bad, first in zip(flat, firsts, strict=True)):
+            return "only the end is wrong: is the last, short block right?"
+    if max(bad.sum() for bad in flat) < 4:
+        return ""
     if all(bad[1::2].any() and not bad[::2].any() for bad in flat):
         return "every second element is wrong: the odd ones"
     if all(bad[::2].any() and not bad[1::2].any() for bad in flat):
@@ -179,8 +233,8 @@ def _of_places(known):
     if all(bad.ndim == 2 and min(bad.shape) > 1 for _, _, bad in known):
         columns, rows = ([bad.any(dim) for _, _, bad in known] for dim in (0, 1))
         if all(not row[0] and row[1:].any() for row in rows):
-            return "row 0 is right and others aren't: where does a row begin, and which strides does x have?"
-        if all(not column[0] and column[-1] for column in columns):
+            return "row 0 is right and others aren't: does each program take row 0? Where does a row begin, and which strides does x have?"
+        if all(column[-1] and not column[: len(column) * 9 // 20 + 1].any() for column in columns):
             return "the first columns are right, the last ones aren't: is the last, short block right?"
         if all(not row[0] and row[-1] for row in rows):
             return "the first rows are right, the last ones aren't: is the last, short block right?"
@@ -200,13 +254,16 @@ def _of_inputs(known, cases):
         "positive": lambda x: x > 0,
         "0": lambda x: x == 0,
         "NaN or infinity": lambda x: ~x.isfinite(),
+        "tiny, below a thousandth": lambda x: x.abs() < 1e-3,
         "no whole number": lambda x: x != x.round() if x.dtype.is_floating_point else torch.zeros_like(x, dtype=bool),
         "large, above a thousand": lambda x: x.abs() > 1000,
-        "tiny, below a thousandth": lambda x: x.abs() < 1e-3,
     }.items():
         if all(holds(x)[bad].all() and not holds(x).all() for x, bad in pairs):
             return f"all wrong elements are those whose input is {words}"
     return ""
+
+
+_BLOCK = re.compile(r"(?i)^(\w*(block|group|tile|size)\w*|b)$|^(ROWS|COLUMNS)$")  # what others are multiples of
 
 
 def _sizes(answer, case):
@@ -235,7 +292,8 @@ def _of_cases(answer, wrong, right):
         if " of " not in a and len(values) == 1 < len(good) and not values & {1, *(each[a] for each in bad)}:
             return f"right only where {a} is {values.pop()}: is that number written into the answer?"
     for a in bad[0]:
-        for b in (*bad[0], 16, 32, 64):
+        some = (16, 32, 64) if len({each[a] for each in good}) > 1 else ()  # one size is right by chance
+        for b in (*filter(_BLOCK.search, bad[0]), *some):
             step = (lambda each, b=b: each[b]) if isinstance(b, str) else (lambda each, b=b: b)
             if a == b or not all(step(each) > 1 for each in bad + good):
                 continue

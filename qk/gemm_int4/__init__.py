@@ -73,10 +73,9 @@ def _int4_gemm(
     out_dtype: torch.dtype, x_scale: torch.Tensor | None, block_size: int | None, zero_point: torch.Tensor | None,
     evens_first: bool, out,
 ) -> torch.Tensor:  # fmt: skip
-    problem = Int4Problem(
-        as_matrix(x), _as_words(packed), absmax, None if bias is None else bias.contiguous(), as_matrix(out), group_size,
-        None if x_scale is None else as_matrix(x_scale), block_size, zero_point, evens_first,
-    )  # fmt: skip
+    bias, x_scale = None if bias is None else bias.contiguous(), None if x_scale is None else as_matrix(x_scale)
+    operands = as_matrix(x), _as_words(packed), absmax, bias, as_matrix(out)
+    problem = Int4Problem(*operands, group_size, x_scale, block_size, zero_point, evens_first)
     run = next(each.run for each in IMPLEMENTATIONS if each.supports(problem))
     run(problem)
 

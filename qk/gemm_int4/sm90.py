@@ -475,8 +475,8 @@ def _int4_gemm_sm90_kernel(
         WHOLE: tl.constexpr = x_desc.dtype == gl.int8 and GROUP == 0 and scale_desc is None
         shared = shared_sums(WGS, WG_N, BLOCK_M, gl.int32 if WHOLE else gl.float32)
     consume = (
-        (x_bufs, w_bufs, x_scales[1:2], full, x_full, empty), shared, absmax_ptr, zero_ptr, x_scale_ptr, bias_ptr, out_ptr,
-        M, N, K, stride_an, stride_ag, stride_zn, stride_zg, stride_xs,
+        (x_bufs, w_bufs, x_scales[1:2], full, x_full, empty), shared, absmax_ptr, zero_ptr, x_scale_ptr, bias_ptr,
+        out_ptr, M, N, K, stride_an, stride_ag, stride_zn, stride_zg, stride_xs,
     )  # fmt: skip
     produce = ((x_desc, x_bufs), (w_desc, w_bufs), x_scales, full, empty, M, N, K)
     if PERMUTE:

@@ -169,13 +169,12 @@ def _sum_steps(
     """Multiply all of K. Returns the sums [64, 64] of each piece's two halves, the next stage, and its phase."""
     x_bufs, w_bufs, scale_bufs, full, empty = ring
     DOT_K: tl.constexpr = x_bufs.shape[2]
-    COUNT: tl.constexpr = 2 * PIECES * DOTS
     WHOLE: tl.constexpr = GROUP == 0 and len(scale_bufs) == 0
     products = ()
     all_sums = ()
-    for i in gl.static_range(2 * PIECES):
+    for _ in gl.static_range(2 * PIECES):
         all_sums += (gl.full([WG_N, _HALF_M], 0, gl.int32 if WHOLE else gl.float32, layout),)
-    for i in gl.static_range(2):
+    for _ in gl.static_range(2):
         products += (gl.full([WG_N, _HALF_M], 0, gl.int32, layout),)
     for k in range(gl.cdiv(K, _COLUMNS)):
         scales = ()

@@ -105,7 +105,7 @@ class _Style(ParallelStyle):
         if any(getattr(module, name, None) is not None for name in ("zero_point", "order")):
             raise ValueError(f"module is {module}; {type(self).__name__} takes no zero points, and no order of columns")
         if device_mesh.ndim != 1:
-            raise ValueError(f"device_mesh has {device_mesh.ndim} dimensions; it takes one: mesh['tp'], say")
+            raise ValueError(f"device_mesh has {device_mesh.ndim} dimensions; it takes one, such as mesh['tp']")
         spans, buffers = self._cut(module, device_mesh.size()), kind.cuts_of(module)
         even = self._as_dtensors(spans, buffers, module)
         if not (self.use_local_output or even or self.dim == 1 or isinstance(self.output_layouts[0], Replicate)):
@@ -129,7 +129,7 @@ class _Style(ParallelStyle):
         for part in fused:
             if self.units is not None and part % self.units:
                 of = f"{name} is {part}" if len(fused) == 1 else f"fused has {part}"
-                raise ValueError(f"units is {self.units}, and {of}; it takes what divides it")
+                raise ValueError(f"units is {self.units}, and {of}; it takes a divisor of that")
             unit = block if self.units is None else max(part // self.units, 1)
             for own, (first, last) in zip(spans, spans_of(part, unit, ranks), strict=True):
                 own.append((begin + first, begin + last))
@@ -137,7 +137,7 @@ class _Style(ParallelStyle):
         for at in sorted({at for own in spans for span in own for at in span if span[0] < span[1]}):
             if at % border and at != size:
                 what = f"{type(layer).__name__} of {name} {size} would be cut at {at}, inside a block of {border}"
-                raise ValueError(f"{what}; other units, or another number of ranks, may cut it at borders")
+                raise ValueError(f"{what}; other units, or another number of ranks, may avoid that")
         return [[span for span in own if span[0] < span[1]] or [own[-1]] for own in spans]
 
     def _as_dtensors(self, spans, buffers, layer):

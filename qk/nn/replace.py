@@ -1,7 +1,6 @@
 """Replace the layers of a model, and compile the kernels that the new ones need.
 
 quantize_       frozen int8 or int4 layers in place of torch.nn's
-dequantize_     torch.nn's layers again, in place of quantized ones
 int8_train_     layers that train in int8
 warm_up         compiles the kernels of a quantized model before it serves
 """
@@ -39,7 +38,7 @@ from .layers import (
 from .report import Report, Row, bytes_of, rows_of_others, tensors_of
 from .training import Int8TrainLinear, check_training
 
-__all__ = ["dequantize_", "int8_train_", "quantize_", "warm_up"]
+__all__ = ["int8_train_", "quantize_", "warm_up"]
 
 _TOKENS = 256  # rows that measure=True gives a layer
 # Each power of two, and a number below it that neither 16 nor a tile divides: kernels are chosen and compiled by these.
@@ -261,10 +260,10 @@ def _check_module(module, job, first):
     name, layer = job.names[0], job.layers[0]
     if any(getattr(module, hooks) for hooks in FORWARD_HOOKS):
         has = f"is a {type(module).__name__} with hooks"
-        raise ValueError(f"to({name!r}, ...) {has}; it takes a module without: the layer's go along")
+        raise ValueError(f"to({name!r}, ...) {has}; it takes a module without hooks: the layer's are moved to it")
     if first != name:
         has = f"is the {type(module).__name__} that {first!r} becomes, too"
-        raise ValueError(f"to({name!r}, ...) {has}; it takes another: each has its layer's hooks")
+        raise ValueError(f"to({name!r}, ...) {has}; it takes a new module: each gets its layer's hooks")
     if isinstance(module, QuantizedLinear) and weight_shape(module) != weight_shape(layer):
         takes = "in_features={1}, out_features={0}".format(*weight_shape(layer))
         raise ValueError(f"to({name!r}, ...) is {module}; it takes one with {takes}")
@@ -292,7 +291,7 @@ def _check_statistics(layers, statistics):
     if not isinstance(statistics, collections.abc.Mapping):
         raise ValueError(f"statistics are a {type(statistics).__name__}; they take what calibration.collect returns")
     if not layers:
-        raise ValueError("statistics are given, and no layer becomes int4; others take none")
+        raise ValueError("statistics are given, but no layer becomes int4; only int4 layers take them")
     for name, layer in layers:
         if name not in statistics:
             raise ValueError(f"statistics have no {name!r}; they take all layers that become int4")
@@ -551,7 +550,7 @@ def _quantize(model, jobs, options, embeddings, progress):
         if isinstance(new, Int8Embedding):
             tables[job.layers[0]] = new
     results = [found[job.layers[0]] for job in jobs]
-    with _replacing(model, jobs, [new for new, _ in results]):
+    with replacing(model, jobs, [new for new, _ in results]):
         left = set(tensors_of(model))
         replaced = sum(size for x, size in zip(tensors, sizes, strict=True) if x not in left)
         return Report([row for _, row in results], sum(sizes), bytes_of(model), others, replaced)
@@ -562,7 +561,7 @@ def _is_head(job):
 
 
 @contextlib.contextmanager
-def _replacing(model, jobs, modules):
+def replacing(model, jobs, modules):
     """Put modules in place of the jobs' layers. If the body fails or is interrupted, put the layers back."""
     changes = list(_changes(model, jobs, modules))
     before = [settings[key] for settings, key, _ in changes]
@@ -574,77 +573,6 @@ def _replacing(model, jobs, modules):
         for (settings, key, _), value in zip(changes, before, strict=True):
             settings[key] = value
         raise
-
-
-@torch.no_grad()
-def dequantize_(model, progress=True):
-    """Undo `quantize_`: replace quantized layers with float ones of the kinds that they were made from, in place.
-
-    The weights are what the codes stand for, so the rounding stays: quantizing lost it for good. They have the dtype
-    that the model has now. What `quantize_` made one module of (layers that shared a weight) stays one. Biases stay the
-    same parameters, and forward hooks move to the new layers.
-
-    Args:
-        model: what `quantize_` made, on any device.
-        progress: whether to show a progress bar, if it takes longer than a second.
-
-    Returns:
-        A `Report` without errors.
-
-    Raises:
-        ValueError: for a model without quantized layers, for one that is itself such a layer (see its method
-            `to_float`), and for a layer that was changed: cut up for several GPUs, say, or with another forward.
-
-    After an error or interrupt the model is unchanged. Old and new layers are in memory together until the end.
-    """
-    if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}; it takes a torch.nn.Module")
-    if isinstance(model, QuantizedModule | QuantizedExperts):
-        raise ValueError(
-            f"model is itself quantized, {type(model).__name__}; it takes a model with layers in it (see to_float)"
-        )
-    names = collections.defaultdict(list)
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, QuantizedModule | QuantizedExperts):
-            names[module].append(name)
-    for module in [module for module in names if isinstance(module, QuantizedExperts)]:
-        for part in module.layers():
-            del names[part]
-    heads = [module for module in names if isinstance(module, TiedInt8Linear)]
-    for head in heads:
-        names[head.table] = [name for name in names[head.table] if name.removesuffix(".table") not in names[head]]
-    if not names:
-        raise ValueError(f"model is a {type(model).__name__} without quantized layers; it takes what quantize_ made")
-    for layer, (name, *_) in names.items():
-        if why := _changed(layer):
-            raise ValueError(f"model has {name}, and {why}; it takes layers as quantize_ made them")
-    jobs, size = [Job([layer], places, None, "") for layer, places in names.items()], bytes_of(model)
-    modules = [layer.to_float() for layer in progress_bar(names, "dequantization", progress)]
-    made = dict(zip(names, modules, strict=True))
-    for head in heads:
-        made[head].weight = made[head.table].weight
-    with _replacing(model, jobs, modules):
-        rows = [_row_of_float(job, new) for job, new in zip(jobs, modules, strict=True)]
-        others = rows_of_others(model, set(modules), True)
-        return Report(rows, size, bytes_of(model), others, sum(bytes_of(layer) for layer in names))
-
-
-def _changed(layer):
-    """Say how a quantized layer differs from one that `quantize_` made, or return ""."""
-    if isinstance(layer, QuantizedExperts):
-        return next(filter(None, map(_changed, layer.layers())), "")
-    if type(layer) not in (Int8Linear, Int4Linear, Int8Embedding, TiedInt8Linear):
-        return f"it is a {type(layer).__name__}"
-    if "forward" in layer.__dict__:
-        return "its forward was replaced"
-    return "it has hooks besides those of forward" if any(getattr(layer, hooks) for hooks in OTHER_HOOKS) else ""
-
-
-def _row_of_float(job, new):
-    layer, name = job.layers[0], job.names[0]
-    note = f"also {', '.join(job.names[1:])}" if len(job.names) > 1 else ""
-    kinds, sizes = (type(layer).__name__, type(new).__name__), (bytes_of(layer), bytes_of(new))
-    return Row(name, *kinds, weight_shape(new), None, *sizes, None, None, note)
 
 
 def warm_up(model, tokens=_SERVED, progress=True):

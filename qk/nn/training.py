@@ -13,7 +13,7 @@
 
 The method is Jetfire's (arXiv 2403.12422), which uses 32 x 32 blocks. x and w are rounded to nearest. g can be rounded
 stochastically: its rounding errors then have a mean of zero and average out over many steps. The gradient of a bias is
-the float32 sum of g's rows, in a fixed order. The same state of torch's generator gives the same bits.
+the float32 sum of g's rows, in a fixed order. With the same state of torch's generator, results have the same bits.
 
 A weight is quantized in every forward pass. A layer keeps no codes between passes, so it can't use stale ones, whatever
 changed the weight: an optimizer, `weight.data.add_(...)`, a collective, or a replayed CUDA graph.
@@ -62,7 +62,7 @@ def _sum(sums, dtype):
 
 
 def _nothing(x):
-    """An empty tensor in place of a gradient that isn't needed."""
+    """Return an empty tensor in place of a gradient that isn't needed."""
     return x.new_empty(0, dtype=torch.float32)
 
 
@@ -75,25 +75,25 @@ def _empty(x, *shape, dtype):
 
 
 def _empty_transpose(x, rows, columns, block_size, keep):
-    """What `_quantize` returns for a matrix [rows, columns], except its first result, uninitialized."""
+    """Allocate what `_quantize` returns for a matrix [rows, columns], except its first result."""
     codes = x.new_empty((columns, rows) if keep else 0, dtype=torch.int8)
     return codes, x.new_empty((cdiv(rows, block_size), cdiv(columns, block_size)), dtype=torch.float32)
 
 
 def _dtypes(ctx, tensors):
-    """The dtypes of an operator's first inputs; None for inputs that need no gradient."""
+    """Return the dtypes of an operator's first inputs; None for inputs that need no gradient."""
     every = zip(tensors, ctx.needs_input_grad, strict=False)
     return [tensor.dtype if need else None for tensor, need in every]
 
 
 def _gradients(ctx, gradients):
-    """Returns what a backward function has to: a gradient for each input that needs one, and None for the others."""
+    """Return what a backward function must: a gradient for each input that needs one, and None for the others."""
     found = [gradient if need else None for gradient, need in zip(gradients, ctx.needs_input_grad, strict=False)]
     return tuple(found) + (None,) * (len(ctx.needs_input_grad) - len(found))
 
 
 def _watched(g):
-    """g, made to require a gradient under create_graph=True, so that a second derivative raises an error."""
+    """Make g require a gradient under create_graph=True, so that a second derivative raises an error."""
     return g.detach().requires_grad_() if torch.is_grad_enabled() and not g.requires_grad else g
 
 
@@ -102,7 +102,7 @@ def _save_nothing(ctx, inputs, output):
 
 
 def _no_second_derivative(ctx, *grads):
-    raise RuntimeError("a gradient of training in int8 can't be differentiated again: it has no second derivative")
+    raise RuntimeError("training in int8 has no second derivative: its gradients can't be differentiated again")
 
 
 # A linear layer
@@ -121,7 +121,7 @@ def _int8_linear_backward(
     seed: torch.Tensor | None, block_size: int, x_dtype: torch.dtype | None, w_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Returns the gradients of x (as a matrix), w and the bias, each in its dtype, or empty where that is None."""
+    """Return the gradients of x (as a matrix), w and the bias, each in its dtype, or empty where that is None."""
     g, g_t, g_scale, db = _quantize_gradient(as_matrix(g), block_size, seed, bias_dtype)
     dx, dw = _nothing(g), _nothing(g)
     if x_dtype is not None:
@@ -191,7 +191,7 @@ def _int8_feed_forward_backward(
     w1_dtype: torch.dtype | None, b1_dtype: torch.dtype | None, w2_dtype: torch.dtype | None,
     b2_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Returns the gradients of x (as a matrix), w1, b1, w2 and b2, each in its dtype, or empty where that is None."""
+    """Return the gradients of x (as a matrix), w1, b1, w2 and b2, each in its dtype, or empty where that is None."""
     seeds = (None, None) if seed is None else seed.split(1)
     g, g_t, g_scale, db2 = _quantize_gradient(as_matrix(g), block_size, seeds[0], b2_dtype)
     dx, dw1, db1, dw2 = (_nothing(g) for _ in range(4))
@@ -288,9 +288,9 @@ class Int8TrainLinear(torch.nn.Linear):
     `qk.nn.quantize_`, which quantizes once. A weight that is used several times before the backward pass is quantized
     for each use, and its codes are kept as often.
 
-    A NaN or Inf spreads to its square block. In the input, it makes NaN of the block's rows of the output and its
-    columns of the weight's gradient. In the output's gradient, it makes NaN of the block's rows of the input's gradient
-    and its rows of the weight's gradient.
+    A NaN or Inf spreads to its square block. If it is in the input, the block's rows of the output and its columns of
+    the weight's gradient become NaN. If it is in the output's gradient, the block's rows of the input's gradient and
+    its rows of the weight's gradient become NaN.
 
     torch.func.vmap works. torch.func.grad, torch.func.jvp and forward-mode differentiation raise RuntimeError, as does
     a second derivative.
@@ -349,7 +349,7 @@ def _check_operands(input, weights, biases):
 
 
 def _check_transforms(transforms, tensors):
-    """Raise RuntimeError if torch.func or forward mode wants a derivative, which would be 0 or an unclear error."""
+    """Raise RuntimeError if torch.func or forward mode asks for a derivative: it would be 0, or an unclear error."""
     tensors, kinds = [tensor for tensor in tensors if tensor is not None], torch._C._functorch.TransformType
     keys = [transform.key() for transform in transforms]
     if kinds.Grad in keys or kinds.Jvp in keys:
@@ -358,7 +358,7 @@ def _check_transforms(transforms, tensors):
         asked = any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
     if asked:
         raise RuntimeError(
-            "torch.func's derivatives and forward mode don't go through training in int8: it takes backward, or "
+            "torch.func's derivatives and forward mode don't work with training in int8: use backward or "
             "torch.autograd.grad"
         )
 
@@ -455,7 +455,9 @@ class Int8FeedForward(torch.nn.Module):
         dtype = output_dtype(input, up.in_features, "input")
         for name, part in (("up", up), ("down", down)):
             if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
-                raise ValueError(f"{name} has hooks (weight_norm and prune add some); it takes none: it isn't called")
+                raise ValueError(
+                    f"{name} has hooks (weight_norm and prune add some); it takes none, as it isn't called"
+                )
         w1, b1, w2, b2 = parameters = up.weight, up.bias, down.weight, down.bias
         _check_operands(input, {"up.weight": w1, "down.weight": w2}, (b1, b2))
         grad = torch.is_grad_enabled()

@@ -15,6 +15,7 @@ import functools
 import importlib
 import inspect
 import io
+import itertools
 import keyword
 import re
 import sys
@@ -24,7 +25,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-from .simplify import Known, simplified
+from .simplify import Known, Places, replaced, simplified
 
 PACKAGE = Path(__file__).parents[1]
 MODULES = ("int4", "gemm_int4", "int8", "hadamard", "gelu", "dequant", "sparsity", "gemm", "linear")
@@ -51,7 +52,7 @@ class _Module(NamedTuple):
 
 
 def _bound(node):
-    """The names that a statement defines at the top level, in any of its branches."""
+    """Return the names that a statement defines at the top level, in any of its branches."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return {node.name}
     if isinstance(node, ast.Import | ast.ImportFrom):
@@ -73,39 +74,15 @@ def _path(module):
 
 
 def _absolute_name(module, node):
-    """The module in qk that a relative import in a module names."""
+    """Return the module in qk that a relative import names."""
     parts = module.split(".") if _path(module).name == "__init__.py" else module.split(".")[:-1]
     parts = parts[: len(parts) - node.level + 1]
     return ".".join([*parts, *([node.module] if node.module else [])])
 
 
-def _replaced(text, edits):
-    """Text with (start, end, replacement) put in, in bytes."""
-    data = text.encode()
-    for start, end, new in sorted(edits, reverse=True):
-        data = data[:start] + new.encode() + data[end:]
-    return data.decode()
-
-
-class _Places:
-    """Where the nodes of a text are, in bytes."""
-
-    def __init__(self, text):
-        self.text, self.tree, self.starts = text, ast.parse(text), [0]
-        for line in text.split("\n"):
-            self.starts.append(self.starts[-1] + len(line.encode()) + 1)
-
-    def of(self, node):
-        return (self.starts[node.lineno - 1] + node.col_offset, self.starts[node.end_lineno - 1] + node.end_col_offset)
-
-    def segment(self, node):
-        start, end = self.of(node)
-        return self.text.encode()[start:end].decode()
-
-
 def _without_module_names(source, name):
-    """`launch.recording` as `recording`, after `from . import launch`. Returns the text, and {name: its module}."""
-    places, edits, relative = _Places(source), [], {}
+    """Write `recording` for `launch.recording`, after `from . import launch`. Returns the text, {name: its module}."""
+    places, edits, relative = Places(source), [], {}
     whole = {
         alias.asname or alias.name: f"{_absolute_name(name, node)}.{alias.name}"
         for node in places.tree.body
@@ -115,13 +92,13 @@ def _without_module_names(source, name):
     for node in ast.walk(places.tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in whole:
             relative[node.attr] = whole[node.value.id]
-            edits.append((*places.of(node), node.attr))
+            edits.append((*places.at(node), node.attr))
     # a local variable of the same name would hide it
     names = [each for each in ast.walk(places.tree) if isinstance(each, ast.Name) and each.id in relative]
-    edits += [(*places.of(each), f"{each.id}_") for each in names]
+    edits += [(*places.at(each), f"{each.id}_") for each in names]
     names = [each for each in ast.walk(places.tree) if isinstance(each, ast.arg) and each.arg in relative]
-    edits += [(places.of(each)[0], places.of(each)[0] + len(each.arg), f"{each.arg}_") for each in names]
-    return _replaced(source, edits), relative
+    edits += [(places.at(each)[0], places.at(each)[0] + len(each.arg), f"{each.arg}_") for each in names]
+    return replaced(source, edits), relative
 
 
 @functools.cache
@@ -152,12 +129,12 @@ def _module(name):
 
 
 def functions():
-    """{public function: the module that has it}, without the references."""
+    """Return {public function: its module}, without the references."""
     return {name: module for module in MODULES for name in _module(module).public if not name.endswith("_ref")}
 
 
 def _needed(roots, read):
-    """(module, name) -> {module: the numbers of the items that these need}. read: a module's name -> a _Module."""
+    """Find what the roots, pairs (module, name), need: {module: numbers of its items}. read(module) is a _Module."""
     needed, waiting = {}, list(roots)
     while waiting:
         where, name = waiting.pop()
@@ -176,7 +153,7 @@ def _needed(roots, read):
 
 
 def _ordered(needed):
-    """The modules, each after those that it imports from."""
+    """Sort modules, each after those that it imports from."""
     order = []
 
     def visit(where):
@@ -191,7 +168,11 @@ def _ordered(needed):
 
 
 def _renamed(text, names):
-    """Python text with other names. A name after a dot is none of them, and an imported one keeps its own."""
+    """Rename names in Python text, but not attributes. An imported name is renamed by `as`."""
+
+    def inside(braces):
+        return re.sub(r"(?<![.\w])\w+", lambda found: names.get(found[0], found[0]), braces[0])
+
     lines, before, importing = text.splitlines(keepends=True), "", False
     edits = []
     tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
@@ -202,6 +183,8 @@ def _renamed(text, names):
             if importing and before != "as":
                 name = token.string if after.string == "as" else f"{token.string} as {name}"
             edits.append((*token.start, token.end[1], name))
+        elif token.type == tokenize.STRING and token.string[0] == "f":  # one token, before Python 3.12
+            edits.append((*token.start, token.end[1], re.sub(r"{[^{}]+}", inside, token.string)))
         before = token.string
     for row, start, end, name in reversed(edits):
         line = lines[row - 1]
@@ -210,7 +193,7 @@ def _renamed(text, names):
 
 
 def _clashes(modules, needed, read):
-    """{module: {name: another}} for names that an earlier module of the file has, too."""
+    """Find new names, {module: {name: new one}}, for those that an earlier module of the file defines too."""
     taken, renamed = set(), {}
     for where in modules:
         bound = {name for i in needed[where] for name in read(where).items[i].binds}
@@ -224,7 +207,7 @@ def _clashes(modules, needed, read):
 
 
 def _import_section(statements):
-    """Import statements, sorted as ruff wants them."""
+    """Sort import statements as ruff does."""
     named = {}
     for statement in statements:
         if statement.startswith("from "):
@@ -246,7 +229,7 @@ def _import_order(name):
 
 
 def _imports(modules, needed):
-    """The import statements that the items need."""
+    """Return the import statements that the items need."""
     statements = set()
     for where in modules:
         uses = {name for i in needed[where] for name in _module(where).items[i].uses}
@@ -265,7 +248,7 @@ def _origin(modules, command):
 
 
 def _body(where, numbers, names):
-    """The items of a module, as far apart as they are there."""
+    """Return the text of a module's items, with the blank lines between them."""
     text, before = "", None
     for i in numbers:
         item = _module(where).items[i]
@@ -280,7 +263,7 @@ def _body(where, numbers, names):
 
 
 def _public(names, whole):
-    """The public functions that names of functions and modules stand for. ValueError: there is no such name.
+    """Return the public functions that these names stand for, or raise ValueError.
 
     Args:
         names: of both kinds.
@@ -309,7 +292,7 @@ def _quoted(name):
 
 
 def full(*names):
-    """The text of a file with operators, torch.compile support and the fast launch. ValueError: unknown names.
+    """Return a file with operators, torch.compile support and the fast launch, or raise ValueError.
 
     Args:
         names: of MODULES, or of public functions.
@@ -337,11 +320,7 @@ _TEMPORARY = """
 def temporary(x, shape, dtype):
     return x.new_empty(shape, dtype=dtype)
 """
-_CHECK_SHAPE = """    if isinstance(shape, str):  # such as "[..., K]"
-        ok = x.ndim > 0 if "..." in shape else x.ndim == shape.count(",") + 1
-    else:
-        ok = shape is None or list(x.shape) == list(shape)
-    if not ok:
+_CHECK_SHAPE = """    if shape is not None and not _fits(x, shape):
         raise ValueError(f"{name} has shape {list(x.shape)}; it takes {shape}")
 """
 _CHECK_DTYPE = """    if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.dtype not in dtypes:
@@ -378,6 +357,8 @@ _TEMPLATES = {
     ("core.checks", "check_one_of"): _CHECK_ONE_OF,
     ("core.checks",): _VERSION,
 }
+# Written for faster launches. In a copy, what does the same in Triton will do.
+_RENAMED = {"INTERPRETING": "INTERPRETED", "cdiv": "triton.cdiv", "next_power_of_2": "triton.next_power_of_2"}
 
 
 class _Plan(NamedTuple):
@@ -389,6 +370,7 @@ class _Plan(NamedTuple):
 
 
 _PLANS = {
+    "int8": _Plan({"evens_first": False}),  # what int4_gemm reads on Hopper
     "gemm": _Plan({"path": None, "exact": True}, word="Hopper"),
     "gemm_int4": _Plan({}, word="512 tokens|Hopper|Below compute"),
     "gelu": _Plan({}, dropped=("_launch_square", "_squares", "_has_squares", "quantize_squares_ref"), word="quare"),
@@ -396,36 +378,35 @@ _PLANS = {
 
 
 def _without_early(text):
-    """Launches that wait for the kernel before."""
-    places, edits = _Places(text), []
+    """Make launches wait for the previous kernel."""
+    places, edits = Places(text), []
     for node in ast.walk(places.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "launch":
             for each in node.keywords:
                 if each.arg == "early":
-                    start, end = places.of(each)
+                    start, end = places.at(each)
                     edits.append((start, end, "EARLY=False"))
                     comment = re.match(rb"[^\n#]*?(  #[^\n]*)", text.encode()[end:])  # on why
                     if comment:
                         edits.append((end + comment.start(1), end + comment.end(1), ""))
-    return _replaced(text, edits)
+    return replaced(text, edits)
 
 
 def _without_decorator(text, name):
-    places = _Places(text)
+    places = Places(text)
     for node in getattr(places.tree.body[0], "decorator_list", []):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == name:
-            start, end = places.of(node)
-            return _replaced(text, [(start - 1, end + 1, "")])
+            start, end = places.at(node)
+            return replaced(text, [(start - 1, end + 1, "")])
     return text
 
 
-def _plain_operator(text, fakes, checks):
-    """A function that is an operator in the package, as one that allocates its outputs and fills them.
+def _plain_operator(text, checks):
+    """Turn an operator of the package into a function that allocates its outputs and fills them.
 
-    fakes: {name of a function that allocates outputs: (its parameters, the expression that it returns)}.
     checks: {name of a function: how many parameters it has, besides `*_`}.
     """
-    places = _Places(text)
+    places = Places(text)
     node = places.tree.body[0]
     decorator = node.decorator_list[0]
     arguments = [each.arg for each in node.args.args if each.annotation is not None]
@@ -452,15 +433,7 @@ def _plain_operator(text, fakes, checks):
         head.append(f"    {check.id}({', '.join(arguments[: checks[check.id]])})")
     if "fills" in options:
         return "\n".join([*head, *rest]) + "\n"
-    fake = decorator.args[0].id
-    parameters, returned = fakes.get(fake, (None, None))
-    made = returned if parameters == arguments else f"{fake}({', '.join(arguments)})"
-    values = ast.parse(made).body[0].value
-    if isinstance(values, ast.Tuple) and len(values.elts) == len(outputs):
-        head += [f"    {name} = {ast.get_source_segment(made, each)}"
-                 for name, each in zip(outputs, values.elts, strict=True)]  # fmt: skip
-    else:
-        head.append(f"    {', '.join(outputs)} = {made}")
+    head.append(f"    {', '.join(outputs)} = {decorator.args[0].id}({', '.join(arguments)})")
     sizes = " or ".join(f"{each}.numel()" for each in outputs)
     if isinstance(body[0], ast.If) and ast.unparse(body[0].test) == f"{outputs[0]}.numel()":
         return "\n".join([*head, *rest, f"    return {', '.join(outputs)}"]) + "\n"
@@ -481,26 +454,9 @@ def _is_operator(node):
     )
 
 
-def _fakes(items):
-    """{name: (parameters, expression)} of functions that do nothing but return an expression."""
-    found = {}
-    for item in items:
-        node = item.node
-        if isinstance(node, ast.FunctionDef) and len(node.body) == 1 and isinstance(node.body[0], ast.Return):
-            places = _Places(item.text)
-            inner = places.tree.body[0]
-            expression = inner.body[0].value
-            edges = "()" if isinstance(expression, ast.Tuple) and not places.segment(expression).startswith("(") else ""
-            text = " ".join(line.strip() for line in places.segment(expression).split("\n"))
-            if "#" not in text and not edges:
-                text = re.sub(r",? \)$", ")", text.replace("( ", "("))
-            found[node.name] = [each.arg for each in node.args.args], text
-    return found
-
-
 @functools.cache
 def arches(module):
-    """{instruction set: (what says whether it can multiply, what multiplies)} of a GEMM's module; {} of another's."""
+    """Return {instruction set: (name of its `supports`, name of its `run`)} for a GEMM's module, else {}."""
     for node in ast.parse(_path(module).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and _bound(node) == {"IMPLEMENTATIONS"}:
             named = {each.args[0].value: (each.args[1], each.args[-1]) for each in node.value.elts}
@@ -515,8 +471,8 @@ def _capability(arch):
 
 
 def _direct(text, module, arch):
-    """A GEMM's choice among its implementations as a call of the one for an instruction set."""
-    places = _Places(text)
+    """Replace a GEMM's choice among implementations by a call of the one for an instruction set."""
+    places = Places(text)
     for node in ast.walk(places.tree):
         call = node.value if isinstance(node, ast.Expr) else None
         if not isinstance(call, ast.Call) or getattr(call.func, "attr", getattr(call.func, "id", "")) != "run":
@@ -533,62 +489,79 @@ def _direct(text, module, arch):
         if supports and arch != "sm80":
             refusal = _quoted(f"{arch}'s kernel can't multiply these operands")
             new += f"if not {supports}({first}):{indent}    raise ValueError({refusal}){indent}"
-        edits = [(*places.of(node), f"{new}{run}({given})")]
+        edits = [(*places.at(node), f"{new}{run}({given})")]
         for each in ast.walk(places.tree):
             if isinstance(each, ast.Assign) and getattr(each.targets[0], "id", "") == "run":
-                start, end = places.of(each)
+                start, end = places.at(each)
                 edits.append((start - each.col_offset, end + 1, ""))
-        return _replaced(text, edits)
+        return replaced(text, edits)
     return text
 
 
 def _without_checks(text, pinned):
-    """The text without checks of arguments that have one value only."""
-    places, edits = _Places(text), []
+    """Remove the checks of arguments that have one value only."""
+    places, edits = Places(text), []
     for node in ast.walk(places.tree):
         call = getattr(node, "value", None)
         if isinstance(node, ast.Expr) and isinstance(call, ast.Call) and getattr(call.func, "id", "") == "check_one_of":
             if getattr(call.args[0], "value", None) in pinned:
-                start, end = places.of(node)
+                start, end = places.at(node)
                 edits.append((start - node.col_offset, end + 1, ""))
-    return _replaced(text, edits)
+    return replaced(text, edits)
+
+
+def _opened(item):
+    """Yield the statements of a `try` as items. It succeeds wherever such a copy can run."""
+    lines = item.text.split("\n")
+    for node in ast.parse(item.text).body[0].body:
+        first = node.lineno
+        while lines[first - 2].lstrip().startswith("#"):
+            first -= 1
+        text = textwrap.dedent("\n".join(lines[first - 1 : node.end_lineno])) + "\n"
+        yield item._replace(text=text, binds=_bound(node), node=ast.parse(text).body[0])
 
 
 @functools.cache
 def _plain_module(name, arch):
-    """A module without operators and early launches, and with this file's plain launch and checks."""
+    """Return a module without operators and early launches, and with this file's plain launch and checks."""
     module = _module(name)
-    fakes, items = _fakes(module.items), []
+    items = []
     defined = [item.node for item in module.items if isinstance(item.node, ast.FunctionDef)]
     checks = {node.name: len(node.args.args) for node in defined}
-    relative = dict(module.relative)
-    for item in module.items:
-        text = next((_TEMPLATES[key] for key in _TEMPLATES if key[0] == name and item.binds == set(key[1:])), item.text)
-        text = _renamed(text.lstrip("\n"), {"INTERPRETING": "INTERPRETED"})
-        if item.binds == {"INTERPRETING"}:
+    relative, absolute = dict(module.relative), dict(module.absolute)
+    opens = arch == "sm90" and name == "core.gluon"
+    parts = [_opened(item) if opens and isinstance(item.node, ast.Try) else [item] for item in module.items]
+    for item in itertools.chain(*parts):
+        if isinstance(item.node, ast.Import | ast.ImportFrom):
+            absolute |= {alias.asname or alias.name: _import_of(item.node, alias) for alias in item.node.names}
             continue
+        text = next((_TEMPLATES[key] for key in _TEMPLATES if key[0] == name and item.binds == set(key[1:])), item.text)
+        if item.binds & _RENAMED.keys():
+            continue
+        text = text.lstrip("\n")
+        text = _without_checks(text, _PLANS.get(name, _Plan({})).pins)
         if arches(name):
-            text = _direct(_without_checks(text, _PLANS.get(name, _Plan({})).pins), name, arch)
+            text = _direct(text, name, arch)
         text = _without_early(text)
         text = _without_decorator(text, "replayed")
         if _is_operator(item.node):
-            text = _plain_operator(text, fakes, checks)
+            text = _plain_operator(text, checks)
         text = re.sub(r"^(def \w+[(].*), [*]_[)]:", r"\1):", text, flags=re.M)  # what a check takes and ignores
+        text = _renamed(text, _RENAMED)
         tree = ast.parse(text)
         uses = {inner.id for inner in ast.walk(tree) if isinstance(inner, ast.Name)}
         items.append(item._replace(text=text, uses=uses, node=tree.body[-1]))
     relative["INTERPRETED"] = "core.numerics"
     if name == "core.numerics":
         del relative["INTERPRETED"]
-    return module._replace(items=items, relative=relative)
+    return module._replace(items=items, relative=relative, absolute=absolute)
 
 
-def _given(modules, needed):
-    """The (function, parameter) of operators that aren't None: so their annotations have it."""
+def _given(modules):
+    """Return the (function, parameter) of operators that are never None, by their annotations."""
     known = set()
     for where in modules:
-        for i in needed[where]:
-            item = _module(where).items[i]
+        for item in _module(where).items:
             if _is_operator(item.node):
                 for each in item.node.args.args:
                     if each.annotation is not None and "None" not in ast.unparse(each.annotation):
@@ -600,13 +573,13 @@ def _given(modules, needed):
     return known
 
 
-def _constants(modules, needed, renamed):
-    """{name in the copy: value} of constants whose value the package knows without running a kernel."""
+def _constants(modules, needed, renamed, read):
+    """Return {name in the copy: value} of the constants that the items define."""
     found = {}
     for where in modules:
         module = importlib.import_module(f"qk.{where}")
         for i in needed[where]:
-            item = _module(where).items[i]
+            item = read(where).items[i]
             if isinstance(item.node, ast.Assign):
                 for name in item.binds:
                     value = getattr(module, name, None)
@@ -616,7 +589,7 @@ def _constants(modules, needed, renamed):
 
 
 def short(*names, arch=None):
-    """The text of a file that is as short as one written by hand. ValueError: unknown names.
+    """Return a file that is as short as one written by hand, or raise ValueError.
 
     Args:
         names: of MODULES, or of public functions.
@@ -657,11 +630,11 @@ def short(*names, arch=None):
             capability = _capability(target.replace("80", "86"))
             pins |= {"capability": [capability], "arch": [10 * capability[0] + capability[1]]}
             pins |= {"scratch": [0]} if target == "sm80" else {}  # many tokens: one kernel, which unpacks in its loop
-    constants = _constants(modules, needed, renamed)
+    constants = _constants(modules, needed, renamed, read)
     verbatim = {name for where in modules if where.startswith("core.") for i in needed[where]
                 for name in read(where).items[i].binds}  # fmt: skip
-    given = _given(modules, needed)
-    text = simplified("\n\n".join(parts), roots, Known(pins, given, constants, set(dropped), verbatim))
+    facts = Known(pins, _given(modules), constants, set(dropped), verbatim)
+    text = simplified("\n\n".join(parts), roots, facts)
     text = _assembled(_laid_out(text), roots)
     command = " ".join([*names, *(["--arch", arch] if arch else [])])
     head = f'{_origin(asked, command)}\n"""{_about(asked, text)}\n"""\n\n'
@@ -671,7 +644,7 @@ def short(*names, arch=None):
 
 
 def _laid_out(text):
-    """The text, each statement on one line if it fits."""
+    """Put each statement on one line if it fits."""
     for node in reversed(ast.parse(text).body):
         if isinstance(node, ast.FunctionDef):
             lines = _joined_header(node, _packed_header(node, text.split("\n")))
@@ -680,7 +653,7 @@ def _laid_out(text):
 
 
 def _with_short_comments(text):
-    """The text, with comments that are too long wrapped again."""
+    """Wrap comments again that have become too long."""
     result, rows = [], text.split("\n")
     while rows:
         indent = re.match(r" *(?=# )", rows[0])
@@ -696,7 +669,7 @@ def _with_short_comments(text):
 
 
 def _joined_header(node, lines):
-    """A function's lines, with its header on one line if it fits and has no comment."""
+    """Put a function's header on one line if it fits and has no comment."""
     if lines[node.lineno - 1].endswith("(") and lines[node.lineno + 1] == "):":
         joined = f"{lines[node.lineno - 1]}{lines[node.lineno].strip().removesuffix(',')}):"
         if len(joined) <= WIDTH and "#" not in joined:
@@ -705,8 +678,8 @@ def _joined_header(node, lines):
 
 
 def _refilled(text):
-    """The text, its multi-line statements on one line if they fit, and calls of `launch` without gaps."""
-    places, lines = _Places(text), text.split("\n")
+    """Put statements on one line if they fit, and close the gaps in calls of `launch`."""
+    places, lines = Places(text), text.split("\n")
     statements = [each for each in ast.walk(places.tree) if isinstance(each, ast.stmt)]
     for node in sorted(statements, key=lambda each: -each.lineno):
         if not hasattr(node, "body") and node.lineno == node.end_lineno and '"' not in lines[node.lineno - 1]:
@@ -724,15 +697,12 @@ def _refilled(text):
         if len(joined) <= WIDTH and (skip or not magic):
             lines[node.lineno - 1 : node.end_lineno] = [joined]
         elif skip:
-            lines[node.lineno - 1 : node.end_lineno] = _packed([part for row in rows for part in _cut(row)])
+            lines[node.lineno - 1 : node.end_lineno] = _packed(rows)
     return "\n".join(lines)
 
 
 def _wrapped(line):
-    """A statement that is too long, over several lines."""
-    code, hash, comment = line.partition("  # ")
-    if len(line) > WIDTH and hash:
-        return [f"{' ' * (len(line) - len(line.lstrip()))}# {comment}", code]
+    """Split a statement that is too long into several lines."""
     head, opening, rest = line.partition("(")
     if len(line) <= WIDTH or not opening or not line.endswith(")"):
         return [line]
@@ -750,14 +720,8 @@ def _glue(row):
     return row if row[:1] in ")]}" else f" {row}"
 
 
-def _cut(row):
-    """A row of arguments, as two if it is too long."""
-    place = row.rfind(", ", 0, WIDTH) + 1
-    return [row[:place], row[: len(row) - len(row.lstrip())] + row[place + 1 :]] if len(row) > WIDTH else [row]
-
-
 def _packed(rows):
-    """Rows of arguments, those with few of them together."""
+    """Join short rows of arguments."""
     packed = [rows[0]]
     for row in rows[1:]:
         last = packed[-1]
@@ -770,12 +734,12 @@ def _packed(rows):
 
 
 def _groups(text, roots):
-    """The statements of a text as a reader meets them: constants; kernels, and what they call; the same of the host."""
+    """Sort statements for a reader: constants; kernels, and what they call; the same of public functions; the rest."""
     tree = ast.parse(text)
     names = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
 
     def reached(nodes, step):
-        """Functions, each before those that it calls: in the order of the calls, or the last one first."""
+        """Return functions, each before those that it calls: in the order of the calls, or the last one first."""
         found, waiting = [], list(nodes)
         while waiting:
             node = waiting.pop()
@@ -802,7 +766,7 @@ def _is_jit(node):
 
 
 def _packed_header(node, lines):
-    """A function's lines, with the parameters that have no comment side by side."""
+    """Put a function's parameters side by side, except those with a comment."""
     last = node.body[0].lineno - 2
     while lines[last].lstrip().startswith("#"):
         last -= 1
@@ -816,14 +780,11 @@ def _packed_header(node, lines):
             packed[-1] += " " + line.strip()
         else:
             packed.append(line)
-    one = f"{lines[node.lineno - 1]}{' '.join(line.strip() for line in packed)}"
-    if "#" not in one and len(one) < WIDTH:
-        return [*lines[: node.lineno - 1], one.removesuffix(",") + "):", *lines[last + 1 :]]
     return [*lines[: node.lineno], *packed, "):  # fmt: skip", *lines[last + 1 :]]
 
 
 def _assembled(text, roots):
-    """The statements in a reader's order, and the lines between them."""
+    """Join the statements in a reader's order, with blank lines between them."""
     lines, result, before = text.split("\n"), "", None
     for group in _groups(text, roots):
         for node in group:
@@ -843,14 +804,14 @@ def _assembled(text, roots):
 
 
 def _used(text, modules, read):
-    """The import statements that a text needs."""
+    """Return the import statements that a text needs."""
     tree = ast.parse(text)
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     return {read(where).absolute[name] for where in modules for name in names & read(where).absolute.keys()}
 
 
 def _about(asked, text):
-    """The docstrings of files, without paragraphs about what isn't in the text."""
+    """Return the docstrings of files, without paragraphs about what isn't in the text."""
     known, parts = functions(), []
     for where in asked:
         kept, dropped = [], False
@@ -878,7 +839,7 @@ def _listing():
 
 
 def _shadows(path):
-    """Why a file of this name would be trouble; None if it wouldn't."""
+    """Return why a file of this name would cause trouble, or None."""
     stem = path.stem
     if path.suffix != ".py":
         return "it takes a name that ends in .py"

@@ -1,7 +1,13 @@
-"""Simplify a Python file of kernels for the few functions that are asked for: partial evaluation of its source.
+"""Partial evaluation: cut the source of kernels down to what a few of its functions need.
 
-`simplified` follows constants from call to call. What a mode that nobody asks for would need goes away: branches,
-parameters, local variables and functions. All that stays keeps its text and its comments.
+`simplified` repeats two steps until nothing changes:
+
+    _pruned   drops functions, classes and constants that no wanted function reaches
+    _Pass     works out the values that names can have, from call to call, and edits the text: branches that are never
+              taken, parameters, local variables and fields that nothing reads, helpers that are called once
+
+Edits replace ranges of the text, so that everything else keeps its formatting and its comments. A value is a list of
+all the values that an expression can have; SOMETHING, if it is only known not to be None; or UNKNOWN.
 """
 
 import ast
@@ -32,20 +38,20 @@ _OPERATORS = {
 
 
 def _walk(node):
-    """All nodes in a node, as a list that is made once."""
+    """List a node and everything inside it. The list is made once."""
     if not hasattr(node, "all_nodes"):
         node.all_nodes = list(ast.walk(node))
     return node.all_nodes
 
 
 class _Tensor(NamedTuple):
-    """A tensor of which only the dtype is known."""
+    """A tensor whose dtype is known, and nothing else."""
 
     dtype: torch.dtype
 
 
 def _join(values):
-    """The set of values that a name may have, of those that its assignments give it."""
+    """Merge the values of several assignments to one name."""
     found = []
     for value in values:
         if value is UNKNOWN:
@@ -64,7 +70,7 @@ def _join(values):
 
 
 def _combined(function, *operands):
-    """function of all combinations of values."""
+    """Apply a function to every combination of its operands' values."""
     if [] in operands:
         return []
     if any(not isinstance(each, list) or isinstance(each[0], _Tensor) for each in operands):
@@ -76,14 +82,14 @@ def _combined(function, *operands):
 
 
 def _known(value):
-    """(True, what the value is) if there is only one."""
+    """Return (True, the value) if there is exactly one, else (False, None)."""
     if isinstance(value, list) and len(value) == 1:
         return True, value[0]
     return False, None
 
 
 def _truth(value):
-    """True, False, or None: unknown."""
+    """Return True, False, or None if a condition may be either."""
     if not isinstance(value, list) or not value or any(isinstance(each, _Tensor) for each in value):
         return None
     truths = {bool(each) for each in value}
@@ -91,13 +97,13 @@ def _truth(value):
 
 
 class _Site:
-    """A call of a function in the file: the nodes of its arguments."""
+    """One call of a function in the file, with the nodes of its arguments."""
 
     def __init__(self, positional, keywords, launched, spread):
         self.positional, self.keywords, self.launched, self.spread = positional, keywords, launched, spread
 
     def argument(self, parameters, name):
-        """The argument for a parameter; None: it isn't given. UNKNOWN: not known which it is."""
+        """Find the argument for a parameter. Returns None if the call has none, UNKNOWN if stars hide which it is."""
         if name in self.keywords:
             return self.keywords[name].value
         index = parameters.index(name)
@@ -121,7 +127,7 @@ class _Site:
 
 
 class _Function:
-    """What one function of the file binds and uses."""
+    """A function of the file: its parameters, the names that it assigns, and those that it reads."""
 
     def __init__(self, node):
         self.node = node
@@ -147,6 +153,11 @@ class _Function:
             elif isinstance(inner, ast.comprehension):
                 self.foreign |= {each.id for each in _walk(inner.target) if isinstance(each, ast.Name)}
 
+    def only(self, name):
+        """Return the node that is assigned to a local variable, if there is one assignment only; else None."""
+        (how, *others) = self.assigned[name]
+        return None if others or len(how) > 1 or name in self.parameters or name in self.foreign else how[0]
+
     def _bind(self, target, how):
         if isinstance(target, ast.Name):
             self.assigned.setdefault(target.id, []).append(how)
@@ -170,8 +181,6 @@ class _Function:
                     self.loads.setdefault(each.target.id, []).append(each.target)
             elif isinstance(each, ast.For):
                 self._bind(each.target, (None,))
-            elif isinstance(each, ast.withitem) and each.optional_vars is not None:
-                self._bind(each.optional_vars, (None,))
             elif isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load):
                 self.loads.setdefault(each.id, []).append(each)
 
@@ -188,16 +197,37 @@ def _is_call_of(node, name):
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
 
 
-class _Pass:
-    """One round: what is known of the text, and the edits that follow from it."""
+def replaced(text, edits):
+    """Apply edits (start, end, new text) to a text. Offsets are in bytes."""
+    data = text.encode()
+    for start, end, new in sorted(edits, reverse=True):
+        data = data[:start] + new.encode() + data[end:]
+    return data.decode()
+
+
+class Places:
+    """A text, its syntax tree, and where the nodes are, in bytes."""
+
+    def __init__(self, text):
+        self.text, self.data, self.lines, self.tree = text, text.encode(), text.split("\n"), ast.parse(text)
+        self.starts = [0, *itertools.accumulate(len(line.encode()) + 1 for line in self.lines)]
+
+    def at(self, node):
+        first, last = self.starts[node.lineno - 1], self.starts[node.end_lineno - 1]
+        return first + node.col_offset, last + node.end_col_offset
+
+    def segment(self, node):
+        start, end = self.at(node)
+        return self.data[start:end].decode()
+
+
+class _Pass(Places):
+    """One round over the text: analyze it, then collect edits that don't overlap."""
 
     def __init__(self, text, roots, known):
-        self.text, self.roots = text, roots
+        super().__init__(text)
+        self.roots = roots
         self.pins, self.facts, self.constants, self.dropped, self.verbatim = known
-        self.data = text.encode()
-        self.lines = text.split("\n")
-        self.starts = [0, *itertools.accumulate(len(line.encode()) + 1 for line in self.lines)]
-        self.tree = ast.parse(text)
         self.parents = {child: node for node in _walk(self.tree) for child in ast.iter_child_nodes(node)}
         # what stands in an f-string is left alone: before Python 3.12 it doesn't know its place
         self.in_text = {each for node in _walk(self.tree) if isinstance(node, ast.JoinedStr) for each in _walk(node)}
@@ -251,32 +281,20 @@ class _Pass:
         self.sites[name].append(_Site(flat, named, launched, len(named) < len(keywords)))
 
     def _find_fields(self):
-        """{field of a NamedTuple: [(the function that makes one, the node of its value)]}, UNKNOWN for any value."""
+        """Returns {field of a NamedTuple: the nodes of all values that it gets}; UNKNOWN stands for any value."""
         found = {}
-        replaced = [each for each in _walk(self.tree) if isinstance(each, ast.Call)
-                    and getattr(each.func, "attr", "") == "_replace"]  # fmt: skip
+        calls = [each for each in _walk(self.tree) if isinstance(each, ast.Call)]
         for name, node in self.classes.items():
-            fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
-            if not any(isinstance(base, ast.Name) and base.id == "NamedTuple" for base in node.bases):
-                continue
-            calls = [each for each in _walk(self.tree) if _is_call_of(each, name)]
-            for i, field in enumerate(fields):
-                values = [(self.owner.get(call), each.value) for call in replaced for each in call.keywords
-                          if each.arg == field.target.id]  # fmt: skip
-                for call in calls:
-                    given = next((each.value for each in call.keywords if each.arg == field.target.id), None)
-                    star = next(
-                        (j for j, each in enumerate(call.args) if isinstance(each, ast.Starred)), len(call.args)
-                    )
-                    if given is None and i < star and i < len(call.args):
-                        given = call.args[i]
-                    if given is None and star < len(call.args):
-                        if not isinstance(call.args[star].value, ast.Subscript):
-                            given = UNKNOWN
-                        else:
-                            continue  # the rest of another one
-                    values.append((self.owner.get(call), field.value if given is None else given))
-                found.setdefault(field.target.id, []).extend(values or [(None, UNKNOWN)])
+            fields = {each.target.id: each.value for each in node.body if isinstance(each, ast.AnnAssign)}
+            for call in calls:
+                given = {each.arg: each.value for each in call.keywords}
+                if _is_call_of(call, name):
+                    given = fields | dict(zip(fields, call.args, strict=False)) | given
+                elif getattr(call.func, "attr", "") != "_replace":
+                    continue
+                starred = any(isinstance(each, ast.Starred) for each in call.args)
+                for field in fields.keys() & given.keys():
+                    found.setdefault(field, []).append(UNKNOWN if starred else given[field])
         return found
 
     # values
@@ -310,7 +328,7 @@ class _Pass:
         return _join([*values, *map(self._bound, function.assigned.get(name, []))])
 
     def _once(self, key, compute):
-        """What compute returns, computed once. A value that needs itself starts as no value, and is computed again."""
+        """Cache compute(). A value that depends on itself starts as no value, and is recomputed until it is stable."""
         for cache in (self.cache, self.query):
             if key in cache:
                 return cache[key]
@@ -326,7 +344,7 @@ class _Pass:
             wrong = {each for each in wrong if each in self.query and self.query[each] != self.assumed[each]}
             if not outermost or not wrong:
                 break
-            self.assumed |= {each: self.query[each] if turn < 2 else UNKNOWN for each in wrong}
+            self.assumed |= {each: self.query[each] if turn < 4 else UNKNOWN for each in wrong}
             self.query.clear()
         result = self.query[key]
         if outermost:
@@ -378,7 +396,7 @@ class _Pass:
         return self.value(node.body if truth else node.orelse)
 
     def truth(self, node):
-        """True, False, or None: unknown."""
+        """Like _truth, for a node; and sizes of blocks are never 0."""
         value = self.value(node)
         if value is SOMETHING and getattr(node, "id", getattr(node, "attr", "")).endswith(_SIZES):
             return True
@@ -446,7 +464,7 @@ class _Pass:
             if method in ("contiguous", "reshape", "view", "detach", "t") and isinstance(base, list):
                 if all(isinstance(each, _Tensor) for each in base):
                     return base
-            if isinstance(node.func.value, ast.Name) and node.func.value.id in ("tl", "gl", "torch"):
+            if isinstance(node.func.value, ast.Name) and node.func.value.id in ("tl", "gl", "torch", "triton"):
                 return SOMETHING
             return SOMETHING if node.func.attr in _TENSOR_METHODS else UNKNOWN
         return UNKNOWN
@@ -468,7 +486,7 @@ class _Pass:
         if (result := _combined(lambda base: getattr(base, node.attr), base)) is not UNKNOWN:
             return result
         if node.attr in self.fields:
-            values = (each for _, each in self.fields[node.attr])
+            values = self.fields[node.attr]
             return self._once(
                 (".", node.attr), lambda: _join(UNKNOWN if each is UNKNOWN else self.value(each) for each in values)
             )
@@ -488,18 +506,8 @@ class _Pass:
 
     # edits
 
-    def at(self, node):
-        return self._offset(node.lineno, node.col_offset), self._offset(node.end_lineno, node.end_col_offset)
-
-    def _offset(self, line, column):
-        return self.starts[line - 1] + column
-
-    def segment(self, node):
-        start, end = self.at(node)
-        return self.data[start:end].decode()
-
     def propose(self, *edits):
-        """Take edits (start, end, text) that belong together, unless one of them overlaps what is taken."""
+        """Accept edits (start, end, text) that belong together, unless one of them overlaps an accepted edit."""
         for start, end, _ in edits:
             if any(start < last and first < end for first, last in self.taken):
                 return False
@@ -509,46 +517,44 @@ class _Pass:
         return True
 
     def result(self):
-        data = self.data
-        for start, end, text in sorted(self.groups, reverse=True):
-            data = data[:start] + text.encode() + data[end:]
-        return data.decode()
+        return replaced(self.text, self.groups)
 
     def _lines_of(self, first, last):
-        """The range of whole lines, both included, counted from 1."""
+        """Return the byte range of whole lines. They count from 1, and the last one is included."""
         return self.starts[first - 1], self.starts[last]
 
     def _first_line(self, node):
-        """A statement's first line, with decorators and the comments above."""
+        """Return a statement's first line, counting its decorators and the comments above it."""
         first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
         indent = len(self.lines[node.lineno - 1]) - len(self.lines[node.lineno - 1].lstrip())
         while first > 1 and re.match(rf" {{{indent}}}#", self.lines[first - 2]):
             first -= 1
         return first
 
-    def without(self, node):
-        """The edit that removes a statement."""
+    def _siblings(self, node):
+        """Return the list of statements that a statement is in."""
         parent = self.parents[node]
-        for field in ("body", "orelse", "finalbody"):
-            block = getattr(parent, field, None)
-            if isinstance(block, list) and node in block:
-                break
+        return next(block for block in (parent.body, getattr(parent, "orelse", [])) if node in block)
+
+    def without(self, node):
+        """Return the edit that removes a statement."""
+        parent, block = self.parents[node], self._siblings(node)
         start, end = self._lines_of(self._first_line(node), node.end_lineno)
         only = len([each for each in block if not _is_docstring(each)]) == 1 and not isinstance(parent, ast.Module)
-        if only and field == "orelse":
+        if only and block is getattr(parent, "orelse", None):
             return self._lines_of(self._header_line(node), node.end_lineno) + ("",)
         indent = " " * node.col_offset
         return start, end, f"{indent}pass\n" if only else ""
 
     def _header_line(self, first):
-        """The last line of what stands before a block's first statement: `if ...:` or `else:`."""
+        """Return the line above a block and its comments: the last one of `if ...:` or `else:`."""
         line = min([first.lineno, *(each.lineno for each in getattr(first, "decorator_list", []))]) - 1
         while not self.lines[line - 1].strip() or self.lines[line - 1].lstrip().startswith("#"):
             line -= 1
         return line
 
     def _block(self, block, indent, replacements=()):
-        """The text of a block's lines, at another indentation, with nodes replaced by text."""
+        """Return the text of a block at another indentation, with some nodes replaced."""
         first, last = self._header_line(block[0]) + 1, block[-1].end_lineno
         lines = self._with(*self._lines_of(first, last), replacements).split("\n")
         drop = block[0].col_offset - indent
@@ -557,7 +563,7 @@ class _Pass:
         return "\n".join(line[drop:] if not line[:drop].strip() else line for line in lines)
 
     def _with(self, start, end, replacements):
-        """The text from start to end, with nodes replaced by text."""
+        """Return the text from start to end, with some nodes replaced: pairs of a node and its new text."""
         data = self.data
         for node, text in sorted(replacements, key=lambda each: -self.at(each[0])[0]):
             a, b = self.at(node)
@@ -585,7 +591,6 @@ class _Pass:
             self._tuples(function)
             if name not in self.roots or any(key[0] == name for key in self.pins if isinstance(key, tuple)):
                 self._unused_parameters(name, function)
-            self._unused_defaults(name, function)
             self._docstring(name, function)
         self._tables()
         for name, node in self.classes.items():
@@ -596,7 +601,7 @@ class _Pass:
         return self.groups
 
     def _drops(self, node):
-        """Whether an `if` belongs to a mode that isn't wanted."""
+        """Whether an `if` belongs to a mode that the copy leaves out."""
         inside = [node.test, *node.body]
         return any(isinstance(each, ast.Name) and each.id in self.dropped for part in inside for each in _walk(part))
 
@@ -606,36 +611,27 @@ class _Pass:
             if len(node.body) == 1 and isinstance(node.body[0], ast.Pass) and not node.orelse and self.pure(node.test):
                 self.propose(self.without(node))
             return
-        first = node.lineno
-        is_elif = self.lines[first - 1].lstrip().startswith("elif")
-        indent = node.col_offset if not is_elif else len(self.lines[first - 1]) - len(self.lines[first - 1].lstrip())
-        if truth and not is_elif:
-            self.propose((*self._lines_of(first, node.end_lineno), self._block(node.body, indent)))
+        start, end = self._lines_of(node.lineno, node.end_lineno)
+        is_elif = self._is_elif(node)
+        if truth and is_elif:
+            text = f"{' ' * node.col_offset}else:\n{self._block(node.body, node.col_offset + 4)}"
         elif truth:
-            head = " " * indent + "else:\n"
-            body = self._lines_of(self._header_line(node.body[0]) + 1, node.body[-1].end_lineno)
-            text = self.data[body[0] : body[1]].decode()
-            self.propose((*self._lines_of(first, node.end_lineno), head + text))
+            if isinstance(node.body[-1], ast.Return):  # what comes after it is never reached
+                end = self._lines_of(node.lineno, self._siblings(node)[-1].end_lineno)[1]
+            text = self._block(node.body, node.col_offset)
         elif not node.orelse:
-            parent = self.parents[node]
-            if is_elif:
-                self.propose((*self._lines_of(first, node.end_lineno), ""))
-            else:
-                assert parent
-                self.propose(self.without(node))
-        else:
+            start, end, text = (start, end, "") if is_elif else self.without(node)
+        elif is_elif or self._is_elif(node.orelse[0]):
             other = node.orelse[0]
-            line = other.lineno if self.lines[other.lineno - 1].lstrip().startswith("elif") else 0
-            if line:
-                start, end = self._lines_of(line, node.end_lineno)
-                text = self.data[start:end].decode()
-                text = text if is_elif else text.replace("elif", "if", 1)
-            elif is_elif:
-                start, end = self._lines_of(self._header_line(other), node.end_lineno)
-                text = self.data[start:end].decode()
-            else:
-                text = self._block(node.orelse, indent)
-            self.propose((*self._lines_of(first, node.end_lineno), text))
+            line = other.lineno if self._is_elif(other) else self._header_line(other)
+            text = self.data[self._lines_of(line, line)[0] : end].decode()
+            text = text if is_elif else text.replace("elif", "if", 1)
+        else:
+            text = self._block(node.orelse, node.col_offset)
+        self.propose((start, end, text))
+
+    def _is_elif(self, node):
+        return self.lines[node.lineno - 1].lstrip().startswith("elif ")
 
     def _for(self, node):
         call = node.iter
@@ -658,8 +654,14 @@ class _Pass:
                 text = self._block(node.body, node.col_offset, [(each, str(values[0])) for each in loads])
                 self.propose((*self._lines_of(node.lineno, node.end_lineno), text))
 
+    def _operand(self, node, text, parent):
+        """Return the text of an expression, in parentheses if its new parent needs them."""
+        loose = ast.BinOp | ast.UnaryOp | ast.IfExp | ast.BoolOp | ast.Compare
+        inside = ast.BinOp | ast.UnaryOp | ast.Attribute | ast.Compare | ast.BoolOp | ast.Subscript | ast.IfExp
+        return f"({text})" if isinstance(node, loose) and isinstance(parent, inside) else text
+
     def _put(self, node, part, text=None):
-        """Replace an expression by a part of it."""
+        """Replace an expression by one of its parts, or by a text."""
         start, end = self.at(node)
         text = self.segment(part) if text is None else text
         simple = (
@@ -708,12 +710,12 @@ class _Pass:
             self.propose((*self.at(node), word.join(self._grouped(each, node) for each in kept)))
 
     def _is_test(self, node):
-        """Whether only the truth of an expression matters."""
+        """Whether an expression is used as a condition only."""
         parent = self.parents[node]
         return isinstance(parent, ast.BoolOp) or getattr(parent, "test", None) is node
 
     def _grouped(self, node, within):
-        """An operand's text, with the parentheses around it."""
+        """Return an operand's text, with its parentheses."""
         (start, end), (first, last) = self.at(node), self.at(within)
         while start > first and end < last:
             before, after = self.data[first:start].rstrip(), self.data[end:last].lstrip()
@@ -734,7 +736,7 @@ class _Pass:
             self._put(node, node.right, self._grouped(node.right, node))
 
     def _edit_Call(self, node):
-        """min(x, x), and a table's entry."""
+        """Simplify min(x, x), max(x, x), and table.get(key) of a known key."""
         if getattr(node.func, "attr", "") == "get":
             ok, value = _known(self.value(node))
             if ok and type(value) is int:
@@ -743,15 +745,8 @@ class _Pass:
             if self.segment(node.args[0]) == self.segment(node.args[1]):
                 self._put(node, node.args[0])
 
-    def _edit_Attribute(self, node):
-        """A field or property whose value is known."""
-        if node.attr in self.pins or node.attr in self.properties or node.attr in self.fields:
-            ok, value = _known(self.value(node))
-            if ok and (value is None or isinstance(value, bool)) and isinstance(node.ctx, ast.Load):
-                self.propose((*self.at(node), repr(value)))
-
     def _edit_Expr(self, node):
-        """A call of a function that does nothing any more, or an assertion that holds."""
+        """Remove calls of functions that are empty by now, and assertions that hold."""
         if getattr(getattr(node.value, "func", None), "attr", "") == "static_assert":
             if self.truth(node.value.args[0]):
                 self.propose(self.without(node))
@@ -760,18 +755,10 @@ class _Pass:
             if function and all(_is_docstring(each) or isinstance(each, ast.Pass) for each in function.node.body):
                 self.propose(self.without(node))
 
-    def _edit_Pass(self, node):
-        parent = self.parents[node]
-        block = next(each for each in (getattr(parent, "body", []), getattr(parent, "orelse", [])) if node in each)
-        if len([each for each in block if not _is_docstring(each)]) > 1:
-            self.propose(self.without(node))
-
     def _aliases(self, function):
-        """Put a name in the place of another one that is never anything else."""
-        for name, assigned in function.assigned.items():
-            if len(assigned) != 1 or len(assigned[0]) != 1 or name in function.parameters or name in function.foreign:
-                continue
-            value = assigned[0][0]
+        """Where two names always mean the same, keep one of them."""
+        for name in function.assigned:
+            value = function.only(name)
             if not isinstance(value, ast.Name) or value.id in function.foreign:
                 continue
             bindings = len(function.assigned.get(value.id, [])) + (value.id in function.parameters)
@@ -785,7 +772,7 @@ class _Pass:
                         self.propose((*self.at(node), value.id))
 
     def _constants_of(self, function, verbatim):
-        """Put constants in the place of names."""
+        """Replace names that have one value by that value."""
         for name, loads in function.loads.items():
             assigned = function.assigned.get(name, [])
             if name in function.foreign or (name not in function.parameters and not assigned):
@@ -815,7 +802,7 @@ class _Pass:
                 if isinstance(each.func, ast.Name):
                     ok = each.func.id in _PURE
                 elif isinstance(each.func, ast.Attribute):
-                    module = isinstance(each.func.value, ast.Name) and each.func.value.id in ("tl", "gl")
+                    module = isinstance(each.func.value, ast.Name) and each.func.value.id in ("tl", "gl", "triton")
                     ok = each.func.attr not in _IMPURE if module else each.func.attr in _PURE_METHODS
                 else:
                     ok = False
@@ -851,28 +838,16 @@ class _Pass:
                     self.propose((*self.at(node), " = ".join(sides)))
 
     def _tuples(self, function):
-        """x = () and x += (e,) become x = (e,); a tuple of one, of which only x[0] is used, becomes that."""
+        """Turn `x = ()` and `x = x + (e,)` into `x = (e,)`, and that into `x = e` where only x[0] is read."""
         for node in _walk(function.node):
-            for block in (getattr(node, "body", None), getattr(node, "orelse", None)):
-                if not isinstance(block, list):
-                    continue
-                for one, two in itertools.pairwise(block):
-                    if isinstance(one, ast.Assign) and isinstance(one.value, ast.Tuple) and not one.value.elts:
-                        name = one.targets[0].id if isinstance(one.targets[0], ast.Name) else None
-                        added = None
-                        if isinstance(two, ast.AugAssign) and getattr(two.target, "id", "") == name:
-                            added = two.value
-                        elif isinstance(two, ast.Assign) and getattr(two.targets[0], "id", "") == name:
-                            if isinstance(two.value, ast.BinOp) and getattr(two.value.left, "id", "") == name:
-                                added = two.value.right
-                        if name and added is not None:
-                            first, (_, end) = self.at(one)[0], self.at(two)
-                            self.propose((first, end, f"{name} = {self.segment(added)}"))
-        for name, assigned in function.assigned.items():
-            loads = function.loads.get(name, [])
-            if len(assigned) != 1 or len(assigned[0]) != 1 or name in function.parameters or name in function.foreign:
-                continue
-            value = assigned[0][0]
+            if isinstance(node, ast.Assign) and ast.unparse(node.value) == "()":
+                name, block = self.segment(node.targets[0]), self._siblings(node)
+                after = block[-1] if block[-1] is node else block[block.index(node) + 1]
+                if self.segment(after).startswith(f"{name} = {name} + "):
+                    added = f"{name} = {self.segment(after.value.right)}"
+                    self.propose((self.at(node)[0], self.at(after)[1], added))
+        for name in function.assigned:
+            value, loads = function.only(name), function.loads.get(name, [])
             if not isinstance(value, ast.Tuple) or len(value.elts) != 1 or isinstance(value.elts[0], ast.Starred):
                 continue
             uses = [self.parents[each] for each in loads]
@@ -894,11 +869,13 @@ class _Pass:
             given = [each for each in arguments if each is not None]
             if any(each is UNKNOWN or not self.pure(each) for each in given):
                 continue
-            nodes = [self._element(each) for each in given]
-            self.propose(*(self._element_edit(node) for node in [self._argument(function.node, name), *nodes]))
+            nodes = [self._argument(function.node, name), *(self._element(each) for each in given)]
+            self.propose(*map(self._element_edit, nodes))
+            if nodes[0] in function.node.args.kwonlyargs:  # one at a time: the last one takes the bare star along
+                return
 
     def _inline(self, key, function):
-        """Put the body of a function in the place of its only call, if that is short and no name is in the way."""
+        """Replace the only call of a function by its body, if that is short and no two names clash."""
         node, sites = function.node, self.sites[key]
         if key in self.roots or key in self.escaped or len(sites) != 1 or sites[0].launched or function.variadic:
             return
@@ -912,7 +889,8 @@ class _Pass:
         returns = [each for part in body for each in _walk(part) if isinstance(each, ast.Return)]
         alone = returns == [body[-1]] and returns[0].value is not None
         tail = isinstance(statement, ast.Return)
-        expression = alone and len(body) == 1 and not tail
+        both = isinstance(statement, ast.Assign) and alone and isinstance(body[-1].value, ast.Tuple)
+        expression = alone and len(body) == 1 and not tail and not both
         if self._repeated(call, caller.node) and any(isinstance(each, ast.AnnAssign) for each in _walk(node)):
             return  # a constexpr can't be defined again
         if not (tail or expression or isinstance(statement, ast.Assign) and alone or
@@ -948,8 +926,7 @@ class _Pass:
                 heads.append(f"{name} = {text}")
                 own = own | {name}
             else:
-                text = f"({text})" if isinstance(value, ast.BinOp | ast.IfExp | ast.BoolOp | ast.Compare) else text
-                replacements += [(each, text) for each in loads]
+                replacements += [(each, self._operand(value, text, self.parents[each])) for each in loads]
         if own & used or (own - targets & names and not tail):
             return
         indent = " " * self._statement(call).col_offset
@@ -962,11 +939,8 @@ class _Pass:
             text = " ".join(self._with(*self.at(value), replacements).split())
             if "#" in self.data[slice(*self._lines_of(self._header_line(body[0]) + 1, body[0].end_lineno))].decode():
                 return
-            inside = ast.BinOp | ast.UnaryOp | ast.Attribute | ast.Compare | ast.BoolOp | ast.Subscript
-            if isinstance(value, ast.BinOp | ast.IfExp | ast.BoolOp | ast.Compare) and isinstance(statement, inside):
-                text = f"({text})"
             self.inlined |= {caller, function}
-            self.propose((*self.at(call), text))
+            self.propose((*self.at(call), self._operand(value, text, statement)))
             return
         lines = [f"{indent}{head}" for head in heads]
         if not alone or tail:
@@ -984,7 +958,7 @@ class _Pass:
         self.propose((*self._lines_of(statement.lineno, statement.end_lineno), f"{text}\n"))
 
     def _repeated(self, node, function):
-        """Whether a node is in a loop of a function."""
+        """Whether a node is inside a loop of a function."""
         while node is not function:
             node = self.parents[node]
             if isinstance(node, ast.For | ast.While | ast.comprehension | ast.GeneratorExp | ast.ListComp):
@@ -992,19 +966,19 @@ class _Pass:
         return False
 
     def _share(self, docstring, other):
-        """Give a docstring without arguments all but the summary of the one that its function is said to be like."""
+        """Complete a docstring that has no Args with those of the function that was inlined."""
         summary = docstring.value.value.split(". ")[0].split("\n")[0].removesuffix(".")
         rest = other.value.value.split("\n\n", 1)[1]
         self.propose((*self.at(docstring), f'"""{summary}.\n\n{rest}"""'))
 
     def _given(self, site, function, name):
-        """The node of the argument for a parameter, or of its default; None if it isn't known."""
+        """Return the node of a parameter's argument or default, or None if that isn't known."""
         value = site.argument(function.parameters, name)
         value = function.defaults.get(name) if value is None else value
         return None if value is UNKNOWN or isinstance(value, ast.Starred) else value
 
     def _bindings(self, target, value, replacements):
-        """The lines that give a target a value that a function returned."""
+        """Return the lines that assign an inlined function's result."""
 
         def text(node):
             inside = [each for each in replacements if each[0] in _walk(node)]
@@ -1025,57 +999,36 @@ class _Pass:
         return node
 
     def _about(self, function):
-        """The first sentence of a function's docstring, as the line of a comment."""
+        """Return the first sentence of a docstring as a comment, in a list; [] if there is none, or a long one."""
         if not _is_docstring(function.node.body[0]):
             return []
         paragraph = function.node.body[0].value.value.split("\n\n")[0].strip()
         text = (paragraph if len(paragraph) < 110 else re.split(r"[.]\s", paragraph)[0]).removesuffix(".")
         text = re.sub(r"[.] Returns .*", "", text)
         text = re.sub(r"^Returns? ", "", text).replace("\n    ", " ")
-        text = text[0].lower() + text[1:] if text[1:2].islower() else text
-        return [text] if len(text) < 110 else []
-
-    def _unused_defaults(self, key, function):
-        """Take away defaults where each call has the argument."""
-        if key in self.roots or key in self.escaped or "." in key or not self.sites[key]:
-            return
-        for name, default in function.defaults.items():  # a later one can't be without before an earlier one is
-            arguments = [site.argument(function.parameters, name) for site in self.sites[key]]
-            if any(each is None or each is UNKNOWN for each in arguments):
-                break
-            argument = self._argument(function.node, name)
-            self.propose((self.at(argument)[1], self.at(default)[1], ""))
+        more = self.lines[self._header_line(function.node.body[1])].lstrip().startswith("#")  # another comment
+        if text[1:2].islower():
+            text = (text[0].upper() if more else text[0].lower()) + text[1:]
+        return [f"{text}{'.' * more}"] if len(text) < 110 else []
 
     def _docstring(self, key, function):
-        """Take out of a docstring what it says of parameters that are gone, or of None where that isn't given."""
+        """Remove from a docstring the parameters that are gone, and what None means where it is never passed."""
         if not _is_docstring(function.node.body[0]) or "." in key:
             return
         text = self.segment(function.node.body[0])
 
-        def stale(name, none):
-            if name not in function.parameters:
-                used = {each.id for each in _walk(function.node) if isinstance(each, ast.Name)}
-                return name.islower() and name not in ("http", "https") or name.isupper() and name not in used
-            return bool(none) and self.name(function, name) is SOMETHING
+        def unless_stale(found):
+            name, none = found.groups()
+            if name in function.parameters:
+                return "" if none and self.name(function, name) is SOMETHING else found[0]
+            used = {each.id for each in _walk(function.node) if isinstance(each, ast.Name)}
+            return "" if name.islower() or name.isupper() and name not in used else found[0]
 
-        kept = []
-        for line in text.split("\n"):
-            entry = re.match(r" {8}(\w+): ", line)
-            if entry and stale(entry[1], ""):
-                kept.append(None)
-            elif kept and kept[-1] is None and re.match(r" {9}", line):
-                continue
-            else:
-                kept.append(line)
-        kept = [line for line in kept if line is not None]
-        new = re.sub(r"\n\n    Args:\n(?=\n|    \w|    \"\"\")", "\n\n", "\n".join(kept))
+        new = re.sub(r"^ {8}(\w+)(): .*\n(?: {9}.*\n)*", unless_stale, text, flags=re.M)
+        new = re.sub(r"\n\n    Args:\n(?=\n|    \w|    \"\"\")", "\n\n", new)
         if key not in self.roots:
-            for found in re.finditer(
-                r"(?:(?<=[.] )|(?<=^\"\"\")|(?<=^ {4}))(\w+)( None)?: [^.]*[.](?: |(?=\n|\"))", new, re.M
-            ):
-                if stale(found[1], found[2]):
-                    new = new.replace(found[0], "", 1)
-                    break
+            sentence = r"(?:(?<=[.] )|(?<=^\"\"\")|(?<=^ {4}))(\w+)( None)?: [^.]*[.](?: |(?=\n|\"))"
+            new = re.sub(sentence, unless_stale, new, flags=re.M)
         rest = re.sub(r"\s+\"\"\"$", "", new)
         new = rest if rest == new else f'{rest}\n    """' if "\n" in rest else f'{rest}"""'
         new = re.sub(r" +\n", "\n", new)
@@ -1091,17 +1044,19 @@ class _Pass:
         return next(each for each in (*arguments.args, *arguments.kwonlyargs) if each.arg == name)
 
     def _element(self, node):
-        """The keyword argument that a value is of, or itself."""
+        """Return the keyword argument that has this value, or else the value itself."""
         parent = self.parents[node]
         return parent if isinstance(parent, ast.keyword) else node
 
     def _element_edit(self, node):
-        """The edit that takes an element, with its comma and comment, out of a list."""
+        """Return the edit that removes a list's element, with its comma and comment."""
         start, end = self.at(node)
         if isinstance(node, ast.arg) and self.data[end:].lstrip()[:1] == b"=":  # its default
             function = self.parents[self.parents[node]]
             default = self.owner[function].defaults[node.arg]
             end = self.at(default)[1]
+        if isinstance(node, ast.arg) and self.parents[node].kwonlyargs == [node]:  # with its bare star
+            start = self.data.rindex(b"*", 0, start)
         while self.data[:start].rstrip()[-1:] == b"(" and self.data[end:].lstrip()[:1] == b")":
             parent = self.parents[node]
             if isinstance(parent, ast.Call | ast.Tuple | ast.arguments):
@@ -1111,8 +1066,7 @@ class _Pass:
         comma = re.match(rb"\s*,", rest)
         if not comma:  # the last one
             before = re.search(rb",\s*$", self.data[:start])
-            bare = re.search(rb",\s*\*,\s*$", self.data[:start])  # after a bare star
-            start = bare.start() if bare else before.start() if before else start
+            start = before.start() if before else start
             return start, end, ""
         end += comma.end()
         line = re.match(rb"[ ]*(#[^\n]*)?\n", self.data[end:])
@@ -1126,7 +1080,7 @@ class _Pass:
         return start, end + space.end(), ""
 
     def _unused_fields(self, name, node):
-        """Take the fields of a NamedTuple that nothing reads out of the class and the calls that make one."""
+        """Remove fields that nothing reads from a NamedTuple and from the calls that make one."""
         calls = [each for each in _walk(self.tree) if _is_call_of(each, name)]
         made = {each for call in calls for each in (call.func, *call.args, *call.keywords)}
         loose = [each for each in self.loads_of(name) if each not in made]
@@ -1154,7 +1108,7 @@ class _Pass:
         return [each for each in _walk(self.tree) if isinstance(each, ast.Name) and each.id == name]
 
     def _tables(self):
-        """Take the entries out of a dictionary that nobody looks up."""
+        """Remove a table's entries that nobody looks up."""
         for node in self.tree.body:
             if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)):
                 continue
@@ -1191,7 +1145,7 @@ def _is_generator(node):
 
 
 class Known(NamedTuple):
-    """What is known of a text, besides what it says."""
+    """What is known about a text besides what it says itself."""
 
     pins: dict  # {(function, parameter): [value]} for parameters that have one value only, and {attribute: [value]}
     given: set  # of (function, parameter) that isn't None
@@ -1201,11 +1155,11 @@ class Known(NamedTuple):
 
 
 def simplified(text, roots, known):
-    """The text of a file in which all is gone that calls of some functions never need.
+    """Cut a file down to what calls of a few functions need.
 
     Args:
-        text: of a Python file without circular meaning: it is all that calls its functions, but for the roots.
-        roots: functions that others call.
+        text: the whole file. Nothing else calls its functions, except for the roots.
+        roots: the functions that are wanted.
         known: a Known.
     """
     for _ in range(300):
@@ -1218,7 +1172,7 @@ def simplified(text, roots, known):
 
 
 def _pruned(text, roots):
-    """The text without the functions, classes and constants that no root needs."""
+    """Remove functions, classes and constants that no root needs."""
     tree, lines = ast.parse(text), text.split("\n")
     items = {}
     for node in tree.body:

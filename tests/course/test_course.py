@@ -17,6 +17,7 @@ from cases import DEVICE
 import qk
 from qk import course, data
 from qk.course import charts, exercises, figures, trace
+from qk.course.exercises import Exercise
 
 PACKAGE = Path(course.__file__).parent.parent
 CODES = [7, -3, 0, 1, -7, 5, 2, -1]
@@ -241,6 +242,8 @@ def test_memory_is_exact_to_the_byte():
     fig = course.memory_bars({"float16": {"weights": 33554432}, "int4": {"codes": 8388608, "absmax": 16384}})
     assert "  33,554,432 bytes" in texts(fig)
     assert "  8,388,608 + 16,384 bytes, 3.99x smaller" in texts(fig)
+    large = course.memory_bars({"a": {"x": 576 << 20}, "b": {"x": (100 << 20) - 1}})
+    assert {"  576.0 MiB", "  104,857,599 bytes, 5.76x smaller"} <= set(texts(large))
 
 
 def test_error_profile_is_the_root_mean_square():
@@ -330,7 +333,7 @@ def test_operand_blocks_count_the_scales_of_a_step(block, k_step, scales):
 def test_benchmark_names_gpu_and_date_and_takes_only_what_was_asked():
     fig = course.benchmark(RECORD, "quantize_int4", group_size=None)
     ax = fig.axes[0]
-    assert ax.get_title(loc="left") == "quantize_int4, float16, NVIDIA H200, 2026-02-01"
+    assert ax.get_title(loc="left") == "Speed of quantize_int4, float16, NVIDIA H200, 2026-02-01"
     assert [label.get_text() for label in ax.get_yticklabels()] == ["28672 x 8192", "8192 x 2048"]
     assert sorted(bar.get_width() for bar in ax.patches if bar.get_width()) == [0.05, 0.05, 0.5, 0.5, 0.97, 0.97]
     with pytest.raises(ValueError, match="different options; say which of {'group_size'"):  # bars over bars
@@ -427,9 +430,10 @@ def test_gemm_speed_shows_tops_or_where_memory_decides_times():
     assert [bar.get_width() for bar in ax.patches] == [1000, 600, 300] and "TOPS" in ax.get_xlabel()
     assert list(ax.lines[0].get_xdata()) == [1979] * 2 and ax.get_xlim()[1] > 1979
     assert {"1000 (1.50x bf16)", "600", "300 (0.50x bf16)"} <= {text.get_text() for text in ax.texts}
-    assert ax.get_title(loc="left") == "int8_gemm 8192 x 8192 x 8192, NVIDIA H200, 2026-02-01"
+    assert ax.get_title(loc="left") == "Speed of int8_gemm 8192 x 8192 x 8192, NVIDIA H200, 2026-02-01"
     ax = course.gemm_speed(GEMM_RECORD, "int8_gemm", (1, 8192, 8192)).axes[0]
     assert [bar.get_width() for bar in ax.patches] == [10, 15, 30] and "µs" in ax.get_xlabel()
+    assert ax.get_title(loc="left").startswith("Time of int8_gemm 1 x")
     assert list(ax.lines[0].get_xdata()) == [5, 5]
 
 
@@ -450,7 +454,7 @@ GAIN_RECORD = RECORD | {
 def test_gemm_gains_are_those_over_bf16():
     names = {"qk": "int4", "other": "another", "none": "refused"}
     ax = course.gemm_gains(GAIN_RECORD, "int4_gemm", (64, 32), names, group_size=128).axes[0]
-    assert ax.get_title(loc="left") == "int4_gemm, weight of 64 x 32, NVIDIA H200, 2026-02-01"
+    assert ax.get_title(loc="left") == "Speedup of int4_gemm, weight of 64 x 32, NVIDIA H200, 2026-02-01"
     lines = {line.get_label(): [*zip(*line.get_data(), strict=True)] for line in ax.lines}
     assert lines["int4"] == [(1, 2), (16, 2), (128, 2)] and lines["another"] == [(1, 0.5), (16, 0.5), (128, 0.5)]
     assert lines["a copy of the same size"] == [(1, 5)] and "refused" not in lines
@@ -682,6 +686,11 @@ def test_explore_refuses_a_start_that_the_slider_lacks():
         course.explore(lambda bits=4: None, bits=(2, 3))
 
 
+def check(answer, expected, *cases, mistakes=()):
+    """Judge an answer to an exercise that only this test has."""
+    exercises._judge(answer, Exercise(expected, lambda: cases, dict(mistakes)))
+
+
 def double(x):
     return 2 * x
 
@@ -704,7 +713,7 @@ def double(x):
 )
 def test_check_says_what_is_wrong(answer, message, capsys):
     cases = ((torch.tensor([1, 2]),), (torch.tensor([3]),))
-    assert course.check(answer, double, *cases, mistakes={"x is too small": lambda x: x}) is None
+    check(answer, double, *cases, mistakes={"x is too small": lambda x: x})
     assert message in capsys.readouterr().out
 
 
@@ -714,9 +723,9 @@ def verdicts(capsys):
 
 
 def test_check_compares_numbers(capsys):
-    course.check(lambda x: x / 10 + 0.2, lambda x: 0.3, (1,))
-    course.check(lambda x: 0.31, lambda x: 0.3, (1,))
-    course.check(lambda x: "x", lambda x: 0.3, (1,))
+    check(lambda x: x / 10 + 0.2, lambda x: 0.3, (1,))
+    check(lambda x: 0.31, lambda x: 0.3, (1,))
+    check(lambda x: "x", lambda x: 0.3, (1,))
     right, wrong, text = verdicts(capsys)
     assert right == "Right, in all 1 cases."
     assert wrong == "Not yet: <lambda>(1) gave 0.31; expected 0.3."
@@ -725,10 +734,10 @@ def test_check_compares_numbers(capsys):
 
 def test_check_of_long_lists_numbers_and_nan(capsys):
     long = list(range(20))
-    course.check(lambda n: long[:9] + [77] + long[10:], lambda n: long, (1,))
-    course.check(lambda n: True, lambda n: 1, (1,))
-    course.check(lambda n: torch.tensor([math.nan, 1.0]), lambda n: torch.tensor([math.nan, 1.0]), (1,))
-    course.check(lambda n: torch.tensor([1.0, 1.0]), lambda n: torch.tensor([math.nan, 1.0]), (1,))
+    check(lambda n: long[:9] + [77] + long[10:], lambda n: long, (1,))
+    check(lambda n: True, lambda n: 1, (1,))
+    check(lambda n: torch.tensor([math.nan, 1.0]), lambda n: torch.tensor([math.nan, 1.0]), (1,))
+    check(lambda n: torch.tensor([1.0, 1.0]), lambda n: torch.tensor([math.nan, 1.0]), (1,))
     lists, bools, same, nan = verdicts(capsys)
     assert lists.endswith("; it has 20 elements, expected 20; the first difference is at [9].")
     assert bools.endswith("gave True; expected 1.") and same == "Right, in all 1 cases."
@@ -834,17 +843,17 @@ def _cleared(costs, x):
 )
 def test_check_s_arguments_stay_as_they_are(answer, which, capsys):
     case = {"a": 1}, torch.ones(1)
-    course.check(answer, lambda costs, x: 2 * x, case)
+    check(answer, lambda costs, x: 2 * x, case)
     assert capsys.readouterr().out.endswith(f"writes into {which}; it must stay as it is.\n")
     assert case == ({"a": 1}, torch.ones(1))
 
 
 def test_check_of_several_tensors_and_of_other_kinds(capsys):
     x = torch.arange(3.0)
-    course.check(torch.abs, torch.abs, (x,))
-    course.check(lambda x: (x + 1, 2 * x), lambda x: (x + 1, 2 * x), (x,))
-    course.check(lambda x: (x + 1, x), lambda x: (x + 1, 2 * x), (x,))
-    course.check(lambda x: x, lambda x: 3, (x,))
+    check(torch.abs, torch.abs, (x,))
+    check(lambda x: (x + 1, 2 * x), lambda x: (x + 1, 2 * x), (x,))
+    check(lambda x: (x + 1, x), lambda x: (x + 1, 2 * x), (x,))
+    check(lambda x: x, lambda x: 3, (x,))
     right, also, wrong, tensor = verdicts(capsys)
     assert right == also == "Right, in all 1 cases."
     assert "[1] is 1.0, but must be 2.0" in wrong and "it is a Tensor, expected 3" in tensor
@@ -875,7 +884,7 @@ def test_check_explains_what_a_kernel_overwrote(capsys):
         course.launch(_add_largest, (triton.cdiv(n, 32),), x, out, n, 1000, 0, BLOCK=32)
         return out
 
-    course.check(answer, lambda n: torch.arange(n) + 31, (32,), (40,))
+    check(answer, lambda n: torch.arange(n) + 31, (32,), (40,))
     assert capsys.readouterr().out == (
         "Not yet: answer(40): it wrote 24 elements past the end of out_ptr: is the store's mask missing or too wide?\n"
     )

@@ -290,8 +290,8 @@ def test_cases_stay_as_they_are(file, name):
 
 
 def test_an_exercise_that_is_not_there():
-    for name in "01.pack_all", "11.pack", "pack":
-        with pytest.raises(ValueError, match=f"name is '{name}', but there is no such exercise"):
+    for name in "01.pack_all", "11.pack", "pack", abs:
+        with pytest.raises(ValueError, match=f"name is {name!r}, but there is no such exercise"):
             course.check(name, abs)
 
 

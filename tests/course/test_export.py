@@ -336,7 +336,7 @@ def test_pictures_of_two_notebooks_dont_replace_each_other(tmp_path, capsys):
         (tmp_path / folder).mkdir()
         nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / folder / "a.ipynb")
     said = said_when_refused(capsys, "--pictures", tmp_path, tmp_path / "x" / "a.ipynb", tmp_path / "y" / "a.ipynb")
-    assert "two pictures would be" in said and not list(tmp_path.glob("*.png"))
+    assert "two pictures would have the name" in said and not list(tmp_path.glob("*.png"))
 
 
 def test_pictures(tmp_path):
@@ -607,7 +607,7 @@ def test_site_replaces_only_its_own(tmp_path, capsys):
     index.write_text(page, encoding="utf-8")
     (folder / site.MARKER).unlink()
     before = listing(folder)
-    assert "isn't empty, nor a site that this command wrote" in said_when_refused(
+    assert "is neither empty nor a site that this command wrote" in said_when_refused(
         capsys, "-o", folder, old, main=site.main
     )
     assert listing(folder) == before

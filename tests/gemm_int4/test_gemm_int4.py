@@ -292,9 +292,7 @@ def test_split_and_scratch(config, group_size, windows):
     expected = float64_product(x, packed, absmax, group_size) + bias.double()
     before = len(windows)
     out = x.new_empty((M, N), dtype=torch.float32)
-    int4_portable.int4_gemm_portable(
-        Int4Problem(x, gemm_int4._as_words(packed), absmax, bias, out, group_size), config
-    )
+    int4_portable.int4_gemm_portable(Int4Problem(x, gemm_int4._as_words(packed), absmax, bias, out, group_size), config)
     assert error(out, expected) < 5e-6
     assert len(windows) == before + 4  # of out, and of the parts or the scratch
     windows.assert_untouched(outputs=2)

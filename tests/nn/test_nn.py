@@ -20,7 +20,7 @@ from torch.utils.benchmark import Timer
 
 import qk
 from qk.core import launch as launches
-from qk.nn import Int4Linear, Int8Embedding, Int8Linear, dequantize_, int8_train_, quantize_, replace, warm_up
+from qk.nn import Int4Linear, Int8Embedding, Int8Linear, dequantize_, int8_train_, quantize_, replace, restore, warm_up
 from qk.nn.calibration import LayerStatistics, collect, quantize_weight, rotate_moment
 from qk.nn.training import Int8FeedForward
 
@@ -861,8 +861,17 @@ def test_a_tied_embedding_and_head_become_one(first, bias, tmp_path):
     report = dequantize_(model)
     assert type(model["head"]) is nn.Linear and model["head"].weight is model["embed"].weight
     assert [row.name for row in report.rows] == [first, *({"embed", "head"} - {first}), "inner"]
-    assert list(model.state_dict()) == list(plain.state_dict())
+    assert list(model.state_dict()) == list(plain.state_dict()) and report.bytes_replaced == report.bytes_before
     assert torch.linalg.norm(logits(model) - out) < 0.03 * torch.linalg.norm(out)
+
+
+def test_a_head_without_its_embedding_is_dequantized():
+    model = tied()
+    quantize_(model, embeddings=True)
+    head = nn.Sequential(model["head"])
+    want = model["embed"].dequantize()
+    dequantize_(head)
+    assert type(head[0]) is nn.Linear and same(head[0].weight.data, want) and isinstance(model["embed"], Int8Embedding)
 
 
 def test_what_is_skipped_or_forced_is_no_pair():
@@ -1276,7 +1285,7 @@ def moments(model, of=torch.eye):
         (
             lambda: nn.Sequential(linear(70, 70), nn.Sequential(linear(70, 70))),
             {"to": lambda name, layer: PLAIN},
-            "to('1.0', ...) is the Linear that '0' becomes, too; it takes another",
+            "to('1.0', ...) is the Linear that '0' becomes, too; it takes a new module",
         ),
         (Block, {"to": lambda name, layer: Int8Linear(70, 8)}, "to('up', ...) is Int8Linear(in_features=70"),
         (Block, {"skip": ["up", "downs"]}, "skip has 'downs'; it takes names of layers"),
@@ -1293,7 +1302,7 @@ def moments(model, of=torch.eye):
         (Block, {"measure": -1}, "measure is -1; it takes an integer of at least 0"),
         (Block, {"measure": "yes"}, "measure is 'yes'; it takes an integer"),
         (lambda: Block().to("meta"), {"measure": True}, "measure is True, and up is on meta; it takes a model where"),
-        (Block, {"statistics": moments(Block())}, "statistics are given, and no layer becomes int4"),
+        (Block, {"statistics": moments(Block())}, "statistics are given, but no layer becomes int4"),
         (Block, {"to": "int4", "statistics": [1]}, "statistics are a list; they take what calibration.collect"),
         (Block, {"to": "int4", "statistics": {"up": torch.eye(70)}}, "statistics['up'] is a Tensor; it takes a qk.nn"),
         (Block, {"to": "int4", "statistics": {}}, "statistics have no 'up'; they take all layers that become int4"),
@@ -1625,7 +1634,7 @@ def test_a_dequantization_that_fails_changes_nothing(monkeypatch):
     before, out = list(model.modules()), model(IDS)
     for name in ("bytes_of", "rows_of_others"):
         with monkeypatch.context() as fails:
-            fails.setattr(replace, name, lambda *args: [][0])
+            fails.setattr(restore, name, lambda *args: [][0])
             with pytest.raises(IndexError):
                 dequantize_(model)
         assert all(a is b for a, b in zip(before, model.modules(), strict=True)) and same(model(IDS), out)

@@ -135,7 +135,7 @@ def test_the_command_goes_on_where_it_was(tmp_path, capsys, monkeypatch):
         characters.main([*command, "0", "--text", str(other)])
     assert "it holds runs of" in capsys.readouterr().err and file.read_text() == before
     monkeypatch.setattr(characters, "train", lambda *args: None)
-    assert characters.main([*command, "2"]) == 1 and "time is over before float32, seed 2" in capsys.readouterr().out
+    assert characters.main([*command, "2"]) == 1 and "time ran out before float32, seed 2" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         characters.main(["--text", str(tmp_path / "nowhere")])
     assert characters.main([*command, "3", "--seconds", "0"]) == 1
@@ -163,10 +163,10 @@ def test_the_command_goes_on_where_it_was(tmp_path, capsys, monkeypatch):
         (["--rates", "0.01", "nan"], "--rates: 'nan'; it takes floats above 0"),
         (["--rates", "inf"], "--rates: 'inf'; it takes floats above 0"),
         (["--out", "nowhere/runs.json"], "nowhere/runs.json: its folder is missing"),
-        (["--out", "."], "--out .: no report of this command"),
-        (["--out", "text"], "--out text: no report of this command"),
-        (["--out", "list"], "--out list: no report of this command"),
-        (["--out", "others"], "--out others: no report of this command"),
+        (["--out", "."], "--out .: not a report of this command"),
+        (["--out", "text"], "--out text: not a report of this command"),
+        (["--out", "list"], "--out list: not a report of this command"),
+        (["--out", "others"], "--out others: not a report of this command"),
         (["--write-text", "."], "'.'"),
     ),
 )

@@ -135,7 +135,7 @@ ANSWERS = {
         ("missing or too wide?", kernel(store="out_ptr + row * 64 + position, code, mask=position < C")),
         ("write all C positions", kernel(store="out_ptr + row * C + position, code, mask=position < K")),
         ("truncated instead of rounded", kernel(code="(again * inverse).to(tl.int8)")),
-        ("the first 32 elements are right", kernel(program=1)),
+        ("does each program take row 0", kernel(program=1)),
         (RACES, kernel(store="out_ptr + row * K + position, code, mask=position < C")),
         ("largest magnitude", kernel(absmax="tl.max(x, 0)")),
         ("a floor under", kernel(absmax="tl.maximum(tl.max(tl.abs(x), 0), 1e-8)")),

@@ -45,6 +45,8 @@ EXERCISES = {
                 lambda n: n.flip(1)
             ),
             "the nibbles 0 to 7 are the codes 0 to 7: nothing is shifted by 8": _by_nibble(lambda n: n - 8),
+            "a nibble has four bits, and the mask keeps three": _by_nibble(lambda n: n & 7),
+            "there is a code -8 too, 1000": _by_nibble(lambda n: n - 16 * (n > 7) + (n == 8)),
             "1111 is -1, and 1001 is -7: subtract 16, not 15": _by_nibble(lambda n: n - 15 * (n > 7)),
             "the top bit is no sign beside a magnitude: 1111 is -1": _by_nibble(lambda n: (n & 7) * (1 - 2 * (n > 7))),
             "8 stands for a negative code too: it is above 7": _by_nibble(lambda n: n - 16 * (n > 8)),
@@ -75,6 +77,12 @@ EXERCISES = {
             "the codes of a byte lie side by side, not n apart": _changed(
                 lambda codes, at, B: codes.view(-1, 2).T.flatten()
             ),
+            "both codes of a byte go to one place, and one is lost": lambda packed, BLOCK: torch.stack(
+                [_decoded(packed)[:, 1], torch.full_like(_decoded(packed)[:, 1], 99)], 1
+            ).flatten(),
+            "program p begins at byte p * BLOCK, and BLOCK isn't always 64": _changed(
+                lambda codes, at, B: codes.where(at // 2 < (at // 128).clamp(max=(len(at) // 2 - 1) // B) * 64 + B, 99)
+            ),
             "the mask counts bytes, not codes": _changed(
                 lambda codes, at, B: codes.where(at // 2 * 2 < len(at) // 2, 99)
             ),
@@ -95,6 +103,9 @@ EXERCISES = {
             "a short last group has a whole absmax too": lambda c, g: 4 + 16 / (g or c),
             "a short last group has an absmax too: round up": lambda c, g: 4 + 16 * (c // (g or c)) / c,
             "where the groups fill the row, there is no other": lambda c, g: 4 + 16 * (c // (g or c) + 1) / c,
+            "an absmax has 16 bits, not 32": lambda c, g: 4 + 32 * -(-c // (g or c)) / c,
+            "a part of a bit counts too: don't round": lambda c, g: float(4 + 16 * -(-c // (g or c)) // c),
+            "a short last group isn't padded with codes": lambda c, g: (4 * (g or c) + 16) * -(-c // (g or c)) / c,
             "an absmax has 16 bits": lambda c, g: 4 + 2 * -(-c // (g or c)) / c,
             "each group has an absmax, not only the row": lambda c, g: 4 + 16 / c,
             "that is all bits of the row: divide by its weights": lambda c, g: 4.0 * c + 16 * -(-c // (g or c)),

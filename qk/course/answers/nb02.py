@@ -25,6 +25,10 @@ def _with_inverse(choose):
     return lambda x: torch.where(choose(_largest(x), 127 / _largest(x)), x * (127 / _largest(x)), 0)
 
 
+def _with_inverse_of(top):
+    return lambda x: _steps_of(x) * (top / 127)
+
+
 _steps_of = _with_inverse(lambda absmax, inverse: inverse.isfinite() & absmax.isfinite())
 
 
@@ -62,7 +66,23 @@ def _rounding_cases():
     wide = torch.cat([_block(-7.9375, 0.3), _block(127.0, 2.5), _block(-63.5, 0.75), _block(1.984375, 0.015625, 30)])
     huge = torch.cat([_block(-(2.0**127), 1.31e36, 16), _block(2.0**-119, 1.27e-37, 16), _block(254.0, 9.0, 5)])
     small = torch.cat([_block(127 * 2.0**-40, 2.0**-41, 64), _block(-127 * 2.0**60, 2.0**59, 64), _block(1.0, 0.01, 9)])
-    return [(_block(63.5, 0.25), 32), (many, 32), (wide, 32), (huge, 16), (small, 64), (_block(127.0, 2.5, 7), 16)]
+    cases = [(_block(63.5, 0.25), 32), (many, 32), (wide, 32), (huge, 16), (small, 64), (_block(127.0, 2.5, 7), 16)]
+    return [*cases, (_nearly_ties(0.77), 64), (torch.cat([_block(63.5, 0.25), _block(0.0625, 0.003, 9)]), 32)]
+
+
+def _nearly_ties(absmax):
+    """A last bit, of the inverse or of a product, decides on these codes."""
+    ties = ((torch.arange(1, 127) + 0.5) / 127 * absmax).float()
+    return torch.cat([torch.cat([part, torch.tensor([absmax])]) for part in (ties[:63], -ties[63:])])
+
+
+def _with_other(value):
+    """Behind the last value there are others, of this size."""
+
+    def codes(x, BLOCK):
+        return _right(torch.cat([x, x.new_full((-len(x) % BLOCK,), value)]), BLOCK)[: len(x)]
+
+    return codes
 
 
 def _first_only(x, BLOCK):
@@ -84,6 +104,13 @@ EXERCISES = {
             "127 / infinity is 0, and finite; but infinity times 0 is NaN": _with_inverse(lambda a, i: i.isfinite()),
             "a block whose steps are infinite must become zeros too": lambda x: (x * (127 / _largest(x))).nan_to_num(),
             "each block has an absmax of its own, along the last axis": lambda x: x * (127 / x.abs().amax()),
+            "an absmax belongs to a block, along the last axis, not to a column": lambda x: torch.where(
+                (127 / x.abs().amax(0)).isfinite() & x.abs().amax(0).isfinite(), x * (127 / x.abs().amax(0)), 0
+            ),
+            "absmax is the largest magnitude: take abs first": lambda x: torch.where(
+                (127 / x.amax(-1, True)).isfinite() & x.amax(-1, True).isfinite(), x * (127 / x.amax(-1, True)), 0
+            ),
+            "127, not 128": _with_inverse_of(128),
             "a tiny absmax made larger gives tiny steps, not zeros": lambda x: torch.where(
                 _largest(x).isfinite(), x * (127 / _largest(x).clamp(min=1e-12)), 0
             ),
@@ -110,9 +137,9 @@ EXERCISES = {
         cases=lambda: [
             (130, 1000, 384, 1536, 128),
             (299, 199, 300, 600, 128),
-            (299, 199, 300, 200, 32),
+            (299, 150, 300, 200, 32),
             (64, 5, 256, 128, 64),
-            (99_999, 69, 100_000, 70, 32),
+            (99_000, 69, 100_000, 70, 32),
             (5, 0, 7, 9, 4),
         ],
         mistakes={
@@ -123,6 +150,9 @@ EXERCISES = {
             ),
             "rows of elements are not rows of scales": lambda i, j, m, n, b: i * -(-n // b) + j // b,
             "columns of elements are not columns of scales": lambda i, j, m, n, b: i // b * -(-n // b) + j,
+            "counted in scales, not in bytes": lambda i, j, m, n, b: 4 * _offset(i, j, m, n, b),
+            "round down, not to the nearest": lambda i, j, m, n, b: round(i / b) * -(-n // b) + j // b,
+            "rows of blocks come one after the other, not columns": lambda i, j, m, n, b: j // b * -(-m // b) + i // b,
             "that counts elements, not scales": lambda i, j, m, n, b: i * n + j,
             "a row of scales is not as long as one of elements": lambda i, j, m, n, b: i // b * n + j // b,
             "i counts rows, j columns: you swapped them": lambda i, j, m, n, b: j // b * -(-n // b) + i // b,
@@ -151,6 +181,17 @@ EXERCISES = {
             "that is upside down: multiply by 127 / absmax": _rounded(lambda x, a: (x * (a / 127)).round()),
             "all programs do the block of the first: where does yours begin?": _first_only,
             "x * 127 is infinite where x is large: divide first": _rounded(lambda x, a: (x * 127 / a).round()),
+            "codes end at 127: absmax becomes 127, not 128": _rounded(
+                lambda x, a: (x * (128 / a)).round().clamp(max=127)
+            ),
+            "divide once, 127 / absmax, and multiply: a division by a scale rounds otherwise": _rounded(
+                lambda x, a: (x / (a / torch.full_like(a, 127))).round()
+            ),
+            "float16 is too narrow for steps: 101.49 becomes 101.5": _rounded(lambda x, a: _steps(x, a).half().round()),
+            "a floor under absmax turns blocks of small values into zeros": _rounded(
+                lambda x, a: _steps(x, a.clamp(min=1e-8)).round()
+            ),
+            "what was loaded beyond n became the largest: other must be 0": _with_other(1.0),
         },
         kernel=True,
         note="any length and BLOCK, huge and tiny numbers, and ties",

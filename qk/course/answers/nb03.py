@@ -54,6 +54,16 @@ def _without_short(a, a_scale, b, b_scale, block):
     return _by(lambda sums, a, b: (sums * a * b)[..., :whole].sum(-1))(a, a_scale, b, b_scale, block)
 
 
+def _of_thirty_two(a, a_scale, b, b_scale, block):
+    """Block i begins at column 32 * i."""
+    K, scaled = a.shape[1], 0
+    for i in range(-(-K // block)):
+        part = slice(32 * i, 32 * i + block)
+        sums = a[:, part].double() @ b[:, part].double().T
+        scaled = scaled + sums * a_scale[:, [i]].double() * b_scale[:, i].double().repeat_interleave(block)[: len(b)]
+    return scaled.float()
+
+
 def _bound(*case):
     """Float32 sums of a few hundred products, in any order."""
     sums, a, b = _sums(*case)
@@ -81,6 +91,11 @@ def _where(keep):
     return sums
 
 
+def _clipped(sums):
+    """As float16 holds them."""
+    return sums.half().float().nan_to_num(0, 2.0**31, -(2.0**31)).clamp(-(2.0**31), 2.0**31 - 129)
+
+
 _one_token = _where(lambda k, K, B: k >= 0)
 
 
@@ -93,8 +108,12 @@ EXERCISES = {
             "a tile can cover several blocks": lambda c, n, q: torch.full((n,), c // q),
             "the number of the tile isn't the number of the block": lambda c, n, q: torch.full((n,), c // n),
             "the tile starts at `column`, not at 0": lambda c, n, q: torch.arange(n) // q,
+            "round down, not to the nearest": lambda c, n, q: ((c + torch.arange(n)) / q).round().long(),
             "% gives the place inside the block; which block is it?": lambda c, n, q: (c + torch.arange(n)) % q,
             "round down: the first block is 0": lambda c, n, q: -(-(c + torch.arange(n)) // q),
+            "the tile starts at `column`, in the middle of a block or not; don't count tiles": lambda c, n, q: (
+                c // n + torch.arange(n) // q
+            ),
             "a block is QUANT_BLOCK columns long, whatever the tile": lambda c, n, q: (c + torch.arange(n)) // n,
         },
         note="tiles that start anywhere, and tiles and blocks of any width",
@@ -119,6 +138,22 @@ EXERCISES = {
             "a block's sum needs more than 16 bits": _by(
                 lambda sums, a, b: (((sums + 2**15) % 2**16 - 2**15) * a * b).sum(-1)
             ),
+            "float16 can't hold a block's sum": _by(lambda sums, a, b: (sums.half().double() * a * b).sum(-1)),
+            "bfloat16 rounds a block's sum: it has 8 bits": _by(
+                lambda sums, a, b: (sums.bfloat16().double() * a * b).sum(-1)
+            ),
+            "float16 can't hold the scaled sums": _by(lambda sums, a, b: (sums * a * b).half().double().sum(-1)),
+            "multiply by both scales, don't add them": _by(lambda sums, a, b: (sums * (a + b)).sum(-1)),
+            "each block has a scale of a of its own: its column is the block": _by(
+                lambda sums, a, b: (sums * a[..., :1] * b).sum(-1)
+            ),
+            "each block has a scale of b of its own: its column is the block": _by(
+                lambda sums, a, b: (sums * a * b[..., :1]).sum(-1)
+            ),
+            "b's scale is that of row n // QUANT_BLOCK; this takes row 0": _by(
+                lambda sums, a, b: (sums * a * b[:, :1]).sum(-1)
+            ),
+            "a block is QUANT_BLOCK columns of K, not always 32": _of_thirty_two,
             "a's scales are cut to whole numbers": _by(lambda sums, a, b: (sums * a.trunc() * b).sum(-1)),
             "b's scales are cut to whole numbers": _by(lambda sums, a, b: (sums * a * b.trunc()).sum(-1)),
         },
@@ -134,6 +169,9 @@ EXERCISES = {
             "the last column is missing": _where(lambda k, K, B: k < K - 1),
             "in a full step, K % BLOCK_K is 0": _where(lambda k, K, B: k % B < K % B),
             "only the last step is left: add them up": _where(lambda k, K, B: k >= (K - 1) // B * B),
+            "float16 can't hold the sums of a step": lambda x, w, B: sum(
+                _clipped((a.double() * b.double()).sum(1)) for a, b in zip(x.split(B), w.split(B, 1), strict=True)
+            ).int(),
             "each program has 16 channels of its own: its number says which": lambda x, w, B: (
                 _one_token(x, w, B) * (torch.arange(len(w), device=w.device) < 16)
             ),

@@ -79,6 +79,13 @@ def _first_group(gate, up, GROUP):
     return codes * (torch.arange(len(codes), device=codes.device) < GROUP), scales[:1].expand(len(scales))
 
 
+def _signed(gate, up, GROUP):
+    values = F.pad(F.silu(gate.double()) * up.double(), (0, -len(gate) % GROUP)).view(-1, GROUP)
+    absmax = values.amax(1, keepdim=True)
+    codes = (values * (127 / absmax)).round().clamp(-1e9, 1e9)
+    return codes.flatten()[: len(gate)].to(torch.int32).to(torch.int8), (absmax[:, 0] / 127).float()
+
+
 def _in_place_of(codes=None, scales=None):
     """The right codes and scales, one of them changed."""
 
@@ -101,7 +108,15 @@ EXERCISES = {
             "there are scales, too": lambda M, N, b: 5 * M * N,
             "a scale has four bytes": lambda M, N, b: 5 * M * N + M * -(-N // b),
             "a scale is a float32: four bytes": lambda M, N, b: 5 * M * N + 2 * M * -(-N // b),
-            "bias and GELU are fused: they move nothing": lambda M, N, b: 9 * M * N + 4 * M * -(-N // b),
+            "a scale belongs to a block, not to each value": lambda M, N, b: 9 * M * N,
+            "each block of each row has a scale; this is one for each row": lambda M, N, b: 5 * M * N + 4 * M,
+            "a block is part of one row: each row has its own": lambda M, N, b: 5 * M * N + 4 * -(-M // b) * -(-N // b),
+            "each scale of a row's blocks counts once, not the values that would fill the last block": lambda M, N, b: (
+                (5 * b + 4) * M * -(-N // b)
+            ),
+            "bfloat16 is written and read once; bias and GELU are fused: they move nothing": lambda M, N, b: (
+                9 * M * N + 4 * M * -(-N // b)
+            ),
             "a code has one byte": lambda M, N, b: 6 * M * N + 4 * M * -(-N // b),
             "each row has blocks of its own": lambda M, N, b: 5 * M * N + 4 * -(-N // b),
             "that is a fused kernel; here the output is written in bfloat16 and read again": lambda M, N, b: (
@@ -137,6 +152,16 @@ EXERCISES = {
             "to(tl.int8) cuts off: round first": _gated(rounding=lambda t: (t + 1e-4 * t.sign()).trunc()),
             "a scale is absmax / 127": _gated(scaling=lambda absmax: absmax),
             "a scale is absmax / 127, not its inverse": _gated(scaling=lambda absmax: 127 / absmax),
+            "sigmoid(v) is 1 / (1 + exp(-v)): mind the sign": _gated(
+                gating=lambda gate, up: gate * (-gate).sigmoid() * up
+            ),
+            "that is ReLU: silu(v) is v * sigmoid(v)": _gated(gating=lambda gate, up: gate.clamp(min=0) * up),
+            "that is a GELU: sigmoid's argument is v itself": _gated(
+                gating=lambda gate, up: gate * (1.702 * gate).sigmoid() * up
+            ),
+            "up counts once, not squared": _gated(gating=lambda gate, up: F.silu(gate) * up * up),
+            "a scale is absmax / 127, not / 128": _gated(scaling=lambda absmax: absmax / 128),
+            "absmax is the largest magnitude: abs is missing": _signed,
             "the scales are missing": _in_place_of(scales=torch.zeros_like),
             "the codes are missing": _in_place_of(codes=torch.zeros_like),
             "each program has a group of its own: program_id": _first_group,

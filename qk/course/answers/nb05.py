@@ -57,11 +57,16 @@ EXERCISES = {
             "int32 to float32 is a step too: the bits change": lambda M, N: 22 * M * N + 4 * M + 4 * N,
             "the output has two bytes": lambda M, N: 32 * M * N + 4 * M + 4 * N,
             "there is no bias": lambda M, N: 38 * M * N + 4 * M + 8 * N,
+            "each step also writes a matrix": lambda M, N: 16 * M * N + 4 * M + 4 * N,
+            "each step reads its matrix again, and writes another": lambda M, N: 6 * M * N + 4 * M + 4 * N,
+            "there are two multiplications, each of a matrix": lambda M, N: 22 * M * N + 4 * M,
+            "multiplying by b makes another matrix: 8 bytes, too": lambda M, N: 26 * M * N + 4 * M + 4 * N,
             "the vectors are read, too": lambda M, N: 30 * M * N,
             "an element of a vector has four bytes": lambda M, N: 30 * M * N + M + N,
             "the vectors are float32: four bytes": lambda M, N: 30 * M * N + 2 * M + 2 * N,
-            "the sums are int32: four bytes, not bfloat16's two": lambda M, N: 28 * M * N + 4 * M + 4 * N,
-            "each step reads its matrix again, and writes another": lambda M, N: 6 * M * N + 4 * M + 4 * N,
+            "the sums are int32: four bytes, not bfloat16's two; the output has two": lambda M, N: (
+                28 * M * N + 4 * M + 4 * N
+            ),
             "the last step, to float16, is missing": lambda M, N: 24 * M * N + 4 * M + 4 * N,
             "each vector is read once, not for each element": lambda M, N: 38 * M * N,
         },
@@ -74,6 +79,12 @@ EXERCISES = {
             "row r of g begins r * stride elements after the first": _taken_for_dense,
             "the columns from N on are a neighbour's, and came into top": _into_the_neighbours,
             "top is the largest magnitude: mind the sign": _signed,
+            "top belongs to what is stored, after the multiplication": lambda g, a, N, BLOCK: _with_top(
+                _scaled(g, a, N, BLOCK), g[:, :N].abs().amax(1)
+            ),
+            "top is the largest magnitude, not the sum": lambda *case: _with_top(
+                _scaled(*case), _scaled(*case).abs().sum(1)
+            ),
             "which program is it? Each has a row of its own": lambda *case: (
                 _sliced(*case) * (torch.arange(len(case[0]), device=case[0].device) == 0)[:, None]
             ),
@@ -93,6 +104,11 @@ EXERCISES = {
             "those are the bytes of the eager line": lambda N, tb, launch: math.ceil(launch * tb * 10**6 / (36 * N)),
             "the faster the memory, the more tokens": lambda N, tb, launch: math.ceil(launch * 10**6 / (4 * N * tb)),
             "1 TB/s is a million bytes in a µs": lambda N, tb, launch: math.ceil(launch * tb * 10**12 / (4 * N)),
+            "1 TB/s is a million bytes in a µs, not a thousand": lambda N, tb, launch: (
+                -(-launch * tb * 10**3 // (4 * N))
+            ),
+            "bandwidth is in bytes already": lambda N, tb, launch: -(-launch * tb * 8 * 10**6 // (4 * N)),
+            "those are the bytes of one launch's time; a token has 4 N": lambda N, tb, launch: launch * tb * 10**6,
             "a number of tokens is an integer": lambda N, tb, launch: launch * tb * 10**6 / (4 * N),
         },
         note="any sizes, also those that come out even, and less than one token",

@@ -38,6 +38,10 @@ def _slide_words(words, BLOCK=None, middle=lambda a, b: ((a >> 16) & 0xFFFF) | (
     return torch.stack([a, middle(a, b), b], 1)
 
 
+def _swapped(words):
+    return ((words >> 16) & 0xFFFF) | (words << 16)
+
+
 def _with_middle(middle):
     return lambda words, BLOCK: _slide_words(words, middle=middle)
 
@@ -94,6 +98,14 @@ EXERCISES = {
             "each group begins L columns after the one before": lambda p, L: (
                 p // (2 * L - 4) * (2 * L - 4) + p % (2 * L - 4) // 4 * 2 + p % 4
             ),
+            "the first group has the number 0": lambda p, L: _column_at(p, L) - L,
+            "windows begin two columns apart, not three": lambda p, L: (
+                p // (2 * L - 4) * L + p % (2 * L - 4) // 4 * 3 + p % 4
+            ),
+            "a window has four columns, not two": lambda p, L: (
+                p // (2 * L - 4) * L + p % (2 * L - 4) // 2 + p % (2 * L - 4) % 2
+            ),
+            "a group has several windows, two columns apart": lambda p, L: p // (2 * L - 4) * L + p % (2 * L - 4) % 4,
             "where in the window? p % 4 is missing": lambda p, L: p // (2 * L - 4) * L + p % (2 * L - 4) // 4 * 2,
             "that is the column within its group: add the group's first column": lambda p, L: _column_at(p, L) % L,
             "that is right for L = 8; use L": lambda p, L: _column_at(p, 8),
@@ -151,6 +163,17 @@ EXERCISES = {
             "those are a's lower half and b's upper half: windows 0 and 2 have them": _with_middle(
                 lambda a, b: (a & 0xFFFF) | (b & -65536)
             ),
+            "16 bits are 0xFFFF; 0x7FFF keeps only 15": _with_middle(lambda a, b: ((a >> 16) & 0x7FFF) | (b << 16)),
+            "b moves up by 16 bits, not by 15": _with_middle(lambda a, b: ((a >> 16) & 0xFFFF) ^ (b << 15)),
+            "windows 0 and 2 are the words as they are": lambda words, BLOCK: torch.stack(
+                [_swapped(words[:, 0]), _slide_words(words)[:, 1], _swapped(words[:, 1])], 1
+            ),
+            "window 0 is the word as it is": lambda words, BLOCK: torch.cat(
+                [_swapped(words[:, :1]), _slide_words(words)[:, 1:]], 1
+            ),
+            "a and b are side by side: 2 * group and 2 * group + 1": lambda words, BLOCK: _slide_words(
+                words.flatten().view(2, -1).T
+            ),
             "two codes are 16 bits: shift by bits, not by bytes": _with_middle(lambda a, b: (a >> 2) | (b << 2)),
             "two codes are 16 bits: 8 bits are one code": _with_middle(lambda a, b: ((a >> 8) & 0xFFFFFF) | (b << 24)),
             "b's half is missing in window 1": _with_middle(lambda a, b: (a >> 16) & 0xFFFF),
@@ -173,6 +196,9 @@ EXERCISES = {
             ),
             "the last column of the row is missing": lambda x: _ragged_codes(x, x.shape[1] - 1),
             "write all C positions, not only K": _incomplete,
+            "codes end at 127: absmax becomes 127, not 128": lambda x: _ragged_codes(
+                x, absmax=lambda part: part.abs().amax(1, keepdim=True) * 127 / 128
+            ),
             "absmax is the largest magnitude, not the largest number": lambda x: _ragged_codes(
                 x, absmax=lambda part: part.amax(1, keepdim=True)
             ),

@@ -84,6 +84,15 @@ def _gemv(combine=lambda sums, scale: (sums * scale).sum(1), **keep):
     return result
 
 
+def _unsigned_gemv(x, words, scale, GROUP):
+    codes = qk.unpack_int4_ref(words, len(x)).abs()
+    return _gemv()(x, qk.pack_int4_ref(codes, "int32"), scale, GROUP)
+
+
+def _with_first_group(x, words, scale, GROUP):
+    return _gemv()(x[:GROUP].repeat(-(-len(x) // GROUP))[: len(x)], words, scale, GROUP)
+
+
 def _without_short(x, words, scale, GROUP):
     whole = len(x) // GROUP
     return _gemv(lambda sums, scale: (sums * scale)[:, :whole].sum(1))(x, words, scale, GROUP)
@@ -108,7 +117,16 @@ EXERCISES = {
         cases=lambda: [(words.to(torch.int32), BLOCK) for words, BLOCK in _word_cases()],
         mistakes={
             "the sign is missing: flip the top bit of each code": _by_pairs(_pairs(magic=0x64006400)),
-            "`|` can set a bit, but not flip one": _by_pairs(lambda words, p: _pairs(magic=0)(words, p) | 0x64086408),
+            "`|` can set a bit, but not flip one; and a mask must keep all four bits of a code": _by_pairs(
+                lambda words, p: _pairs(magic=0)(words, p) | 0x64086408
+            ),
+            "`+` carries where xor flips: the sign bit isn't added": _by_pairs(
+                lambda words, p: ((words >> 4 * p) & 0x000F000F) + 0x64086408
+            ),
+            "a word has four pairs": _by_pairs(
+                lambda words, p: _pairs()(words, p) if p < 3 else torch.full_like(words, 99)
+            ),
+            "pair p belongs at place p: the order is reversed": _by_pairs(lambda words, p: _pairs()(words, 3 - p)),
             "that is bfloat16's constant": _by_pairs(_pairs(magic=0x43084308)),
             "a code has four bits: what does your mask keep?": _by_pairs(_pairs(mask=0x00FF00FF)),
             "without a mask, other codes get into the number": _by_pairs(_pairs(mask=-1)),
@@ -138,6 +156,13 @@ EXERCISES = {
             "where they cross, it is A that multiplies, at its own speed": lambda a, b, w, s, o: math.ceil(
                 o * b / 16 / w
             ),
+            "B waits for its own bits, not A's": lambda a, b, w, s, o: math.ceil(o * a / 16 / w),
+            "the crossover depends on speed and bandwidth too, not on bits alone": lambda a, b, w, s, o: math.ceil(
+                b / a
+            ),
+            "B waits for other_bits / 8 / bandwidth; the share of bits isn't a time": lambda a, b, w, s, o: math.ceil(
+                s * a / b / w
+            ),
             "A reads while it multiplies: its bits don't matter here": lambda a, b, w, s, o: math.ceil(
                 s * (b - a) / 16 / w
             ),
@@ -162,6 +187,18 @@ EXERCISES = {
             "the eighth code of each word is missing": _gemv(keep=lambda column, n: column % 8 < 7),
             "each program has 16 rows of its own: its number says which": _only_the_first_rows,
             "the last, short group is missing": _without_short,
+            "codes have a sign": _unsigned_gemv,
+            "each row has scales of its own; this takes row 0's": _gemv(lambda sums, scale: (sums * scale[:1]).sum(1)),
+            "a row's scales lie side by side: n * groups + g": _gemv(
+                lambda sums, scale: (sums * scale.flatten().view(scale.shape[1], -1).T).sum(1)
+            ),
+            "x advances with the groups, as the words do": _with_first_group,
+            "x has fractions: multiply in float32": lambda x, words, scale, GROUP: _gemv()(
+                x.trunc(), words, scale, GROUP
+            ),
+            "x keeps its 32 bits: float16 is too narrow": lambda x, words, scale, GROUP: _gemv()(
+                x.half().float(), words, scale, GROUP
+            ),
             "scales are cut to whole numbers": _gemv(lambda sums, scale: (sums * scale.trunc()).sum(1)),
         },
         kernel=True,

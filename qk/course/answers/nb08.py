@@ -60,6 +60,26 @@ def _within_budget(costs, budget):
     return names[: max(n for n in range(len(names) + 1) if sum(costs[name] for name in names[:n]) <= budget)]
 
 
+def _what_does_not_fit(costs, budget):
+    kept = []
+    for name in _ordered(costs):
+        if costs[name] <= budget:
+            budget -= costs[name]
+        else:
+            kept.append(name)
+    return kept
+
+
+def _from_the_budget(costs, budget):
+    kept = []
+    for name in _ordered(costs):
+        if budget < 0:
+            break
+        kept.append(name)
+        budget -= costs[name]
+    return kept
+
+
 def _until_small(costs, budget):
     kept = 0
     while kept < len(costs) and costs[_ordered(costs)[kept]] > budget:
@@ -132,6 +152,15 @@ EXERCISES = {
             "the bias is in float32": lambda N, K, g: _int4_bytes(N, K, g, bias=2 * N),
             "the bias has a value for each row, not for each column": lambda N, K, g: _int4_bytes(N, K, g, bias=4 * K),
             "the format is missing": lambda N, K, g: _int4_bytes(N, K, g, format=0),
+            "a layer has one format, not each row": lambda N, K, g: _int4_bytes(N, K, g, format=12 * N),
+            "a layer has a bias for each of its rows": lambda N, K, g: _int4_bytes(N, K, g, bias=4),
+            "an int32 has four bytes, not eight": lambda N, K, g: _int4_bytes(N, K, g, format=24),
+            "a short last group isn't padded with codes": lambda N, K, g: _int4_bytes(
+                N, K, g, codes=N * (-(-K // g) * g // 2)
+            ),
+            "groups are of a row's K columns, not of N rows": lambda N, K, g: _int4_bytes(
+                N, K, g, absmax=2 * K * -(-N // g)
+            ),
             "the format has three integers of four bytes": lambda N, K, g: _int4_bytes(N, K, g, format=3),
             "only the codes? Absmax, bias and format have bytes too": lambda N, K, g: N * ((K + 1) // 2),
         },
@@ -154,6 +183,13 @@ EXERCISES = {
             "use row ids[t], not row t": lambda ids, codes, scale, BLOCK: _lookup(
                 torch.arange(len(ids), device=ids.device) % len(codes), codes, scale
             ),
+            "ids[t] is the row, not the one after it": lambda ids, codes, scale, BLOCK: (
+                codes[(ids - 1).clamp(min=0)].float() * scale[ids]
+            ),
+            "bfloat16 is too narrow for the result": lambda ids, codes, scale, BLOCK: _lookup(
+                ids, codes, scale.bfloat16().float()
+            ),
+            "the scale is absmax / 127 already": lambda ids, codes, scale, BLOCK: _lookup(ids, codes, scale / 127),
             "scales can be tiny: a floor under them changes the result": lambda ids, codes, scale, BLOCK: _lookup(
                 ids, codes, scale.clamp(min=1e-8)
             ),
@@ -179,6 +215,12 @@ EXERCISES = {
             "the costs add up: one layer below the budget is not enough": _until_small,
             "the names of those in 8 bits, not of the others": lambda c, b: _ordered(c)[_needed(c, b) :],
             "the most costly comes first": lambda c, b: _keep(c, b)[::-1],
+            "keep the most costly first; this keeps what doesn't fit beside the ones before": _what_does_not_fit,
+            "the budget is for the others: take a kept layer's cost from their sum": _from_the_budget,
+            "the others' sum counts, not their mean": lambda c, b: _keep(c, b * max(len(c), 1)),
+            "costs are numbers: as text, 9 is larger than 40": lambda c, b: (
+                names := sorted(c, key=lambda name: str(c[name]), reverse=True)
+            )[: _needed(c, b, names)],
             "sort by cost, not by name": lambda c, b: sorted(_keep(c, b)),
             "one fewer is enough": lambda c, b: _ordered(c)[: _needed(c, b) + 1],
             "one more is needed": lambda c, b: _ordered(c)[: max(_needed(c, b) - 1, 0)],
@@ -201,6 +243,14 @@ EXERCISES = {
             "the sum, not the mean; and pads were counted": lambda x, mask: _second_moment(x, mask) / mask.numel(),
             "an outer product for each token, and then the sum": lambda x, mask: torch.outer(
                 x[mask == 1].sum(0), x[mask == 1].sum(0)
+            ),
+            "signs count: don't take magnitudes": lambda x, mask: _second_moment(x.abs(), mask),
+            "negative numbers count, too": lambda x, mask: x[mask == 1].clamp(min=0).T @ x[mask == 1],
+            "float16 can't hold the values": lambda x, mask: (
+                (x[mask == 1].half().float().T @ x[mask == 1].half().float()).half().float()
+            ),
+            "all tokens count, not only as many as the shortest sentence has": lambda x, mask: _of_all(
+                x[:, : int(mask.sum(1).min())], mask
             ),
             "not only the diagonal": lambda x, mask: _second_moment(x, mask).diagonal().diag(),
             "inputs that vary together: [K, K]": lambda x, mask: x[mask == 1] @ x[mask == 1].T,

@@ -11,6 +11,20 @@ def _clipped(rounded=torch.round, low=-7, high=7, largest=lambda x: x.abs().max(
     return lambda x, f: rounded(x * (7 / (f * largest(x)))).clamp(low, high) * (f * largest(x) / 7)
 
 
+def _clipped_at(top):
+    """Codes up to `top`, of steps of absmax / top."""
+
+    def restored(x, f):
+        absmax = f * x.abs().max()
+        return (x * (top / absmax)).round().clamp(-top, top) * (absmax / top)
+
+    return restored
+
+
+def _only_clipped(x, f):
+    return x.clamp(-f * x.abs().max(), f * x.abs().max())
+
+
 def _pick(restored=None, loss=lambda error, counts: counts * error**2, answer=lambda fractions, lost: None):
     restored = restored or _clipped()
 
@@ -34,11 +48,14 @@ def _groups():
     few = (torch.arange(101) % 10 == 3).float()
     peak = torch.randn(48, generator=torch.Generator().manual_seed(6))
     peak[7], four = 4, torch.ones(48).scatter(0, torch.tensor([7]), 4)
+    random = torch.Generator().manual_seed(57)
+    mixed = torch.randn(40, generator=random) * (1 + 2 * (torch.rand(40, generator=random) < 0.1))
+    weights = torch.rand(40, generator=random)
     return [
         (calm, torch.ones(32), steps), (wild, silent, steps[::-1]), (-wild, loud, steps),
         (1e-10 * wild, silent, steps), (1e10 * calm, 1e-3 * torch.ones(32), steps), (odd, few, steps[1:] + [1.0]),
         (-odd.abs(), torch.rand(101, generator=random), [0.95, 0.65, 0.85, 0.75]),
-        (torch.tensor([-2.5]), few[3:4], steps), (peak, four, steps),
+        (torch.tensor([-2.5]), few[3:4], steps), (peak, four, steps), (mixed, weights, steps[::-1]),
     ]  # fmt: skip
 
 
@@ -53,6 +70,11 @@ _FRACTION = Exercise(
         "codes end at 7, not at 8": _pick(_clipped(high=8)),
         "round to nearest: this truncates": _pick(_clipped(torch.trunc)),
         "round to nearest: this rounds down": _pick(_clipped(torch.floor)),
+        "codes end at 7, so a step is absmax / 7": _pick(_clipped_at(127)),
+        "weights become codes, whole numbers: round, don't only clip": _pick(_only_clipped),
+        "absmax is a fraction of the largest magnitude, not of the mean": _pick(
+            _clipped(largest=lambda x: x.abs().mean())
+        ),
         "square the errors": _pick(loss=lambda e, counts: counts * e.abs()),
         "counts multiplies the square; it isn't squared itself": _pick(loss=lambda e, counts: (counts * e) ** 2),
         "counts multiplies the square as it is, not its root": _pick(loss=lambda e, counts: counts.sqrt() * e**2),
@@ -75,6 +97,13 @@ _FRACTION = Exercise(
 def _stage(x, apart, block=64):
     a, b = x.view(-1, 2, apart).unbind(1)
     return torch.stack([a + b, a - b], 1).flatten()
+
+
+def _chosen(x, apart, first):
+    """A stage where first(i) says of element i whether it is the first of its pair."""
+    i = torch.arange(len(x), device=x.device)
+    partner = x[i ^ apart]
+    return torch.where(first(i), x + partner, partner - x)
 
 
 def _wrong(change):
@@ -109,6 +138,15 @@ _STAGE = Exercise(
         "sum and difference are swapped": _pairs(lambda a, b: [a - b, a + b]),
         "the pairs are swapped, not added": _pairs(lambda a, b: [b, a]),
         "neighbors are a pair only if APART is 1": lambda x, apart, block: _stage(x, 1),
+        "a pair is i and i ^ APART: bit APART of i says which is first, not its lowest bit": lambda x, apart, block: (
+            _chosen(x, apart, lambda i: i & 1 == 0)
+        ),
+        "bit APART of i says which is first, not the place in the block": lambda x, apart, block: _chosen(
+            x, apart, lambda i: i % block < block // 2
+        ),
+        "every second run of APART is first, not every third": lambda x, apart, block: _chosen(
+            x, apart, lambda i: i // apart % 3 == 0
+        ),
         "no factor here: it comes at the end": _wrong(lambda out, a, b: out * 2**-0.5),
         "all programs do the first program's part: where does yours begin?": lambda x, apart, block: _stage(
             x, apart
@@ -177,6 +215,15 @@ _GPTQ = Exercise(
         "divide by U[k, k], don't multiply": _step(spread=lambda e, U, k: e[:, None] * U[k, k + 1 :] * U[k, k]),
         "later columns move the other way": _step(spread=lambda e, U, k: -e[:, None] * U[k, k + 1 :] / U[k, k]),
         "codes end at 7: clamp them": _step(end=1e9),
+        "divide by U[k, k] once": _step(spread=lambda e, U, k: e[:, None] * U[k, k + 1 :] / U[k, k] ** 2),
+        "take row k of U, not row 0": _step(spread=lambda e, U, k: e[:, None] * U[0, k + 1 :] / U[0, 0]),
+        "errors of both signs count": _step(spread=lambda e, U, k: e.clamp(min=0)[:, None] * U[k, k + 1 :] / U[k, k]),
+        "the error is in weights, not in steps: don't divide it by the scale": lambda w, U, k, scale: _step(
+            spread=lambda e, U, k: (e / scale)[:, None] * U[k, k + 1 :] / U[k, k]
+        )(w, U, k, scale),
+        "column k keeps its rounded values: only later ones make up for the error": _other(
+            lambda now, w, k, scale: _put(now, k, 2 * now[:, [k]] - w[:, [k]])
+        ),
         "codes end at -7, not at -8": _step(end=8),
         "round to nearest: this truncates": _step(torch.trunc),
         "round to nearest: this rounds down": _step(torch.floor),

@@ -47,6 +47,20 @@ _SCALES = Exercise(
             groups=lambda scale, B: [torch.nn.functional.pad(p, (0, 0, 0, B - len(p)), value=1) for p in scale.split(B)]
         ),
         "take the largest scale of the block, not the smallest": _squares(lambda rows: rows.amin(0)),
+        "take the largest scale of the block, not the mean": _squares(lambda rows: rows.mean(0)),
+        "take the largest scale of the block, not the sum": _squares(lambda rows: rows.sum(0)),
+        "a floor under tiny scales changes them: any size, 0 included": _squares(
+            lambda rows: rows.amax(0).clamp(min=1e-12)
+        ),
+        "the last token is missing: rows below M are allowed": lambda scale, B: _squares(lambda rows: rows.amax(0))(
+            torch.cat([scale[:-1], 0 * scale[-1:]]), B
+        ),
+        "the mask compares rows with M, not with groups": lambda scale, B: _squares()(
+            scale * (torch.arange(len(scale), device=scale.device) < scale.shape[1])[:, None], B
+        ),
+        "row r of `scale` begins at r * groups": lambda scale, B: _squares()(
+            scale.flatten().view(scale.shape[1], -1).T, B
+        ),
         "a block has B tokens, and each has its own scale": _squares(lambda rows: rows[0]),
         "a block's tokens are neighbors": _squares(groups=_every_nth),
         "the scales are divided by 127 already": _squares(lambda rows: rows.amax(0) / 127),
@@ -110,6 +124,9 @@ _ROUNDED = Exercise(
         "u is 0 to 1: before rounding down, nothing has to be subtracted": _rounded(
             lambda x, u, i: (x * i + u - 0.5).floor()
         ),
+        "what is rounded down is value + u: 1 is too much": _rounded(lambda x, u, i: (x * i + u - 1).floor()),
+        "u may be 0: value + u, not value + 1 - u": _rounded(lambda x, u, i: (x * i + 1 - u).floor()),
+        "float16 is too narrow for the sum": _rounded(lambda x, u, i: (x * i + u).half().floor()),
         "the noise is one step wide: add it after scaling": _rounded(lambda x, u, i: ((x + u) * i).floor()),
         "the values must be scaled": _rounded(lambda x, u, i: (x + u).floor()),
         "no bias, but here it is value + u for negative values as well": _rounded(
@@ -161,6 +178,22 @@ def _narrow(dtype):
     return gradient
 
 
+def _by_blocks(scaled):
+    def gradient(g, g_scale, x, x_scale, B):
+        total = 0
+        for a, b, p, q in zip(g.split(B), x.split(B), g_scale, x_scale, strict=True):
+            p, q = p.repeat_interleave(B)[: g.shape[1]], q.repeat_interleave(B)[: x.shape[1]]
+            total = total + scaled((a.double().T @ b.double()).float(), p, q)
+        return total
+
+    return gradient
+
+
+def _tiled(codes, scale, B):
+    """Each row of scales, over and over."""
+    return codes * scale.repeat_interleave(B, 0)[: len(codes)].repeat(1, B)[:, : codes.shape[1]]
+
+
 def _of_square(pick):
     return lambda codes, scale, B: _values(codes, pick(scale), B)
 
@@ -193,6 +226,16 @@ _GRADIENT = Exercise(
         "int16 can't hold the sums": _narrow(torch.int16),
         "float16 can't hold the sums": _narrow(torch.float16),
         "bfloat16 can't hold the sums: it has 8 bits": _narrow(torch.bfloat16),
+        "multiply by both scales, don't add them": _by_blocks(lambda sums, p, q: sums * (p[:, None] + q)),
+        "x's scale counts once, not squared": _by_blocks(lambda sums, p, q: sums * p[:, None] * q * q),
+        "the fraction is cut off: sum in float32": _by_blocks(lambda sums, p, q: (sums * p[:, None] * q).trunc()),
+        "only the first block of tokens is added": lambda g, g_scale, x, x_scale, B: _gradient()(
+            g[:B], g_scale, x[:B], x_scale, B
+        ),
+        "float16 can't hold the dequantized values": _gradient(
+            lambda codes, scale, B: _values(codes, scale, B).half().float()
+        ),
+        "B neighbors share a scale: repeat_interleave, not repeat": _gradient(_tiled),
         "each block of B tokens has scales of its own": _gradient(_of_square(lambda s: s[:1].expand(len(s), -1))),
         "each block of B columns has scales of its own": _gradient(
             _of_square(lambda s: s[:, :1].expand(-1, s.shape[1]))

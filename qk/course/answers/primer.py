@@ -66,10 +66,16 @@ def _absmax_cases():
     return [(x[:3, :99], 32), (x[4:8, :256], 32), (x[2:3, :33], 16), (low[:4, :10], 16), (x[6:9], 64), (few / 3, 16)]
 
 
+def _in_tiles(x, BLOCK, which):
+    """The absmax of some of a row's tiles."""
+    return torch.stack([x.new_zeros(len(x)), *(tile.abs().amax(1) for tile in x.split(BLOCK, 1)[which])]).amax(0)
+
+
 def _matmul_cases():
     """(a, b, BLOCK, GROUP): the last group may have fewer rows."""
     random = torch.Generator().manual_seed(6)
-    for M, N, K, BLOCK, GROUP in (128, 256, 16, 16, 4), (96, 128, 48, 16, 4), (64, 96, 32, 32, 2), (48, 64, 16, 16, 5):
+    sizes = (128, 256, 16, 16, 4), (96, 128, 48, 16, 4), (64, 96, 32, 32, 2), (48, 64, 16, 16, 5), (128, 256, 16, 16, 2)
+    for M, N, K, BLOCK, GROUP in sizes:
         a, b = (torch.randint(-5, 6, shape, generator=random).half() for shape in ((M, K), (K, N)))  # exact products
         yield a, b, BLOCK, GROUP
 
@@ -94,6 +100,17 @@ def _grouped(program, down, across, GROUP):
     return first + program % (GROUP * across) % height, program % (GROUP * across) // height
 
 
+def _from(start):
+    """x + 1 where program p handles BLOCK elements from p * start on; the others stay 99."""
+
+    def result(x, B):
+        at = torch.arange(len(x), device=x.device)
+        place = (at // start).clamp(max=triton.cdiv(len(x), B) - 1) * start
+        return torch.where(at < place + B, x + 1, 99)
+
+    return result
+
+
 EXERCISES = {
     "add_one": Exercise(
         expected=lambda x, BLOCK: x + 1,
@@ -103,6 +120,9 @@ EXERCISES = {
             "all programs took the first block: where is program_id?": _first_of(lambda n, B: B),
             "blocks overlap: program p begins at p * BLOCK": _first_of(lambda n, B: triton.cdiv(n, B) + B - 1),
             "the last element is missing: offsets below n are allowed": _first_of(lambda n, B: n - 1),
+            "program p begins at p * BLOCK, and BLOCK isn't always 32": _from(32),
+            "program p begins at p * BLOCK, and BLOCK isn't always 64": _from(64),
+            "that subtracts 1": lambda x, B: x - 1,
             "that adds the program's number": lambda x, B: x + torch.arange(len(x), device=x.device) // B,
             "that adds the element's number": lambda x, B: x + torch.arange(len(x), device=x.device),
         },
@@ -133,6 +153,10 @@ EXERCISES = {
         mistakes={
             "the bias is missing": lambda x, bias, R, C: x.contiguous(),
             "bias has an element for each column, not for each row": lambda x, bias, R, C: x + bias[: len(x), None],
+            "the bias is added twice": lambda x, bias, R, C: x + 2 * bias,
+            "each column gets the bias of its neighbor": lambda x, bias, R, C: (
+                x + bias[(torch.arange(x.shape[1], device=x.device) - 1).clamp(min=0)]
+            ),
             "x isn't always dense: use its strides": lambda x, bias, R, C: _packed(x) + bias,
             "each program adds the first COLUMNS of the bias": lambda x, bias, R, C: (
                 x + bias[torch.arange(x.shape[1], device=x.device) % C]
@@ -150,6 +174,9 @@ EXERCISES = {
             "that is the sum of the row": lambda x: x.sum(1),
             "that is the smallest of the row": lambda x: x.amin(1),
             "that is where the largest is": lambda x: x.argmax(1).to(x.dtype),
+            "the last column is missing: offsets below `columns` are allowed": lambda x: (
+                x[:, :-1].amax(1) if x.shape[1] > 1 else x.new_full((len(x),), float("-inf"))
+            ),
             "each program took row 0": lambda x: x[:1].amax(1).expand(len(x)),
             "rows are `stride` apart, not `columns`": lambda x: _packed(x).amax(1),
             "masked-off elements take part: only minus infinity is below all numbers": lambda x: x.amax(1).clamp(
@@ -173,6 +200,9 @@ EXERCISES = {
             "the last, short tile is missing": lambda x, B: (
                 x[:, : x.shape[1] // B * B].abs().amax(1) if x.shape[1] >= B else x.new_zeros(len(x))
             ),
+            "the last tile is missing, also where it is a whole one": lambda x, B: _in_tiles(x, B, slice(0, -1)),
+            "the first tile is missing: start at 0": lambda x, B: _in_tiles(x, B, slice(1, None)),
+            "every second tile is missing: the step is BLOCK": lambda x, B: _in_tiles(x, B, slice(0, None, 2)),
             "that is the sum of the tiles' results": lambda x, B: sum(t.abs().amax(1) for t in x.split(B, 1)),
             "rows are `stride` apart, not `columns`": lambda x, B: _packed(x).abs().amax(1),
             "each program took row 0": lambda x, B: x[:1].abs().amax(1).expand(len(x)),
@@ -186,6 +216,9 @@ EXERCISES = {
         mistakes={
             "the product is right, but programs still go along whole rows of tiles": _in_order(
                 lambda p, down, across, GROUP: (p // across, p % across)
+            ),
+            "the product is right, but GROUP isn't always 4": _in_order(
+                lambda p, down, across, GROUP: _grouped(p, down, across, 4)
             ),
             "the product is right, but a wave goes down whole columns of tiles": _in_order(
                 lambda p, down, across, GROUP: (p % down, p // down)

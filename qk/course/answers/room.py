@@ -68,6 +68,19 @@ def _trips(seen):
     return trips
 
 
+def _rounded_by(function, absmax=lambda part: part.abs().amax()):
+    """A round trip with another rounding, or another absmax."""
+
+    def trips(batch, tokens, block):
+        out = batch[:tokens].float().clone()
+        for part in (part for row in out for part in row.split(block)):
+            top = absmax(part)
+            part.copy_(function(part * (torch.full_like(top, 127) / top)) * (top / 127))
+        return out
+
+    return trips
+
+
 def _trip_cases():
     x = _activations()
     return [
@@ -79,14 +92,14 @@ def _trip_cases():
     ]
 
 
-def _gathered(start_of):
+def _gathered(start_of, rounding=torch.round):
     """A row is read from element start_of(row, K) on; places before the tensor give zeros."""
 
     def codes(x, rows):
         inverse, K, columns = 127 / x.float().abs().max(), x.shape[1], torch.arange(x.shape[1], device=x.device)
         place = start_of(rows.long(), K)[:, None] + columns
         values = x.float().flatten()[place.clamp(0, x.numel() - 1)]
-        return torch.where(place < 0, 0, values * inverse).round().to(torch.int8)
+        return rounding(torch.where(place < 0, 0, values * inverse)).to(torch.int8)
 
     return codes
 
@@ -158,6 +171,10 @@ EXERCISES = {
             "this rounds down": _in_steps(torch.floor),
             "there is no scale here: multiply by 127 / absmax": lambda x: x.float().round().to(torch.int8),
             "ties go up here, but belong to the even neighbour": _in_steps(lambda t: (t + 0.5).floor()),
+            "a floor under absmax turns rows of tiny values into zeros": lambda x: (
+                (x.float() * (127 / x.float().abs().amax(1, keepdim=True).clamp(min=1e-6))).round().to(torch.int8)
+            ),
+            "float16 is too narrow for steps": _in_steps(lambda t: t.half().round()),
             "ties go away from zero, but belong to the even neighbour": _in_steps(
                 lambda t: (t.abs() + 0.5).floor() * t.sign()
             ),
@@ -179,6 +196,13 @@ EXERCISES = {
                 lambda j, tile, block: j % tile // block
             ),
             "the codes come back as they are, without their scale": lambda codes, scales, tile, block: codes.float(),
+            "a block isn't always 64 columns: QUANT_BLOCK": _scaled(lambda j, tile, block: j // 64),
+            "multiply by the scale, don't divide": lambda codes, scales, tile, block: (
+                codes.float() / _restored(torch.ones_like(codes), scales, tile, block)
+            ),
+            "float16 can't hold such scales": lambda codes, scales, tile, block: (
+                codes * _restored(torch.ones_like(codes), scales.half().float(), tile, block)
+            ),
             "each row has scales of its own": lambda codes, scales, tile, block: _restored(
                 codes, scales[:1], tile, block
             ),
@@ -196,6 +220,9 @@ EXERCISES = {
             "one column too many: the last one is K - 1": _trips(
                 lambda row, start, end, block: row[start : min(end + 1, start + block)]
             ),
+            "the codes aren't rounded": _rounded_by(lambda steps: steps),
+            "a cast cuts the fraction off: round to nearest": _rounded_by(torch.trunc),
+            "absmax is the largest magnitude: abs is missing": _rounded_by(torch.round, lambda part: part.amax()),
             "what the mask leaves out must not be the largest": _trips(
                 lambda row, start, end, block: F.pad(row[start:end], (0, start + block - end), value=1.0)
             ),
@@ -214,6 +241,13 @@ EXERCISES = {
             "the list says which row; this takes the slot's number": _gathered(
                 lambda row, K: torch.arange(len(row), device=row.device) * K
             ),
+            "-1 is an empty slot; row 0 is none, and begins at element 0": lambda x, rows: torch.where(
+                (rows.long()[:, None] * x.shape[1] + torch.arange(x.shape[1], device=x.device)) > 0,
+                _gathered(lambda row, K: row * K)(x, rows),
+                0,
+            ),
+            "place has more than 16 bits, signed or not": _gathered(lambda row, K: row * K % (2 * _WRAP)),
+            "the cast cuts the fraction off: use nearest": _gathered(lambda row, K: row * K, torch.trunc),
             "row by row: which element does a row start with?": _gathered(lambda row, K: row),
         },
         kernel=True,
@@ -243,6 +277,11 @@ EXERCISES = {
         mistakes={
             "the picture: each weight comes back in its neighbour's place": _unpacked(lambda j: 4 - j % 2 * 4),
             "nibbles above 7 stand for negative codes": _unpacked(lambda j: j % 2 * 4, low=lambda nibble: nibble),
+            "a nibble has four bits: shift by 4, not by 1": _unpacked(lambda j: j % 2),
+            "a nibble has four bits: shift by 4, not by 3": _unpacked(lambda j: j % 2 * 3),
+            "1111 is -1, and 1001 is -7: subtract 16, not 15": _unpacked(
+                lambda j: j % 2 * 4, low=lambda nibble: nibble - 15 * (nibble > 7)
+            ),
             "both columns of a byte get its low nibble": _unpacked(lambda j: j * 0),
             "both columns of a byte get its high nibble": _unpacked(lambda j: j * 0 + 4),
             "8 stands for a negative code too: it is above 7": _unpacked(

@@ -1,8 +1,8 @@
 """Compile every kernel for every GPU, on a machine that needs none: `python -m qk aot`.
 
-A case (qk/tools/aot/cases.py lists them) is a call of a function on tensors that have a shape and no data. Whatever it
-launches is compiled as it would be for a launch on that GPU (same constants, divisibility hints, warps), and not run.
-One line per kernel is printed: registers per thread, spilled bytes, shared memory per block and its limit, and the
+A case (qk/tools/aot/cases.py lists them) is a call of a function on tensors that have a shape and no data. The kernels
+that it launches are compiled as they would be on that GPU (same constants, divisibility hints, warps), but not run. One
+line per kernel is printed: registers per thread, spilled bytes, shared memory per block and its limit, and the
 matrix instruction.
 
     python -m qk aot --arch 75,90 --only int4 --keep artefacts
@@ -36,7 +36,7 @@ from qk.core import launch
 from qk.gemm.problem import Problem
 from qk.gemm_int4.problem import Int4Problem
 
-# for each capability a GPU that has it, and its multiprocessors
+# for each capability, a GPU that has it and its number of multiprocessors
 GPUS = {
     75: ("Tesla T4", 40),
     80: ("NVIDIA A100-SXM4-40GB", 108),
@@ -47,7 +47,7 @@ GPUS = {
     120: ("NVIDIA GeForce RTX 5090", 170),
 }
 
-# What a process needs that compiles for GPUs that are not there: qk compiled, and no other GPU in sight.
+# The environment of a process that compiles for absent GPUs: qk compiles its kernels, and no real GPU is visible.
 ENVIRONMENT = {"QK_BACKEND": "compile", "CUDA_VISIBLE_DEVICES": ""}
 
 # PTX instructions counted for a kernel. Of loads and stores, each width: "ld.global.128".
@@ -79,7 +79,7 @@ class _Empty:
         return torch.empty(shape, dtype=self.dtype, device="meta")
 
 
-# what a case can name besides what is in its module
+# names that a case can use, besides those of its module
 _NAMES = {
     "f16": _Empty(torch.float16),
     "bf16": _Empty(torch.bfloat16),
@@ -94,7 +94,7 @@ _NAMES = {
 
 
 class _Driver:
-    """A driver for Triton that knows its GPU and can do nothing else."""
+    """A driver for Triton that names a GPU and can do nothing else."""
 
     def __init__(self, arch):
         self.target = GPUTarget("cuda", arch, 32)
@@ -113,7 +113,7 @@ _compiled = []  # by the launches of this process
 
 
 def prepare():
-    """Launches now compile only; Triton and torch have started when this returns, so that processes can split off."""
+    """Make launches compile only. Also start Triton and torch, so that child processes can be forked."""
     # A tensor on the meta device has no data; modules, and only they, see it on a GPU. Allocators align to more than a
     # kernel asks for, and a view is where its offset puts it.
     gpu = torch.device("cuda", 0)
@@ -130,7 +130,7 @@ def prepare():
 
     JITFunction.run = compile_only
     launch.REMEMBER = False
-    launch.current_device = lambda: 0  # torch's own is missing where torch knows no GPU
+    launch.current_device = lambda: 0  # torch has none of its own in a build without CUDA
     _pretend(80)
     with _RunOperators():
         _warm_up_kernel[(1,)](_NAMES["f32"](1), enable_fp_fusion=False)
@@ -143,7 +143,7 @@ def _warm_up_kernel(x_ptr):
 
 
 def _pretend(arch):
-    """From now on this process has a GPU of capability `arch`, as far as launchers can see."""
+    """Give this process a GPU of capability `arch`, as far as launchers can see."""
     name, multiprocessors = GPUS[arch]
     major, minor = divmod(arch, 10)
     properties = types.SimpleNamespace(
@@ -160,7 +160,7 @@ def _pretend(arch):
 
 
 class _RunOperators(TorchDispatchMode):
-    """Tensors without data get the fake of an operator of qk; its own code, which launches, is what is wanted here."""
+    """Make qk's operators run their own code, which launches; without data, torch would call their fakes."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace != "qk":
@@ -171,7 +171,7 @@ class _RunOperators(TorchDispatchMode):
 
 def _count(ptx):
     counts = collections.Counter(dict.fromkeys(_INSTRUCTIONS, 0))
-    # a program is long, and has some dozens of different instructions
+    # a program is long but has only a few dozen different instructions
     for instruction, n in collections.Counter(re.findall(r"\b[a-z]\w*\.[\w.:]+", ptx)).items():
         for name, pattern in _INSTRUCTIONS.items():
             if re.match(pattern, instruction):
@@ -190,7 +190,7 @@ def _matrix_instruction(counts, ttir):
 
 
 def _wanted(least, row):
-    """The least counts of a case for one kernel: of alternatives, the one that it has; of a tile, its size."""
+    """Return a case's least counts for one kernel, with alternatives and "tile" resolved."""
     counts = {}
     for names, count in least.items():
         alternatives = names.split("|")
@@ -209,13 +209,13 @@ def _wanted(least, row):
 
 
 def tool(name, *args):
-    """What one of Triton's NVIDIA tools prints."""
+    """Return what one of Triton's NVIDIA tools prints."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     return subprocess.run([tool, *args], capture_output=True, text=True, check=True).stdout
 
 
 def _describe(kernel, arch, stem):
-    """One row of the table, of a compiled kernel; its artefacts are in files that begin with stem."""
+    """Return a compiled kernel's row of the table. Its artifacts are in files that begin with stem."""
     for kind, text in kernel.asm.items():
         if isinstance(text, (str, bytes)):
             Path(f"{stem}.{kind}").write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -241,26 +241,26 @@ def _describe(kernel, arch, stem):
     }
     if row["shared"] > row["shared_limit"]:
         row["problems"].append(f"needs {row['shared']} bytes of shared memory, of {row['shared_limit']}")
-    # Launched before the end of the kernel before. int4_gemm's without PERMUTE follows one of the same call that has
+    # Launched before the previous kernel ends. int4_gemm's without PERMUTE follows one of the same call that has
     # waited already: it waits for that one's output only.
     if row["constants"].get("EARLY") and row["constants"].get("PERMUTE") is not False:
         before, wait, _ = kernel.asm["ptx"].partition("griddepcontrol.wait")
         if not wait or _ACCESS.search(before):
             row["problems"].append("touches memory before it has waited for the previous kernel")
     if unused := _unused_barriers(str(kernel.asm.get("ttgir", ""))):
-        row["problems"].append(f"never uses the mbarriers {', '.join(unused)}, whose memory others get")
+        row["problems"].append(f"never uses the mbarriers {', '.join(unused)}, so the compiler reuses their memory")
     return row
 
 
 def _unused_barriers(ttgir):
-    """Of mbarriers that Gluon allocates, those that are made for several warpgroups, and reach none."""
+    """Return the mbarriers that Gluon allocates for several warpgroups but that reach none of them."""
     shared = re.search(r"ttg\.warp_specialize\((.*?)\)", ttgir)
     made = re.findall(r"%(\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(?:\d+x)+i64", ttgir)
     return [name for name in made if shared and name not in re.findall(r"%(\w+)", shared[1])]
 
 
 def compile_launch(launch, arch, stem):
-    """Rows of the table, of all kernels that launch() launches; to be called after prepare(), in its process."""
+    """Return the table's rows for all kernels that launch() launches. Call prepare() in this process first."""
     _pretend(arch)
     _compiled.clear()
     with _RunOperators():
@@ -269,7 +269,7 @@ def compile_launch(launch, arch, stem):
 
 
 def _compile_case(module, call, least, arch, stem, log):
-    """In a process of its own: writes the rows of a case to {stem}.json; why it can't goes to the log."""
+    """Write the rows of a case to {stem}.json, or an error to the log. Runs in a process of its own."""
     for stream in 1, 2:
         os.dup2(log, stream)
     os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"  # its warnings
@@ -291,7 +291,7 @@ def _compile_case(module, call, least, arch, stem, log):
 
 
 def _reason(log, exitcode):
-    """The lines of a log that say why a process ended."""
+    """Return the lines of a log that say why a process ended."""
     lines = [line.strip() for line in log.splitlines()]
     telling = [line for line in lines if re.match(r"[\w.]*(Error|Exception): |.*(error: |LLVM ERROR|Assertion )", line)]
     how = f"killed by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"exit status {exitcode}"
@@ -299,7 +299,7 @@ def _reason(log, exitcode):
 
 
 def compile_all(tasks, jobs, folder):
-    """Yield the rows of each (module, call, least, arch), in order. Each has a process: a failed assertion ends it."""
+    """Yield the rows of each (module, call, least, arch), in order. Each runs in its own process, which may crash."""
     fork = multiprocessing.get_context("fork")
     waiting, running, done, following = collections.deque(enumerate(tasks)), {}, {}, 0
     while waiting or running:
@@ -319,7 +319,7 @@ def compile_all(tasks, jobs, folder):
                 rows = [{"kernel": "?", "problems": [_reason(log, process.exitcode)]}]
             else:
                 rows = json.loads(Path(f"{stem}.json").read_text())
-                # ptxas says so where it had to make asynchronous products wait for each other
+                # ptxas warns where it had to serialize asynchronous matmuls
                 rows[0]["problems"] += sorted(set(re.findall(r"Potential Performance Loss: .*", log)))
             done[i] = [{"arch": arch, "module": module, "case": call, **row} for row in rows]
         while following in done:

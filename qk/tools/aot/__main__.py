@@ -53,8 +53,8 @@ def _every(cases, step):
 def _parser():
     parser = argparse.ArgumentParser(
         prog="python -m qk aot",
-        description="Compile every kernel for every GPU, ahead of time and on a machine without one. Prints for each "
-        "kernel the registers and spilled bytes of a thread, its shared memory and matrix instruction; exits with 1 "
+        description="Compile every kernel for every GPU, ahead of time and on a machine without one. Prints each "
+        "kernel's registers and spilled bytes per thread, shared memory and matrix instruction. Exits with 1 "
         "if a kernel doesn't compile, doesn't fit, spills, or lacks an instruction that it should have.",
     )
     archs = ",".join(map(str, aot.GPUS))
@@ -69,13 +69,13 @@ def _parser():
         help="only cases that match; a case is file.function(arguments), such as int4.pack_int4(...)",
     )
     parser.add_argument(
-        "--every", type=_positive("a number"), default=1, metavar="N", help="only one in N of a function's cases"
+        "--every", type=_positive("a number"), default=1, metavar="N", help="only every N-th of a function's cases"
     )
     parser.add_argument(
         "--jobs",
         type=_positive("a number of processes"),
         default=os.cpu_count(),
-        help="processes at a time (default: %(default)s)",
+        help="processes to run at a time (default: %(default)s)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table here, with instruction counts")
     parser.add_argument(
@@ -86,7 +86,7 @@ def _parser():
 
 
 def _parse(argv):
-    """Parse the arguments. Bad ones, and places that can't be written to, end the process before the work is done."""
+    """Parse the arguments. Bad ones, and paths that can't be written to, end the process before any work."""
     parser = _parser()
     options = parser.parse_args(argv)
     try:
@@ -124,10 +124,10 @@ def _line(row):
 
 
 def main(argv=None, cases=CASES):
-    """Compile and print. Returns the exit code."""
+    """Compile and print. Return the exit code."""
     options = _parse(argv)
     if any(os.environ.get(name) != value for name, value in aot.ENVIRONMENT.items()):
-        # this process has settled how it runs kernels; a child gets it right from the start
+        # this process has already decided how to run kernels; a child decides anew
         command = [sys.executable, "-m", "qk", "aot", *(sys.argv[1:] if argv is None else argv)]
         return subprocess.call(command, env={**os.environ, **aot.ENVIRONMENT})
 

@@ -1,10 +1,10 @@
 """The cases of `python -m qk aot`: for each module and compute capability, calls of its functions.
 
-A case is a call as text, and the least number of each instruction that one of the kernels it launches must have. The
-text is evaluated with the module's names, with f16(8192, 2048), bf16, f32, i8, i32, i64 and u8 for tensors, and with
-the GEMMs' Problem. The number "tile" is what the kernel's tile needs in one iteration of its loop. One of several
-instructions with | between them is enough. "spilled" is how many bytes a thread may spill, 0 by default. The cases
-cover every config of the modules' tuning tables.
+A case is a call as text, and the least count of each instruction that one of its kernels must have. The text is
+evaluated with the module's names, with f16(8192, 2048), bf16, f32, i8, i32, i64 and u8 for tensors, and with the GEMMs'
+Problem. The count "tile" is what the kernel's tile needs in one iteration of its loop. Of instructions separated by |,
+one is enough. "spilled" is how many bytes a thread may spill, 0 by default. The cases cover every config of the
+modules' tuning tables.
 """
 
 import itertools
@@ -95,7 +95,7 @@ def _int8_cases(arch):
 
 
 def _gemm_operands(M, block_size, N=4096, K=4096, square=False):
-    """a, a_scale, b and b_scale of a GEMM, as text. square: a has a scale for each square block."""
+    """Return a, a_scale, b and b_scale of a GEMM, as text. square: a has a scale for each square block."""
     if block_size is None:
         return f"i8({M}, {K}), f32({M}, 1), i8({N}, {K}), f32({N}, 1)"
     blocks = K // block_size
@@ -193,7 +193,7 @@ def _gemm_sm90_decode_cases(arch):
 
 
 def _int4_operands(M, x="bf16", group=128, N=8192, K=8192, packed="u8"):
-    """x, packed and absmax of an int4 GEMM, as text."""
+    """Return x, packed and absmax of an int4 GEMM, as text."""
     groups = 1 if group is None else -(-K // group)
     return f"{x}({M}, {K}), {packed}({N}, {-(-K // (8 if packed == 'i32' else 2))}), {x}({N}, {groups})"
 
@@ -259,8 +259,9 @@ def _gemm_int4_sm90_cases(arch):
         groups = 1 if group is None else 8192 // group
         columns = min(columns, 4 * min(group or 128, 128))
         call = f"{x}({M}, 8192), i32(8192, 1024), {x}({8192}, {groups}), {x}(8192), {x}({M}, 8192), {group}"
+        least = {"wgmma": columns // 16 * tile.wgs, "cp.async.bulk": 2}
         few = {"spilled": 40} if tile.block_m == 128 and group == 32 else {}  # faster than smaller tiles
-        yield f"int4_gemm_sm90(Int4Problem({call}), '{config}')", {"wgmma": columns // 16 * tile.wgs, "cp.async.bulk": 2} | few
+        yield f"int4_gemm_sm90(Int4Problem({call}), '{config}')", least | few
     for config in "decode8 ordered", "decode16 ordered", "32", "64 int8", "128 int8":
         M = min(int4_sm90._CONFIGS[config].block_m, 100)
         for group, block, zero in (128, None, False), (128, 128, False), (None, None, False), (64, 32, True):
@@ -292,7 +293,7 @@ def _gelu_cases(arch):
     for activation in "gelu_tanh", "silu":
         yield f"int8_gelu(i8(8192, 8192), f32(8192, 64), activation='{activation}')", _LOADS | _STORES
     yield "int8_gelu(i8(8192, 8191), f32(8192, 64))", {}
-    # squares: of dx both ways, and out_t
+    # square blocks: of dx in both orientations, and of out_t
     three = _LOADS | {"st.global.128": 3}
     few = {"spilled": 320}
     for block in 32, 128, 256:
@@ -310,7 +311,7 @@ def _gelu_cases(arch):
 
 
 def _dequant_cases(arch):
-    # few elements a thread, in words of 8 bytes or, of 32 bits, 16; the last has offsets beyond int32
+    # few elements per thread, in words of 8 bytes, or 16 for 32-bit dtypes; the last has offsets beyond int32
     least = {"st.global.64": 1}
     for M, N, inputs in (1, 2560, "bf16"), (64, 3840, "bf16 f32"), (512, 2560, "bf16 f32"), (131072, 16384, "bf16"):
         for g in inputs.split():

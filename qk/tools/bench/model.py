@@ -4,17 +4,22 @@ A decoder with Llama-3-8B's shape (qk/tools/bench/decoder.py), each kind made fr
 loaded again; and all-MiniLM-L6-v2, where it is installed. In int8 and int4 the decoder's head is quantized too, and
 embeddings are int8. All else is plain torch, the same for all kinds.
 
-A contender is a step, compiled by torch unless it is called "eager". Either way the step is one CUDA graph, in which
-the host's time doesn't count.
+A contender is a step, compiled by torch unless it is called "eager". Either way, the step is one CUDA graph, so the
+host's time doesn't count.
 
     decode     shape [sequences, context]: one token each, the last of its context -> logits
     prefill    shape [sequences, context]: all tokens of the context -> logits of the last
     embed      shape [sentences, tokens of each] -> the mean of each sentence's tokens
 
-Besides what all rows have: `weights`, bytes of all weights and scales; `peak_bytes`, these, the cache and what a step
-allocates; `bytes`, the weights except the embedding, and the cache; `tops`, which counts only the layers' matmuls;
-`quantize_s` and `load_s`, seconds to quantize the model on the GPU (at first, kernels are compiled) and to load it from
-a file just written; `kernels`, those of a compiled step that take longest, and their microseconds.
+Besides the fields that all rows have:
+
+    weights      bytes of all weights and scales
+    peak_bytes   the weights, the cache, and what a step allocates
+    bytes        the weights except the embedding, and the cache
+    tops         counts only the layers' matmuls
+    quantize_s   seconds to quantize the model on the GPU; the first time, kernels are compiled
+    load_s       seconds to load it from a file just written
+    kernels      those of a compiled step that take longest, and their microseconds
 """
 
 import functools
@@ -34,7 +39,7 @@ from qk.nn import quantize_
 from qk.tools.bench import ALONE, Case, kernels_of
 from qk.tools.bench.decoder import LLAMA_3_8B, Decoder, random_cache
 
-_KINDS = "int4", "int8", "bf16"  # the smallest first: making one needs the memory of one in bfloat16
+_KINDS = "int4", "int8", "bf16"  # the smallest first: making any of them needs the memory of one in bfloat16
 _DTYPE = torch.bfloat16
 
 
@@ -49,14 +54,14 @@ def _quantized(model, kind):
 
 
 def _empty(shape, kind):
-    """A decoder on the meta device."""
+    """Make a decoder on the meta device."""
     with torch.device("meta"):
         model = Decoder(shape).to(_DTYPE)
     return _quantized(model, kind)
 
 
 def _seconds(function, *arguments):
-    """Returns what a function returns, and its time."""
+    """Return a function's result, and the seconds that it took."""
     wait = torch.cuda.synchronize if qk.device() == "cuda" else lambda: None
     wait()
     start = time.perf_counter()
@@ -72,9 +77,9 @@ def _loaded(shape, kind, file):
 
 
 def random_decoder(shape, kind):
-    """A decoder of random weights, the same for each kind: "bf16", "int8" or "int4".
+    """Make a decoder with random weights, the same for each kind: "bf16", "int8" or "int4".
 
-    -> it, and seconds: "quantize_s", and "load_s" (None: the disk has no room for it)
+    Returns the decoder, and seconds: "quantize_s", and "load_s" (None if the disk has no room for it).
     """
     model = _empty(shape, "bf16").to_empty(device=qk.device()).random_(seed=0)
     model, quantize_s = _seconds(_quantized, model, kind)
@@ -89,10 +94,11 @@ def random_decoder(shape, kind):
 
 
 def _case(op, shape, models, inputs, run, read, worst, cached=0, pace=ALONE, **others):
-    """models() -> {kind: (model, seconds)}. run(model, how, *inputs): how makes a function that is compiled, or not.
+    """Make the case of one step.
 
-    read: bytes of a model's weights that a step reads. worst: the error that int4 may have, whose codes are off by 11 %
-    in each product of normal values. cached: bytes of the cache. others: of the Case.
+    models() returns {kind: (model, seconds)}. run(model, how, *inputs) makes the step; how compiles a function, or
+    returns it as it is. read: bytes of a model's weights that a step reads. worst: the largest error that int4 may
+    have; with normal values, its codes put each matmul off by 11 %. cached: bytes of the cache. others: fields of Case.
     """
     compiled = functools.cache(functools.partial(torch.compile, fullgraph=True, dynamic=False))
     contenders, kinds = {}, {}
@@ -116,7 +122,7 @@ def _case(op, shape, models, inputs, run, read, worst, cached=0, pace=ALONE, **o
 
 
 def _decoder_case(models, shape, op, sequences, context, kv_heads=None, pace=ALONE):
-    """kv_heads: those of which this process holds the cache, if not all."""
+    """kv_heads: how many of them this process caches, if not all."""
     new = context if op == "prefill" else 1
     where, matrices = {"device": qk.device()}, shape.layers * shape.layer_weights
     cached = shape if kv_heads is None else shape._replace(kv_heads=kv_heads)
@@ -126,7 +132,7 @@ def _decoder_case(models, shape, op, sequences, context, kv_heads=None, pace=ALO
         positions = torch.arange(context - new, context, **where)
         return tokens, positions, random_cache(cached, sequences, context, dtype=_DTYPE, **where)
 
-    # a step of one token is memory-bound, whatever it multiplies
+    # a step of one token per sequence is memory-bound, whatever it multiplies
     flops = 2 * matrices * sequences * new if new > 1 else 0
     return _case(
         op, (sequences, context), models, inputs,
@@ -138,7 +144,7 @@ def _decoder_case(models, shape, op, sequences, context, kv_heads=None, pace=ALO
 
 
 def decoder_cases(shape=LLAMA_3_8B, decode=((1, 512), (8, 512), (64, 512)), prefill=((1, 2048),)):
-    """decode, prefill: (sequences, context) of each step. Yields nothing if the GPU has too little memory."""
+    """Yield the decoder's cases, or none if the GPU has too little memory. decode, prefill: [(sequences, context)]."""
     if qk.device() == "cuda":
         free, needs = torch.cuda.mem_get_info()[0], 2.5 * nbytes(_empty(shape, "bf16"))
         if free < needs:
@@ -162,7 +168,7 @@ def _embed(model, how, ids):
 
 
 def minilm_cases(sentences=256, tokens=32):
-    """Yields nothing if its weights or transformers are missing."""
+    """Yield MiniLM's cases, or none if its weights or transformers are missing."""
     try:
         if not importlib.util.find_spec("transformers"):
             raise ImportError("transformers is missing")

@@ -1,19 +1,20 @@
-"""The decoder cut up among the GPUs of one machine, a process for each: what `--gpus` of the job `model` measures.
+"""The decoder split among the GPUs of one machine, one process per GPU: what `--gpus` of the job `model` measures.
 
     torchrun --nproc-per-node 2 -m qk bench model --gpus 2
 
-q, k and v are cut by heads, gate and up by blocks, all in one product; the attention's output and `down` add parts up
-(qk/nn/parallel.py). Norms and the embedding are whole on each GPU. Each process makes every full matrix, one at a time,
-and keeps its part: the weights are those of the one-GPU model, and no process ever holds them all.
+The fused matmul of q, k and v is split by heads, that of gate and up by blocks. The attention's output and `down` add
+partial sums (qk/nn/parallel.py). Every GPU holds the norms and the embedding whole. Each process makes every full
+matrix, one at a time, and keeps its part: the weights are those of the one-GPU model, and no process ever holds them
+all.
 
-In a decode step all GPUs hold all tokens. In a prefill each holds a share of them between the products (sequence
-parallelism, arXiv 2205.05198): it normalizes and quantizes its own, int8 codes are gathered, and sums are left where
-their tokens are. These travel in bfloat16 there, of decode steps in float32. In bfloat16 the cuts are the same, what is
-gathered are the floats, and NCCL adds, in bfloat16.
+In a decode step, all GPUs hold all tokens. In a prefill, each holds a share of them between the matmuls (sequence
+parallelism, arXiv 2205.05198): it normalizes and quantizes its own tokens, their int8 codes are gathered, and the sums
+are scattered back. Sums travel in bfloat16 in a prefill, and in float32 in a decode step. The bfloat16 model is split
+in the same way, but gathers floats, and NCCL adds in bfloat16.
 
 All processes go through the same rounds, by the clock of rank 0. `weights`, `bytes`, `peak_bytes` and `tops` are those
-of a GPU. "gather", shape [tokens, width]: tokens that lie cut up are quantized and gathered; "qk int8" quantizes first,
-and sends codes and scales.
+of one GPU. The operation "gather", of shape [tokens, width], quantizes and gathers tokens that are split among the
+GPUs; "qk int8" quantizes first, and sends codes and scales.
 """
 
 import datetime
@@ -37,19 +38,19 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def start(gpus):
-    """-> a mesh of the processes that torchrun has started, one for each GPU. ValueError: it has started others."""
+    """Return a mesh of the processes that torchrun started. Raises ValueError unless there is one for each GPU."""
     if int(os.environ.get("WORLD_SIZE", 0)) != gpus or int(os.environ.get("LOCAL_WORLD_SIZE", 0)) != gpus:
         how = f"torchrun --nproc-per-node {gpus} -m qk bench model --gpus {gpus}"
         raise ValueError(f"--gpus {gpus} takes as many processes, on one machine: {how}")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    # a rank that fails alone, for want of memory say, leaves the others waiting; not for ten minutes
+    # if one rank fails, say for lack of memory, the others wait for it: not for the default ten minutes
     dist.init_process_group("nccl", timeout=datetime.timedelta(minutes=3), device_id=device)
     return DeviceMesh("cuda", list(range(gpus)))
 
 
 def pace_of(mesh):
-    """Of processes that measure together: the clock of rank 0, and a sum that no GPU ends alone."""
+    """Make the pace of processes that measure together: rank 0's clock, and a sum that no GPU can finish alone."""
     group, device = mesh.get_group(), qk.device()
     clocks = group if dist.get_backend(group) == "gloo" else dist.new_group(backend="gloo")
 
@@ -62,7 +63,7 @@ def pace_of(mesh):
 
 
 class _ByTokens(Decoder):
-    """Each process has its share of the tokens, `forward` is given these, and the last process the last."""
+    """A decoder that is split by tokens: `forward` takes this process's share, and the last one has the last token."""
 
     def end(self, x, update):
         last = gather((x + update)[:, -1:], 1, [1] * self.mesh.size(), self.mesh.get_group())
@@ -70,7 +71,7 @@ class _ByTokens(Decoder):
 
 
 def _cuts(shape, by_tokens, dtype):
-    """Of each matrix that is cut: what it is for `ColwiseQuantized`, or for `RowwiseQuantized`."""
+    """Return how each split matrix is split: what `ColwiseQuantized` or `RowwiseQuantized` needs for it."""
     heads, kv = shape.heads * shape.head, shape.kv_heads * shape.head
     tokens = {"input_layouts": Shard(1)} if by_tokens else {}
     sums = {"output_layouts": Shard(1), "reduce_dtype": dtype} if by_tokens else {}
@@ -84,7 +85,7 @@ def _cuts(shape, by_tokens, dtype):
 
 
 def _cut_plain(linear, name, mesh, fused=(), units=None, input_layouts=None, output_layouts=None, reduce_dtype=None):
-    """Of a torch.nn.Linear, in its place, as the styles cut layers."""
+    """Replace a torch.nn.Linear by this process's part of it, split as the styles split layers."""
     dim, n = int(name in ("output", "down")), mesh.size()
     sizes, rank = fused or (linear.weight.shape[dim],), mesh.get_local_rank()
     own, begin, group = [], 0, mesh.get_group()
@@ -118,9 +119,10 @@ def _cut_plain(linear, name, mesh, fused=(), units=None, input_layouts=None, out
 
 @torch.no_grad()
 def random_part(shape, kind, mesh, dtype=_DTYPE, by_tokens=False):
-    """This process's part of the decoder that `random_decoder` makes. ValueError: there are too few heads to cut.
+    """Make this process's part of the decoder that `random_decoder` makes.
 
-    by_tokens: it takes its share of the tokens, as many as all others, and all positions.
+    by_tokens: each process passes an equal share of the tokens, and all positions. Raises ValueError if there are too
+    few heads to split.
     """
     if mesh.size() > shape.kv_heads:
         raise ValueError(f"the mesh has {mesh.size()} processes; it takes up to {shape.kv_heads}, one for each kv_head")
@@ -168,7 +170,7 @@ def _gather_case(mesh, tokens, width, pace):
 
 
 def cases(mesh, shape=LLAMA_3_8B, decode=((1, 512), (8, 512), (64, 512)), prefill=((1, 2048),)):
-    """As `decoder_cases`, on the GPUs of a mesh; and what travels between them."""
+    """Yield the cases of `decoder_cases` on the GPUs of a mesh, and those of the traffic between them."""
     models = functools.cache(
         lambda by_tokens: {kind: (random_part(shape, kind, mesh, by_tokens=by_tokens), {}) for kind in _KINDS}
     )
@@ -176,7 +178,7 @@ def cases(mesh, shape=LLAMA_3_8B, decode=((1, 512), (8, 512), (64, 512)), prefil
     first, last = spans_of(shape.kv_heads, 1, n)[mesh.get_local_rank()]
 
     def alike(inputs, by_tokens):
-        """Of the same tokens on all GPUs, all or a share: each drew as many numbers for its cache as it has heads."""
+        """Give all GPUs rank 0's tokens, whole or a share. They drew different ones, as their caches differ in size."""
         tokens, *others = inputs()
         dist.broadcast(tokens, group_src=0, group=mesh.get_group())
         return (tokens.chunk(n, 1)[mesh.get_local_rank()].contiguous() if by_tokens else tokens), *others

@@ -11,10 +11,13 @@ Contenders have the same weights, all in bfloat16, and run eagerly ("eager") or 
 `Int8FeedForward` as its feed-forward part, with stochastic rounding; "qk linears" is the whole model after
 `int8_train_`; "float8" is torchao's rowwise recipe, if torchao is installed. All are captured in CUDA graphs.
 
-Besides what all rows have: `saved_bytes`, what the forward pass keeps besides weights and their codes; `weight_bytes`,
-weights and, in int8, their codes both ways; `peak_bytes`, weights, AdamW's moments, x and its gradient, and the most
-that a call has allocated at any time; `kernels`, those of a compiled "both" that take longest, and their microseconds.
-`error` is that of the worst gradient, compared with bfloat16's.
+Besides the fields that all rows have:
+
+    saved_bytes    what the forward pass keeps, without weights and their codes
+    weight_bytes   the weights and, in int8, their codes in both orientations
+    peak_bytes     weights, AdamW's moments, x and its gradient, and the most that a call has allocated at any time
+    kernels        those of a compiled "both" that take longest, and their microseconds
+    error          that of the worst gradient, relative to bfloat16's
 """
 
 import functools
@@ -32,7 +35,7 @@ from qk.tools.bench import Case, kernels_of
 _DTYPE = torch.bfloat16
 _HEAD = 128  # width of an attention head
 _WORST = 0.3
-_EAGER = "bf16", "qk"  # are also run as they are
+_EAGER = "bf16", "qk"  # these are also run eagerly
 
 
 class FeedForward(nn.Module):
@@ -45,7 +48,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Of sequences of a length, which x [tokens, width] has one after the other."""
+    """A transformer block on sequences of a fixed length, one after the other in x [tokens, width]."""
 
     def __init__(self, width, length):
         super().__init__()
@@ -85,31 +88,31 @@ def _with_float8(model):
 
 
 def _kinds():
-    """-> {name: what makes a contender of a model in bfloat16}"""
+    """Return {name: function that turns a model in bfloat16 into a contender}."""
     kinds = {"bf16": lambda model: model, "qk": _with_int8_feed_forward, "qk linears": _with_int8_linears}
     return kinds | ({"float8": _with_float8} if importlib.util.find_spec("torchao") else {})
 
 
 def int8_weights(model):
-    """Numbers in the weights that are multiplied in int8."""
+    """Count the values of the weights that are multiplied in int8."""
     return sum(part.weight.numel() for part in model.modules() if isinstance(part, Int8TrainLinear))
 
 
 def saved_bytes(model, call, x):
-    """What call(x) keeps for a backward pass in memory of its own, besides the weights and their codes."""
+    """Count the bytes that call(x) keeps for a backward pass, without the weights and their codes."""
     kept, known = {}, {weight.untyped_storage().data_ptr() for weight in model.parameters()}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = tensor.detach()  # it stays, or another would come to lie there
-        return tensor.detach()  # a result itself would keep alive what it is kept by, and all of its graph
+            kept[storage.data_ptr()] = tensor.detach()  # keep it, or another tensor could get its memory
+        return tensor.detach()  # keeping a result itself would keep its whole graph alive
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = call(x)
     total = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     del out
-    return total - int8_weights(model)  # codes, the other way, of each
+    return total - int8_weights(model)  # the transposed codes of each
 
 
 class Contender:
@@ -143,7 +146,7 @@ class Contender:
 
 
 def contenders_of(make):
-    """make() -> a model in bfloat16, the same each time. -> {name: Contender}; "truth" is none that is timed."""
+    """Return {name: Contender}, with "truth", which isn't timed. make() returns the same bfloat16 model each time."""
     with torch.device(qk.device()):
         contenders = {"truth": Contender(make(), False)}
         for name, convert in _kinds().items():
@@ -154,7 +157,7 @@ def contenders_of(make):
 
 
 def _cases_of(part, make, tokens, width, flops):
-    """make(): as of `contenders_of`. flops: of a forward pass."""
+    """Yield the cases of a module. make: as for `contenders_of`. flops: those of a forward pass."""
     made = functools.cache(lambda: contenders_of(make))
     with torch.device("meta"):
         weights = sum(weight.nbytes for weight in make().parameters())
@@ -193,7 +196,7 @@ def _cases_of(part, make, tokens, width, flops):
 
 def cases(widths=(4096, 2048, 1024), tokens=8192, length=2048):
     for width in widths:
-        linear = 8 * tokens * width**2  # of attention's products with weights; those of the other part are twice that
+        linear = 8 * tokens * width**2  # attention's matmuls with weights; the feed-forward part has twice that
         for part, flops in (("block", 3 * linear + 2 * tokens * length * width), ("feed-forward", 2 * linear)):
 
             def make(part=part, width=width):

@@ -1,4 +1,4 @@
-"""Take the kernels that notebooks develop version by version out of them, to time them next to the package's."""
+"""Load the kernels that notebooks develop, version by version, to time them next to the package's."""
 
 import ast
 import json
@@ -22,7 +22,7 @@ _VERSIONS = {
 
 
 def grown():
-    """{function of qk: [(version, function), ...]}, of the notebooks that are here."""
+    """Return {function of qk: [(version, function), ...]} for the notebooks that are found."""
     found = {}
     for op, (notebook, names) in _VERSIONS.items():
         if (_NOTEBOOKS / notebook).exists():
@@ -32,7 +32,7 @@ def grown():
 
 
 def _functions_of(notebook):
-    """{name: function} of a notebook's functions and kernels; nothing of it runs but imports and definitions."""
+    """Return a notebook's functions and kernels as {name: function}. Only its imports and definitions run."""
     parts = []
     for cell in json.loads((_NOTEBOOKS / notebook).read_text(encoding="utf-8"))["cells"]:
         if cell["cell_type"] == "code":
