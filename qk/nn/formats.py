@@ -118,12 +118,19 @@ def _order(groups, columns, size):
 
 def _ordered(words, order):
     """Gather the columns of words [K / 8, N] in another order, as words [K / 8, N]."""
-    out = torch.zeros_like(words)
-    for j in range(8):
-        source = order[j::8]
-        codes = (words[source // 8] >> (4 * (source % 8)).to(torch.int32)[:, None]) & 15
-        out |= codes << 4 * j
+    padding = torch.arange(len(order), 8 * len(words), device=order.device)
+    out, order = torch.zeros_like(words), torch.cat((order, padding)).view(-1, 8)
+    for part, sources in zip(*(x.split(_rows_at_once(words)) for x in (out, order)), strict=True):
+        for j, source in enumerate(sources.unbind(1)):
+            codes = words[source // 8].bitwise_right_shift_((4 * (source % 8)).to(torch.int32)[:, None])
+            part |= codes.bitwise_and_(15).bitwise_left_shift_(4 * j)
     return out
+
+
+def _rows_at_once(words):
+    """How many rows of words to convert at once: on the CPU as many as its cache holds."""
+    rows = max(words.shape[0], 1)
+    return max(1, _CHUNK * rows // max(words.numel(), 1)) if words.device.type == "cpu" else rows
 
 
 def _pack_quantized(parts, shape, config):
@@ -224,8 +231,7 @@ def _awq(parts, shape, config):
 
     def read(device, scratch):
         words = parts["qweight"].read(device).view(K // 8, 8, N // 8)
-        step = max(1, _CHUNK // max(N, 1)) if words.device.type == "cpu" else max(K, 1)
-        for chunk in words.split(step):
+        for chunk in words.split(_rows_at_once(words)):
             _transpose_nibbles(chunk)
         rows = scratch.copy(scratch.transpose(words.view(K // 8, N))).view(8, N // 8, K // 8)
         words = words.view(N // 8, 8, K // 8)
