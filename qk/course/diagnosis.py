@@ -233,10 +233,7 @@ def _of_places(known, cases):
     if all(bad.ndim == 2 and min(bad.shape) > 1 for _, _, bad in known):
         columns, rows = ([bad.any(dim) for _, _, bad in known] for dim in (0, 1))
         if all(not row[0] and row[1:].any() for row in rows):
-            return (
-                "row 0 is right and others aren't: does each program take row 0? Where does a row begin, and which "
-                "strides does x have?"
-            )
+            return "row 0 is right and others aren't: does each program take row 0? Where does a row begin (strides)?"
         if all(column[-1] and not column[: len(column) * 9 // 20 + 1].any() for column in columns):
             return "the first columns are right, the last ones aren't: is the last, short block right?"
         if all(not row[0] and row[-1] for row in rows):
