@@ -73,9 +73,10 @@ def _int4_gemm(
     out_dtype: torch.dtype, x_scale: torch.Tensor | None, block_size: int | None, zero_point: torch.Tensor | None,
     evens_first: bool, out,
 ) -> torch.Tensor:  # fmt: skip
-    bias, x_scale = None if bias is None else bias.contiguous(), None if x_scale is None else as_matrix(x_scale)
-    operands = as_matrix(x), _as_words(packed), absmax, bias, as_matrix(out)
-    problem = Int4Problem(*operands, group_size, x_scale, block_size, zero_point, evens_first)
+    problem = Int4Problem(
+        as_matrix(x), _as_words(packed), absmax, None if bias is None else bias.contiguous(), as_matrix(out),
+        group_size, None if x_scale is None else as_matrix(x_scale), block_size, zero_point, evens_first
+    )  # fmt: skip
     run = next(each.run for each in IMPLEMENTATIONS if each.supports(problem))
     run(problem)
 
@@ -161,9 +162,11 @@ def int4_gemm(
     if out_dtype is None:
         out_dtype = torch.float16 if x.dtype == torch.int8 else x.dtype
     check_one_of("out_dtype", out_dtype, FLOATS)
-    bias, x_scale = (None if each is None else each.detach() for each in (bias, x_scale))
-    operands = x.detach(), packed, absmax.detach(), bias, group_size, out_dtype
-    return _int4_gemm(*operands, x_scale, block_size, zero_point, evens_first)
+    x, absmax, bias = x.detach(), absmax.detach(), None if bias is None else bias.detach()
+    x_scale = None if x_scale is None else x_scale.detach()
+    return _int4_gemm(
+        x, packed, absmax, bias, group_size, out_dtype, x_scale, block_size, zero_point, evens_first
+    )  # fmt: skip
 
 
 def int4_gemm_ref(

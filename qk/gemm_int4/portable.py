@@ -376,7 +376,7 @@ def _split(config, tiles, K, device):
 
 
 def int4_gemm_portable(problem, config=None):
-    """Solve a problem whose out isn't empty. Checks nothing. Copies x if its rows don't start at multiples of 16 bytes.
+    """Solve a problem whose out isn't empty. Checks nothing. Copies x if its rows aren't aligned to 16 bytes.
 
     config: a Tile to use instead of the table's.
     """

@@ -585,7 +585,9 @@ def int4_gemm_sm90(problem, config=None):
     p = problem
     (M, N), K = p.out.shape, p.x.shape[1]
     multiprocessors = gpu(p.x.device).multiprocessors
-    config = config or _choose(M, N, p.group_size, multiprocessors, p.x_scale is None and _rows_fit_tma(p.x), p.x_scale is not None)
+    config = config or _choose(
+        M, N, p.group_size, multiprocessors, p.x_scale is None and _rows_fit_tma(p.x), p.x_scale is not None
+    )
     c = _CONFIGS[config] if isinstance(config, str) else config
     dot_k = min(p.group_size or LONGEST_SUM, p.block_size or LONGEST_SUM, LONGEST_SUM)
     dots = min(c.columns // dot_k, 4)

@@ -11,7 +11,7 @@ columns.
 
 Codes and scales are buffers, and they keep their dtypes under .half() and .to(dtype). The bias is a parameter. The
 buffer `format` describes the others in three integers: kind, block size, and flags (1 rotated, 2 zero points, 4 another
-order of columns, 8 absmax in float32). A state in another format, or with codes and no format, is refused. A bias in
+order of columns, 8 absmax in float32, 16 inputs in int8). A state in another format, or with codes and no format, is refused. A bias in
 another dtype is converted, as torch.nn.Linear does it.
 
 The weights are frozen, but gradients pass through them: the gradient of x is g @ w, where w is the dequantized weight,
@@ -30,7 +30,7 @@ from ..core.checks import (
     check_one_of,
     check_tensor,
 )
-from ..core.launch import cdiv
+from ..core.launch import cdiv, gpu
 from ..core.matrices import as_matrix
 from ..core.operators import operator
 from ..core.replay import replayed
@@ -346,14 +346,14 @@ class QuantizedLinear(QuantizedModule):
         self.transposed = False  # whether the float layer is a Conv1D
 
     @classmethod
-    def _like(cls, linear, block, rotate):
+    def _like(cls, linear, block, rotate, **how):
         """Make an empty layer on the meta device. Returns it and the weight that it is to quantize."""
         if not isinstance(linear, linear_kinds()):
             raise ValueError(f"linear is a {type(linear).__name__}; it takes a torch.nn.Linear")
         transposed, linear = is_transposed(linear), as_linear(linear)
         check_parameters("linear.", linear.weight, linear.bias)
         (N, K), w, bias = linear.weight.shape, linear.weight.detach(), linear.bias
-        new = cls(K, N, bias is not None, block, rotate, "meta", w.dtype if bias is None else bias.dtype)
+        new = cls(K, N, bias is not None, block, rotate, "meta", w.dtype if bias is None else bias.dtype, **how)
         new.dtype, new.trainable, new.transposed = w.dtype, linear.weight.requires_grad, transposed
         if bias is not None:
             new.bias.requires_grad_(bias.requires_grad)
@@ -499,18 +499,25 @@ class Int8Linear(QuantizedLinear):
         return rotate_weight(w) if self.rotate else w
 
 
+def _evens_first(x):
+    """Whether to multiply int8 codes of x in the order that Hopper's int4 GEMM reads."""
+    return x.is_cuda and x.shape[-1] % 32 == 0 and gpu(x.device).capability == (9, 0)
+
+
 class Int4Linear(QuantizedLinear):
-    """A linear layer with a packed int4 weight: x @ w.T + bias, where x stays in 16 bits.
+    """A linear layer with a packed int4 weight: x @ w.T + bias, where x is in 16 bits or is quantized to int8.
 
     It is filled with zeros until a state is loaded; `from_linear` converts a float layer. A call takes float16,
     bfloat16 or float32 [..., in_features] with any strides. It returns [..., out_features] in the input's dtype, or in
-    autocast's: to the bit what `int4_gemm` makes of x. A float32 x is first rounded to bfloat16, or to autocast's
-    dtype. Gradients: see the top of the file.
+    autocast's: to the bit what `int4_gemm` makes of x, or of its codes from `quantize_per_token`. A float32 x is first
+    rounded to bfloat16, or to autocast's dtype, unless it is quantized. Gradients: see the top of the file.
 
     Args:
         group_size: 32, 64, 128 or 256 columns of a row that share an absmax. None: the whole row does.
         rotate: whether weight and x are rotated by a Hadamard matrix. See the top of the file.
         dtype: the bias's. None is torch.get_default_dtype().
+        activations: "float", or "int8" to quantize x, one scale per token. For up to 32 tokens the two are about as fast
+            on Hopper; for more, "int8" is faster.
         zero_point, order, absmax_dtype: whether it has these buffers, and whether absmax is float16 or float32.
             Checkpoints that other libraries made need them.
 
@@ -528,15 +535,16 @@ class Int4Linear(QuantizedLinear):
 
     def __init__(
         self, in_features, out_features, bias=True, group_size=128, rotate=False, device=None, dtype=None, *,
-        zero_point=False, order=False, absmax_dtype=torch.float16,
+        activations="float", zero_point=False, order=False, absmax_dtype=torch.float16,
     ):  # fmt: skip
+        check_one_of("activations", activations, ("float", "int8"))
         _check_linear(in_features, out_features, bias, rotate)
         check_group_size(group_size)
         check_one_of("zero_point", zero_point, (True, False))
         check_one_of("order", order, (False,) if rotate else (True, False), " where rotate is True" if rotate else "")
         check_one_of("absmax_dtype", absmax_dtype, (torch.float16, torch.float32))
         groups = 1 if group_size is None else cdiv(in_features, group_size)
-        flags = rotate, zero_point, order, absmax_dtype == torch.float32
+        flags = rotate, zero_point, order, absmax_dtype == torch.float32, activations == "int8"
         super().__init__(
             in_features, out_features, bias, [2, group_size or 0, sum(on << i for i, on in enumerate(flags))], device,
             dtype,
@@ -545,10 +553,10 @@ class Int4Linear(QuantizedLinear):
             zero_point=torch.zeros(out_features, groups, dtype=torch.int8, device=device) if zero_point else None,
             order=torch.arange(in_features, device=device) if order else None,
         )  # fmt: skip
-        self.group_size = group_size
+        self.group_size, self.activations = group_size, activations
 
     def settings(self):
-        how = {"group_size": self.group_size, "absmax_dtype": self.absmax.dtype}
+        how = {"group_size": self.group_size, "activations": self.activations, "absmax_dtype": self.absmax.dtype}
         return super().settings() | how | {name: self._buffers[name] is not None for name in ("zero_point", "order")}
 
     def extra_repr(self):
@@ -558,14 +566,14 @@ class Int4Linear(QuantizedLinear):
         return ", ".join([super().extra_repr(), *extras])
 
     @classmethod
-    def from_linear(cls, linear, group_size=128, rotate=False, second_moment=None):
+    def from_linear(cls, linear, group_size=128, rotate=False, second_moment=None, *, activations="float"):
         """Convert a torch.nn.Linear, or a Conv1D of transformers, which stays as it is.
 
         A group with a value beyond 65504, float16's largest, becomes NaN.
 
         Args:
             linear: its weight and bias are float16, bfloat16 or float32. On the meta device, so is the new layer.
-            group_size, rotate: as for the class.
+            group_size, rotate, activations: as for the class.
             second_moment: the sum of x^T x over inputs of the layer, [in_features, in_features], not rotated, as
                 `calibration.collect` gathers it. Codes are then chosen by `calibration.quantize_weight`. None: by
                 `quantize_int4`, from the weight in float16.
@@ -573,7 +581,7 @@ class Int4Linear(QuantizedLinear):
         Raises:
             ValueError: for bad arguments.
         """
-        new, w = cls._like(linear, group_size, rotate)
+        new, w = cls._like(linear, group_size, rotate, activations=activations)
         if w.is_meta:
             return new
         if second_moment is None:
@@ -584,18 +592,23 @@ class Int4Linear(QuantizedLinear):
         return new._fill(linear, packed=packed, absmax=absmax)
 
     def prepare(self, x, dtype):
-        taken = x.dtype
-        if taken == torch.float32:
+        taken, int8 = x.dtype, self.activations == "int8"
+        if taken == torch.float32 and not int8:
             taken = torch.bfloat16 if dtype == torch.float32 else dtype
         if self.rotate:
-            return (hadamard(x, taken),)
+            x = hadamard(x, taken)
         x = x if self._buffers["order"] is None else x[..., self._buffers["order"]]
+        if int8:
+            return quantize_per_token(x, evens_first=_evens_first(x))
         return (x if x.dtype == taken else x.to(taken),)
 
     def multiply(self, prepared, bias, dtype):
         buffers = self._buffers
-        how = bias, self.group_size, dtype
-        return int4_gemm(*prepared, buffers["packed"], buffers["absmax"], *how, zero_point=buffers["zero_point"])
+        x, *scale = prepared
+        how = {"zero_point": buffers["zero_point"]}
+        if scale:
+            how |= {"x_scale": scale[0], "evens_first": _evens_first(x)}
+        return int4_gemm(x, buffers["packed"], buffers["absmax"], bias, self.group_size, dtype, **how)
 
     def input_gradient(self, g, dtype):
         buffers, how = self._buffers, (self.in_features, self.rotate, dtype, self.group_size)

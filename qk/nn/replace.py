@@ -375,6 +375,7 @@ class _Options(NamedTuple):
     block_size: int
     group_size: int | None
     rotate: bool
+    activations: str
     statistics: object
     tokens: int  # that layers are timed with; 0: they aren't timed
 
@@ -387,7 +388,7 @@ class _Options(NamedTuple):
         if to == "int8":
             return Int8Linear.from_linear(layer, self.block_size, self.rotate)
         moment = None if self.statistics is None else self.statistics[name].second_moment
-        return Int4Linear.from_linear(layer, self.group_size, self.rotate, moment)
+        return Int4Linear.from_linear(layer, self.group_size, self.rotate, moment, activations=self.activations)
 
     def make_experts(self, experts, to):
         """Quantize experts, without statistics. to: "int8" or "int4"."""
@@ -457,18 +458,21 @@ def _check_model(model, kinds):
             raise ValueError(f"model is quantized already, {has}; it takes one that is not")
 
 
-def _check_options(to, block_size, group_size, embeddings, rotate):
+def _check_options(to, block_size, group_size, embeddings, rotate, activations):
     if not callable(to):
         check_one_of("to", to, ("int8", "int4"), ", or a function of a layer's name and the layer")
     check_block_size(block_size)
     check_group_size(group_size)
     check_one_of("embeddings", embeddings, (True, False))
     check_one_of("rotate", rotate, (True, False))
+    check_one_of("activations", activations, ("float", "int8"))
+    if activations == "int8" and to == "int8":
+        raise ValueError("activations is 'int8'; it takes 'float' where to is 'int8', whose inputs are int8 anyway")
 
 
 def quantize_(
     model, to="int8", skip=(), *, force=(), block_size=128, group_size=128, embeddings=False, statistics=None,
-    rotate=False, measure=False, progress=True,
+    rotate=False, activations="float", measure=False, progress=True,
 ):  # fmt: skip
     """Replace a model's linear layers with quantized ones, in place.
 
@@ -505,6 +509,7 @@ def quantize_(
             and is to become int8, both become one table, which has a scale for each row and isn't rotated.
         statistics: what `collect` returned. int4 codes are then chosen to suit the inputs.
         rotate: whether weights and inputs are rotated by a Hadamard matrix. See qk/nn/layers.py.
+        activations: for int4, "float" multiplies inputs in 16 bits, and "int8" quantizes them, one scale per token.
         measure: whether to time each layer on 256 tokens, before and after; or another number of tokens.
         progress: whether to show a progress bar, if it takes longer than a second.
 
@@ -519,7 +524,7 @@ def quantize_(
     that is too much, quantize one part of the model after another. If kernels are compiled, a model on the CPU is
     quantized on the GPU, layer by layer.
     """
-    _check_options(to, block_size, group_size, embeddings, rotate)
+    _check_options(to, block_size, group_size, embeddings, rotate, activations)
     skip, force = checked_skip(skip), checked_skip(force, "force")
     tokens = _TOKENS if measure is True else 0 if measure is False else measure
     check_integer("measure", tokens, 0)
@@ -535,7 +540,8 @@ def quantize_(
         _check_statistics(calibrated, statistics)
         silent = {name for name, _ in calibrated if not statistics[name].tokens}
         jobs = [job._replace(note="had no input in calibration") if job.names[0] in silent else job for job in jobs]
-    return _quantize(model, jobs, _Options(block_size, group_size, rotate, statistics, tokens), embeddings, progress)
+    options = _Options(block_size, group_size, rotate, activations, statistics, tokens)
+    return _quantize(model, jobs, options, embeddings, progress)
 
 
 def _quantize(model, jobs, options, embeddings, progress):
