@@ -385,6 +385,8 @@ def int4_gemm_portable(problem, config=None):
     x = with_aligned_rows(x)[:, : x.shape[1]]
     (M, N), K = p.out.shape, x.shape[1]
     c, dot_k = _choose(p) if config is None else (config, _dot_columns(p, config))
+    zero_strides = (0, 0) if p.zero_point is None else p.zero_point.stride()
+    x_scale_strides = (0, 0) if p.x_scale is None else p.x_scale.stride()
     early = M <= 16
     rows = N
     if c.scratch:
@@ -400,7 +402,7 @@ def int4_gemm_portable(problem, config=None):
         if c.scratch and K > 0:
             launch(
                 x.device, _unpack_int4_gemm_kernel, (cdiv(here, 16), cdiv(columns, 1024)),
-                p.words, p.zero_point, codes, first, here, columns // 8, p.words.stride(0), *((0, 0) if p.zero_point is None else p.zero_point.stride()), columns,
+                p.words, p.zero_point, codes, first, here, columns // 8, p.words.stride(0), *zero_strides, columns,
                 GROUP=p.group_size, ROWS=16, WORDS=128, num_warps=4,
             )  # fmt: skip
         x_, w = x, codes if c.scratch else p.words
@@ -413,7 +415,7 @@ def int4_gemm_portable(problem, config=None):
             x_, w, p.absmax, p.zero_point, p.x_scale, None if split > 1 else p.bias, parts,
             M, N, K, first, here, split, steps,
             x.stride(0), columns if c.scratch else p.words.stride(0), p.absmax.stride(0), p.group_stride,
-            *((0, 0) if p.zero_point is None else p.zero_point.stride()), *((0, 0) if p.x_scale is None else p.x_scale.stride()),
+            *zero_strides, *x_scale_strides,
             GROUP=p.group_size, X_BLOCK=p.block_size, DENSE=c.scratch > 0, DESCRIPTORS=descriptors,
             FLOAT_DOT=gpu(x.device).arch < 80 or INTERPRETED.value, EVEN_K=K % c.step == 0, SPLIT=split > 1,
             BLOCK_M=c.block_m, BLOCK_N=c.block_n, DOT_K=dot_k, DOTS=c.step // dot_k, GROUP_M=c.group_m,

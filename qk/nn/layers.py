@@ -11,8 +11,8 @@ columns.
 
 Codes and scales are buffers, and they keep their dtypes under .half() and .to(dtype). The bias is a parameter. The
 buffer `format` describes the others in three integers: kind, block size, and flags (1 rotated, 2 zero points, 4 another
-order of columns, 8 absmax in float32, 16 inputs in int8). A state in another format, or with codes and no format, is refused. A bias in
-another dtype is converted, as torch.nn.Linear does it.
+order of columns, 8 absmax in float32, 16 inputs in int8). A state in another format, or with codes and no format, is
+refused. A bias in another dtype is converted, as torch.nn.Linear does it.
 
 The weights are frozen, but gradients pass through them: the gradient of x is g @ w, where w is the dequantized weight,
 as if x had not been quantized. The bias gets a gradient if it requires one.
@@ -69,7 +69,8 @@ def _described(format):
     if not numbers or len(format) != 3 or format[0] not in _KINDS:
         return f"a format that this qk doesn't know, {format}"
     kind, block, flags = format
-    extras = (", rotated", ", with zero points", ", with an order of columns", ", with float32 absmax")
+    extras = (", rotated", ", with zero points", ", with an order of columns", ", with float32 absmax",
+              ", with inputs in int8")  # fmt: skip
     return _KINDS[kind].format(block or "a row") + "".join(text for i, text in enumerate(extras) if flags >> i & 1)
 
 
@@ -516,8 +517,7 @@ class Int4Linear(QuantizedLinear):
         group_size: 32, 64, 128 or 256 columns of a row that share an absmax. None: the whole row does.
         rotate: whether weight and x are rotated by a Hadamard matrix. See the top of the file.
         dtype: the bias's. None is torch.get_default_dtype().
-        activations: "float", or "int8" to quantize x, one scale per token. For up to 32 tokens the two are about as fast
-            on Hopper; for more, "int8" is faster.
+        activations: "float", or "int8" to quantize x, one scale per token.
         zero_point, order, absmax_dtype: whether it has these buffers, and whether absmax is float16 or float32.
             Checkpoints that other libraries made need them.
 

@@ -594,8 +594,19 @@ def int4_gemm_case(M, N, K, group_size=128):
     def truth(o):
         return o.x.float() @ dequantized(o, torch.float32).t()
 
+    def int8_activations(o):
+        x, x_scale = qk.quantize_per_token(o.x, evens_first=K % 32 == 0)
+        return qk.int4_gemm(
+            x, *o.int4, **int4, out_dtype=torch.bfloat16, x_scale=x_scale, evens_first=K % 32 == 0
+        )  # fmt: skip
+
+    def int8_truth(o):
+        codes, scale = qk.quantize_per_token_ref(o.x)
+        return (codes.float() * scale) @ dequantized(o, torch.float32).t()
+
     contenders = {
         "qk": (lambda o: qk.int4_gemm(o.x, *o.int4, **int4), truth),
+        "qk int8 activations": (int8_activations, int8_truth),
         "bf16": (lambda o: o.x @ o.w.t(), lambda o: o.x.float() @ o.w.float().t()),
         "dequantize": (lambda o: o.x @ dequantized(o, torch.bfloat16).t(), truth),
         "qk int8": (
