@@ -3,6 +3,7 @@
 import copy
 import functools
 import io
+import itertools
 import pickle
 import re
 import time
@@ -131,6 +132,36 @@ def test_int4_of_a_layer(group):
     packed, absmax = qk.quantize_int4(qk.hadamard(w.weight, torch.float32).half(), group)
     assert same(rotated.packed, packed) and same(rotated.absmax, absmax)
     assert torch.linalg.norm(rotated.dequantize() - w.weight) < 0.2 * torch.linalg.norm(w.weight)
+
+
+@pytest.mark.parametrize("rotate", (False, True))
+def test_int4_with_int8_activations(rotate, tmp_path):
+    """The layer is what the functions make of x; its state, and no other, loads again; gradients pass."""
+    for dtype, group in itertools.product(FLOATS, (None, 32)):
+        w, x = linear(64, 40, dtype=dtype), randn(3, 5, 64, dtype=dtype)
+        layer = Int4Linear.from_linear(w, group, rotate, activations="int8")
+        codes, scale = qk.quantize_per_token(qk.hadamard(x, dtype) if rotate else x)
+        want = qk.int4_gemm(codes, layer.packed, layer.absmax, w.bias, group, dtype, x_scale=scale)
+        assert same(layer(x), want)
+        exact = x.float() @ layer.dequantize().T + w.bias.float()
+        assert torch.linalg.norm(want.float() - exact) < 0.02 * torch.linalg.norm(exact)
+    model, other, plain = (torch.nn.Sequential(linear(64, 40)) for _ in range(3))
+    quantize_(model, "int4", activations="int8", group_size=32, rotate=rotate)
+    assert model[0].activations == "int8"
+    qk.nn.save(model, tmp_path / "model.safetensors")
+    loaded, _ = qk.nn.load(tmp_path / "model.safetensors", other)
+    x = randn(3, 64)
+    assert same(loaded(x), model(x)) and loaded[0].activations == "int8"
+    quantize_(plain, "int4", group_size=32, rotate=rotate)
+    with pytest.raises(RuntimeError, match="with inputs in int8"):
+        plain.load_state_dict(model.state_dict())
+    x.requires_grad_()
+    model(x).sum().backward()
+    torch.testing.assert_close(x.grad, model[0].dequantize().sum(0).expand_as(x), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="activations is 'int8'"):
+        quantize_(torch.nn.Sequential(linear(64, 40)), "int8", activations="int8")
+    with pytest.raises(ValueError, match="activations is 'int4'"):
+        Int4Linear(64, 40, activations="int4")
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

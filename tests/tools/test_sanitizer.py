@@ -23,6 +23,7 @@ from qk.gemm import sm90 as gemm_sm90
 from qk.gemm import sm90_decode as gemm_sm90_decode
 from qk.gemm import sm90_epilogue as epilogue
 from qk.gemm_int4 import sm90 as int4_sm90
+from qk.gemm_int4 import sm90_int8 as int4_sm90_int8
 
 gl, mbarrier = (getattr(gemm_sm90, name, None) for name in ("gl", "mbarrier"))
 SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
@@ -51,6 +52,20 @@ def int4_gemm(M):
         for dtype, group_size in itertools.product(FLOATS[:2], (None, 32, 128)):
             packed, absmax = qk.quantize_int4(randn(N, K, dtype=dtype), group_size, "int32" if M > 1 else "uint8")
             qk.int4_gemm(randn(M, K, dtype=dtype), packed, absmax, randn(N), group_size)
+
+
+def int4_int8_gemm(M):
+    """The same with int8 activations: a scale per token and per block, zero points, both orders of columns."""
+    for (N, K), evens_first in itertools.product(((70, 288), (256, 2048)), (False, True)):
+        for group_size, block_size in (128, None), (None, None), (32, 64):
+            packed, absmax = qk.quantize_int4(randn(N, K), group_size)
+            if block_size is None:
+                x, x_scale = qk.quantize_per_token(randn(M, K), evens_first=evens_first)
+            else:
+                x, x_scale = qk.act_quant(randn(M, K), block_size, evens_first=evens_first)
+            how = {"x_scale": x_scale, "block_size": block_size, "evens_first": evens_first}
+            zero_point = torch.ones_like(absmax, dtype=torch.int8) if evens_first else None
+            qk.int4_gemm(x, packed, absmax, randn(N), group_size, zero_point=zero_point, **how)
 
 
 def int8():
@@ -214,6 +229,7 @@ CASES = {
     for function in (int4, int8, hadamard, gelu, dequant_bias, slide, parts, hand_over, exchange)
 }
 INT4_GEMM = {f"int4_gemm {M}": functools.partial(int4_gemm, M) for M in (1, 9, 17, 65, 600)}
+INT4_GEMM |= {f"int4_int8_gemm {M}": functools.partial(int4_int8_gemm, M) for M in (1, 65, 300)}
 CASES |= {path: functools.partial(gemm, path) for path in qk.gemm._PATHS} | INT4_GEMM
 CASES["race"] = functools.partial(exchange, 64, False)
 IN_GLUON = ("sm90", "sm90_decode", "parts", "hand_over", "exchange", "race")
@@ -262,6 +278,7 @@ def in_own_code(hazard, case):
     for *_, file, line in places:
         kernel = {
             "sm90.py": sm90,
+            "sm90_int8.py": int4_sm90_int8._int4_gemm_sm90_int8_kernel,
             "sm90_decode.py": gemm_sm90_decode._int8_gemm_sm90_decode_kernel,
             "test_sanitizer.py": _parts_kernel,
         }.get(file)
