@@ -930,7 +930,7 @@ def test_what_is_left_alone():
     # a module may read a weight that trains in int8, which stays float
     assert [row.name for row in report.rows if row.replaced] == ["reads.read", "taken"] and notes["taken"] == ""
     assert notes["skipped.0"] == "skipped"
-    assert "subclass" in notes["reads.attention.out_proj"] and "float64" in notes["wide"]
+    assert "computes with its weight itself" in notes["reads.attention.out_proj"] and "float64" in notes["wide"]
     assert notes["bias"] == "its bias has dtype torch.float64"
     assert notes["sparse"] == "its weight has layout torch.sparse_coo"
     assert type(model["skipped"][0]) is nn.Linear
