@@ -86,8 +86,8 @@ def _check_activations(x, x_scale, block_size, evens_first, group_size):
     *leading, K = x.shape
     check_one_of("evens_first", evens_first, (False, True))
     if x.dtype != torch.int8:
-        for name, value, takes in (("x_scale", x_scale, None), ("block_size", block_size, None)):
-            if value is not takes:
+        for name, value in (("x_scale", x_scale), ("block_size", block_size)):
+            if value is not None:
                 raise ValueError(f"{name} is given; with x of {x.dtype} it takes None")
         if evens_first:
             raise ValueError(f"evens_first is True; with x of {x.dtype} it takes False")
