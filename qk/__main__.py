@@ -12,6 +12,7 @@ COMMANDS = {
     ),
     "export": ("qk.course.export", "write one notebook that carries the package, for Colab and Kaggle"),
     "site": ("qk.course.site", "write the notebooks as web pages, with sliders that move without Python"),
+    "lm": ("qk.tools.lm", "make the course's language model: its text, its training"),
     "data": ("qk.data.__main__", "rebuild the weights that the notebooks use, and compare them with the shipped file"),
 }
 
