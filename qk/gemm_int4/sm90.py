@@ -183,6 +183,33 @@ def _offset(NUMBER: tl.constexpr, zero, dtype: tl.constexpr):
 
 
 @jit
+def int8_words(words, zero):
+    """Unpack words [64, W] into words of four int8 each, codes with even numbers and codes with odd ones."""
+    if len(zero) == 0:
+        even, odd = gl.inline_asm_elementwise(
+            _TO_INT8, "=&r,=&r,r", [words], dtype=_TWO_WORDS, is_pure=True, pack=1
+        )  # fmt: skip
+    else:
+        four, _ = gl.broadcast(((zero[0] + 8) * 0x01010101).expand_dims(1), words)
+        even, odd = gl.inline_asm_elementwise(
+            _TO_INT8_ZERO, "=&r,=&r,r,r", [words, four], dtype=_TWO_WORDS, is_pure=True, pack=1
+        )  # fmt: skip
+    return even, odd
+
+
+@jit
+def int8_operand(unpacked, a_layout: tl.constexpr):
+    """Return `int8_words` as int8 [64, 8 W]."""
+    even, odd = unpacked
+    W: tl.constexpr = even.shape[1]
+    # word, thread, odd -> word, odd, thread
+    fours = gl.join(even, odd).reshape([WG_N, W // 4, 4, 2]).permute([0, 1, 3, 2]).reshape([WG_N, 2 * W])
+    even = gl.join(fours.to(gl.int8), (fours >> 16).to(gl.int8))
+    odd = gl.join((fours >> 8).to(gl.int8), (fours >> 24).to(gl.int8))
+    return gl.convert_layout(gl.join(even, odd).reshape([WG_N, 8 * W]), a_layout)
+
+
+@jit
 def codes_of(buf, zero, a_layout: tl.constexpr, dtype: tl.constexpr):
     """Unpack int32 [64, W] from shared memory into numbers [64, 8 W], in the registers where wgmma expects them.
 
@@ -193,20 +220,7 @@ def codes_of(buf, zero, a_layout: tl.constexpr, dtype: tl.constexpr):
     words_layout: tl.constexpr = words_layout_of(W, dtype)
     words = buf.load(words_layout)
     if dtype == gl.int8:
-        if len(zero) == 0:
-            even, odd = gl.inline_asm_elementwise(
-                _TO_INT8, "=&r,=&r,r", [words], dtype=_TWO_WORDS, is_pure=True, pack=1
-            )  # fmt: skip
-        else:
-            four, _ = gl.broadcast(((zero[0] + 8) * 0x01010101).expand_dims(1), words)
-            even, odd = gl.inline_asm_elementwise(
-                _TO_INT8_ZERO, "=&r,=&r,r,r", [words, four], dtype=_TWO_WORDS, is_pure=True, pack=1
-            )  # fmt: skip
-        # word, thread, odd -> word, odd, thread
-        fours = gl.join(even, odd).reshape([WG_N, W // 4, 4, 2]).permute([0, 1, 3, 2]).reshape([WG_N, 2 * W])
-        even = gl.join(fours.to(gl.int8), (fours >> 16).to(gl.int8))
-        odd = gl.join((fours >> 8).to(gl.int8), (fours >> 24).to(gl.int8))
-        return gl.convert_layout(gl.join(even, odd).reshape([WG_N, 8 * W]), a_layout)
+        return int8_operand(int8_words(words, zero), a_layout)
     else:
         zeros = gl.full([WG_N], 0, gl.int32, gl.SliceLayout(1, words_layout))
         if len(zero) > 0:
