@@ -71,6 +71,17 @@ def calls():
         yield "quantize_int4", (x, 64), {}
         yield "quantize_int4", (x, None, "int32"), {}
     yield "act_quant", (randn(2, 3, 256),), {}
+    for x, residual, weight in (
+        (rough(3, 200), None, randn(200)),
+        (randn(4, 96, dtype=torch.bfloat16), randn(4, 96, dtype=torch.bfloat16, seed=1), randn(96)),
+        (randn(2, 70000), randn(2, 70000, seed=1), randn(70000)),  # longer than a tile
+        (randn(3, 0), None, randn(0)),
+    ):
+        yield "rms_norm", (x, weight, 1e-5, residual), {}
+        yield "swiglu", (x, residual), {}
+        for block_size in (32, None):
+            yield "rms_norm_quant", (x, weight, 1e-5, residual, block_size), {}
+            yield "swiglu_quant", (x, residual, block_size), {}
     yield "weight_quant", (rough(130, 200),), {}
     yield "int8_gelu", (codes(5, 200), scales(5, 2)), {"activation": "silu"}
     yield "int8_gelu", (codes(5, 128), scales(5, 1)), {}
