@@ -281,11 +281,10 @@ def _add_rms_norm_quant(
     _launch_rms_norm(x, residual, weight, h, q, scale, eps, block_size, evens_first)
 
 
-def _check_quantization(block_size, scale_layout, evens_first, K):
+def _check_quantization(block_size, scale_layout, evens_first):
     check_one_of("block_size", block_size, (*BLOCKS, None))
     check_one_of("scale_layout", scale_layout, SCALE_LAYOUTS)
     check_one_of("evens_first", evens_first, (False, True))
-    check_evens_first(evens_first, K)
 
 
 @replayed()
@@ -300,7 +299,8 @@ def rms_norm_quant(
     Args:
         x, weight, eps, residual: as in `rms_norm`.
         block_size: columns of a block: 32, 64, 128 or 256; or None for one scale per row, as `quantize_per_token`.
-        scale_layout, evens_first: as in `act_quant`.
+        scale_layout: as in `act_quant`.
+        evens_first: as in `act_quant`.
 
     Returns:
         codes, int8 [..., K]; scale, float32 [..., ceil(K / block_size)], or [..., 1]. With a residual also
@@ -310,7 +310,8 @@ def rms_norm_quant(
         ValueError: for a bad dtype, shape, device or option.
     """
     _check_rms_norm(x, weight, eps, residual)
-    _check_quantization(block_size, scale_layout, evens_first, x.shape[-1])
+    _check_quantization(block_size, scale_layout, evens_first)
+    check_evens_first(evens_first, x.shape[-1])
     if residual is None:
         return _rms_norm_quant(x, weight, float(eps), block_size, scale_layout, evens_first)
     return _add_rms_norm_quant(x, residual, weight, float(eps), block_size, scale_layout, evens_first)
@@ -446,7 +447,9 @@ def swiglu_quant(gate, up=None, block_size=128, *, scale_layout="row", evens_fir
 
     Args:
         gate, up: as in `swiglu`.
-        block_size, scale_layout, evens_first: as in `rms_norm_quant`.
+        block_size: as in `rms_norm_quant`.
+        scale_layout: as in `act_quant`.
+        evens_first: as in `act_quant`.
 
     Returns:
         codes, int8 [..., N]; scale, float32 [..., ceil(N / block_size)], or [..., 1].
@@ -455,7 +458,8 @@ def swiglu_quant(gate, up=None, block_size=128, *, scale_layout="row", evens_fir
         ValueError: for a bad dtype, shape, device or option.
     """
     _check_swiglu(gate, up)
-    _check_quantization(block_size, scale_layout, evens_first, _width(gate, up))
+    _check_quantization(block_size, scale_layout, evens_first)
+    check_evens_first(evens_first, _width(gate, up))
     return _swiglu_quant(gate, up, block_size, scale_layout, evens_first)
 
 
