@@ -63,7 +63,7 @@ __all__ = [
 # whole blocks. The interpreter's cost is per program, so its tiles are large.
 _CONFIGS = {
     "rows": TileConfig(elements=1024, columns=16384, thread=16),
-    "long": TileConfig(elements=8192, columns=8192, thread=16),
+    "long": TileConfig(elements=4096, columns=4096, thread=16),
     "blocks": TileConfig(elements=2048, columns=1024, thread=16),
     "interpreted": TileConfig(elements=65536, columns=65536, thread=2048),
 }
