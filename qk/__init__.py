@@ -93,6 +93,16 @@ from .linear import (  # noqa: E402
     sparse_linear,
     sparse_linear_ref,
 )
+from .norm import (  # noqa: E402
+    rms_norm,
+    rms_norm_quant,
+    rms_norm_quant_ref,
+    rms_norm_ref,
+    swiglu,
+    swiglu_quant,
+    swiglu_quant_ref,
+    swiglu_ref,
+)
 from .sparsity import (  # noqa: E402
     prune_slide,
     prune_slide_ref,
@@ -147,6 +157,10 @@ __all__ = [
     "quantize_int4_ref",
     "quantize_per_token",
     "quantize_per_token_ref",
+    "rms_norm",
+    "rms_norm_quant",
+    "rms_norm_quant_ref",
+    "rms_norm_ref",
     "slide",
     "slide_ref",
     "slide_weight",
@@ -155,6 +169,10 @@ __all__ = [
     "sparse_linear_ref",
     "square_quant",
     "square_quant_ref",
+    "swiglu",
+    "swiglu_quant",
+    "swiglu_quant_ref",
+    "swiglu_ref",
     "unpack_int4",
     "unpack_int4_ref",
     "weight_dequant",

@@ -121,6 +121,33 @@ TABLE = {
         {"x": FLOATS},
         {"x": "[..., K]"},
     ),
+    "rms_norm": Row(
+        lambda M: {"x": x(M), "weight": randn(K), "eps": 1e-5, "residual": x(M).flip(0)},
+        {"x": FLOATS, "weight": FLOATS, "residual": (torch.float16,)},
+        {"x": "[..., K]", "weight": None, "residual": None},
+    ),
+    "rms_norm_quant": Row(
+        lambda M: {
+            "x": x(M),
+            "weight": randn(K),
+            "eps": 1e-5,
+            "residual": x(M).flip(0),
+            "block_size": 32,
+            "scale_layout": "column",
+        },
+        {"x": FLOATS, "weight": FLOATS, "residual": (torch.float16,)},
+        {"x": "[..., K]", "weight": None, "residual": None},
+    ),
+    "swiglu": Row(
+        lambda M: {"gate": x(M), "up": x(M).flip(0)},
+        {"gate": FLOATS, "up": (torch.float16,)},
+        {"gate": "[..., K]", "up": None},
+    ),
+    "swiglu_quant": Row(
+        lambda M: {"gate": x(M), "up": x(M).flip(0), "block_size": 32, "scale_layout": "column"},
+        {"gate": FLOATS, "up": (torch.float16,)},
+        {"gate": "[..., K]", "up": None},
+    ),
     "int8_gemm": Row(lambda M: gemm(M, out_dtype=BF16[0], path=None, exact=True), GEMM, GEMM_SHAPES),
     "int8_addmm": Row(
         lambda M: gemm(M, bias=randn(48), out_dtype=BF16[0], path=None, exact=True),
@@ -209,7 +236,7 @@ SLIDE_WEIGHT = qk.compress_slide(pruned(20))
 SEED = torch.tensor([-5], device=DEVICE)
 PUBLIC = [name for name in qk.__all__ if not name.endswith("_ref") and name not in ("backend", "device")]
 every = pytest.mark.parametrize("name", PUBLIC)
-OPTIONAL = ("bias", "out_dtype")
+OPTIONAL = ("bias", "residual", "up")
 
 NO_TENSORS = [1.5, True, "x", [[1.0, 2.0]], np.ones((4, K), np.float16)]
 NO_INTEGERS = [16.0, True, "16", torch.tensor(16), [16]]
@@ -227,6 +254,7 @@ WRONG = {
     "activation": [*NO_TEXTS, "relu", "tanh", torch.nn.functional.gelu],
     "rounding": [*NO_TEXTS, None, "Nearest", "up"],
     "path": [*NO_TEXTS, "triton", "sm_90"],
+    "eps": [None, "1e-5", True, -1e-5, float("nan"), float("inf"), 1j, torch.tensor(1e-5), np.float32(1e-5)],
     "exact": [None, "no", 0, 1, 1.0, [True], np.True_],
     "columns": [*NO_INTEGERS, None, -1],
     "row_multiple": [*NO_INTEGERS, None, 0, -16, 2**16 + 1, 10**18],
@@ -244,7 +272,7 @@ def wrong_tensors(row, argument, good):
     # the first has nothing to be unlike
     first = argument == next(iter(row.dtypes))
     yield from NO_TENSORS if not argument.startswith("scale") else NO_TENSORS[1:]
-    yield from [] if argument == "bias" else [None]
+    yield from [] if argument in OPTIONAL else [None]
     yield from (good.to(dtype) for dtype in DTYPES if dtype not in row.dtypes[argument])
     yield good.float().to_sparse() if argument != "codes" else good.to_sparse()
     with warnings.catch_warnings():
@@ -312,7 +340,8 @@ def test_reference(name):
     if name == "sparse_linear":
         call["sw"] = qk.compress_slide_ref(pruned(20))
     # float32 sums may differ in the last bits
-    if name not in ("int8_gemm_quant", "int8_addmm_quant", "int8_gelu", "int8_gelu_backward"):
+    inexact = "int8_gemm_quant", "int8_addmm_quant", "int8_gelu", "int8_gelu_backward"
+    if name not in (*inexact, "rms_norm", "rms_norm_quant", "swiglu", "swiglu_quant"):
         assert_same(function(**call), reference(**call))
 
 

@@ -112,6 +112,12 @@ def check_tensor(name, x, dtypes, shape=None, like=None):
                 raise ValueError(f"{name} is a {type(x).__name__}; it takes what {other} is, a {type(tensor).__name__}")
 
 
+def check_evens_first(evens_first, K):
+    """Check that the even columns of every 32 can be put before the odd ones, if that is asked for."""
+    if evens_first and K % 32:
+        raise ValueError(f"evens_first is True; it takes False where 32 doesn't divide K, which is {K}")
+
+
 def check_rounding(rounding, seed, like):
     """Check how to round. Returns the seed as a tensor, or None for rounding to nearest. like: as in `check_tensor`."""
     check_one_of("rounding", rounding, ROUNDINGS)

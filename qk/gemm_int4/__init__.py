@@ -15,7 +15,15 @@ from typing import NamedTuple
 
 import torch
 
-from ..core.checks import BLOCKS, FLOATS, LARGEST_INT4_K, LARGEST_SIZE, check_one_of, check_tensor
+from ..core.checks import (
+    BLOCKS,
+    FLOATS,
+    LARGEST_INT4_K,
+    LARGEST_SIZE,
+    check_evens_first,
+    check_one_of,
+    check_tensor,
+)
 from ..core.launch import cdiv
 from ..core.matrices import as_matrix, undo_evens_first, with_aligned_rows
 from ..core.operators import operator
@@ -100,8 +108,7 @@ def _check_activations(x, x_scale, block_size, evens_first, group_size):
     if group_size is None and block_size is None and K > LARGEST_INT4_K:
         takes = f"without groups and blocks it takes at most {LARGEST_INT4_K}, beyond which int32 sums could overflow"
         raise ValueError(f"K is {K}; {takes}")
-    if evens_first and K % 32:
-        raise ValueError(f"evens_first is True; it takes False where 32 doesn't divide K, which is {K}")
+    check_evens_first(evens_first, K)
 
 
 @replayed()

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from .simplify import Known, Places, replaced, simplified
 
 PACKAGE = Path(__file__).parents[1]
-MODULES = ("int4", "gemm_int4", "int8", "hadamard", "gelu", "dequant", "sparsity", "gemm", "linear")
+MODULES = ("int4", "gemm_int4", "int8", "hadamard", "gelu", "norm", "dequant", "sparsity", "gemm", "linear")
 WIDTH = 120
 
 
@@ -372,6 +372,7 @@ class _Plan(NamedTuple):
 
 _PLANS = {
     "int8": _Plan({"evens_first": False}),  # what int4_gemm reads on Hopper
+    "norm": _Plan({"evens_first": False, "scale_layout": "row"}),
     "gemm": _Plan({"path": None, "exact": True}, word="Hopper"),
     "gemm_int4": _Plan(
         {"x_scale": None, "block_size": None, "zero_point": None, "evens_first": False},

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 # How long a short copy may be: what one would write by hand, and not much more.
 LIMIT = {
     **dict.fromkeys(("act_quant", "quantize_int4", "dequant_bias", "hadamard", "int8_gelu", "quantize_per_token"), 300),
+    **dict.fromkeys(("rms_norm", "swiglu"), 300),
     **dict.fromkeys(("int8_gemm", "int4_gemm"), 450),
 }
 # Copies for one instruction set that may not grow. Hopper's kernels are in Gluon, with a ring of buffers and TMA.
@@ -71,6 +72,17 @@ def calls():
         yield "quantize_int4", (x, 64), {}
         yield "quantize_int4", (x, None, "int32"), {}
     yield "act_quant", (randn(2, 3, 256),), {}
+    for x, residual, weight in (
+        (rough(3, 200), None, randn(200)),
+        (randn(4, 96, dtype=torch.bfloat16), randn(4, 96, dtype=torch.bfloat16, seed=1), randn(96)),
+        (randn(2, 70000), randn(2, 70000, seed=1), randn(70000)),  # longer than a tile
+        (randn(3, 0), None, randn(0)),
+    ):
+        yield "rms_norm", (x, weight, 1e-5, residual), {}
+        yield "swiglu", (x, residual), {}
+        for block_size in (32, None):
+            yield "rms_norm_quant", (x, weight, 1e-5, residual, block_size), {}
+            yield "swiglu_quant", (x, residual, block_size), {}
     yield "weight_quant", (rough(130, 200),), {}
     yield "int8_gelu", (codes(5, 200), scales(5, 2)), {"activation": "silu"}
     yield "int8_gelu", (codes(5, 128), scales(5, 1)), {}
@@ -206,6 +218,7 @@ for file, names in {files!r}.items():
         function = getattr(module, name)
         left_out = arguments.keys() - inspect.signature(function).parameters.keys()
         may = {{"path", "exact", "evens_first"}} if file.startswith("my_") else set()
+        may |= {{"scale_layout"}} if file in ("my_rms_norm_quant", "my_swiglu_quant") else set()
         assert left_out <= may, (file, name, left_out)
         results = function(**{{key: value for key, value in arguments.items() if key not in left_out}})
         results = results if isinstance(results, tuple) else (results,)
@@ -239,7 +252,7 @@ def test_a_module_s_tests_pass_on_its_full_copy(tmp_path):
     shutil.copytree(ROOT / "qk" / "data", shim / "data")
     tests = tmp_path / "tests"
     tests.mkdir()
-    own = [f"test_{module}" for module in ("int4", "int8", "hadamard", "gelu", "sparsity")]
+    own = [f"test_{module}" for module in ("int4", "int8", "hadamard", "gelu", "norm", "sparsity")]
     for name in ("cases", "conftest", "test_contract", *own):
         text = (ROOT / "tests" / f"{name}.py").read_text()
         # operators are named after the file, and a file's name is all that a function's module can be

@@ -285,6 +285,34 @@ def _hadamard_cases(arch):
     yield "hadamard_quant(f16(8192, 1000)[:, :900])", {}
 
 
+def _norm_cases(arch):
+    for x in "f16", "bf16", "f32":
+        row = f"{x}(8192, 4096), {x}(4096)"
+        yield f"rms_norm({row}, 1e-6, {x}(8192, 4096))", _LOADS | _STORES
+        yield f"rms_norm_quant({row}, 1e-6, {x}(8192, 4096))", _LOADS
+        yield f"swiglu({x}(8192, 28672))", _LOADS | _STORES
+        yield f"swiglu_quant({x}(8192, 28672))", _LOADS
+    # rows of every length: several in a tile, one, the longest that a program holds, and one that is read again
+    for K in 384, 2048, 8192, 16384, 28672:
+        yield f"rms_norm(bf16(8192, {K}), bf16({K}))", _LOADS | _STORES
+        for block in 32, 256, None:
+            operands = f"bf16(8192, {K}), f32({K}), 1e-6, bf16(8192, {K}), {block}"
+            yield f"rms_norm_quant({operands}, evens_first=True)", _LOADS
+        yield f"rms_norm_quant(f32(8192, {K}), f32({K}), 1e-6, f32(8192, {K}), None)", _LOADS
+        for x in "bf16", "f32":
+            yield f"swiglu_quant({x}(8192, {2 * K}), None, None, evens_first=True)", _LOADS
+    for block in 32, 256:
+        yield f"swiglu_quant(bf16(8192, 28672), None, {block}, scale_layout='column')", _LOADS
+    for M in 1, 16:  # fewer rows than multiprocessors
+        for K in 4096, 16384:
+            yield f"rms_norm_quant(bf16({M}, {K}), bf16({K}), 1e-6, bf16({M}, {K}), None, evens_first=True)", _LOADS
+        yield f"swiglu_quant(bf16({M}, 28672), None, None)", _LOADS
+    yield "rms_norm_quant(f32(8191, 8191), f32(8191), 1e-6, f32(8191, 8191), None)", {}
+    yield "rms_norm_quant(bf16(8191, 8191), f32(8191), 1e-6, bf16(8191, 8191))", {}
+    yield "swiglu_quant(f32(8191, 8191), f32(8191, 8191), None)", {}
+    yield "swiglu_quant(bf16(8191, 8191), bf16(8191, 8191))", {}
+
+
 def _gelu_cases(arch):
     for block in 32, 128:
         yield f"int8_gelu(i8(8192, 8192), f32(8192, {8192 // block}), {block})", _LOADS | _STORES
@@ -362,6 +390,7 @@ CASES = {
     "gemm_int4.sm90_int8": _gemm_int4_sm90_int8_cases,
     "hadamard": _hadamard_cases,
     "gelu": _gelu_cases,
+    "norm": _norm_cases,
     "dequant": _dequant_cases,
     "sparsity": _sparsity_cases,
 }

@@ -5,6 +5,7 @@ contenders, each with a reference in plain torch. JOBS holds the jobs by name, a
 
     int4, int8     quantizers and dequantizers, next to their references, eager and compiled
     hadamard       rotation, next to a dense matmul; and with the quantization that follows
+    norm           a residual, RMSNorm and a quantization; SwiGLU and a quantization
     dequant_bias   three widths, 31 numbers of tokens
     gemm, ladder   int8 GEMMs next to cuBLAS; a first kernel that becomes the package's, one change at a time
     chain          a quantization and a GEMM, eager and compiled, next to as many kernels in bfloat16
@@ -132,6 +133,52 @@ def hadamard():
         case = rivals("hadamard_quant", shape, dtype, random_matrix(shape, dtype))
         separate = (lambda x: qk.act_quant(qk.hadamard(x)), lambda x: qk.act_quant_ref(qk.hadamard_ref(x)))
         yield case._replace(contenders=case.contenders | {"separate": separate})
+
+
+def norm_case(M, K, block_size=128):
+    """x and a residual to int8 codes, in one kernel and in two."""
+    bfloat, options = torch.bfloat16, {"block_size": block_size}
+
+    def inputs():
+        return randn(M, K, dtype=bfloat), randn(M, K, dtype=bfloat), randn(K, dtype=bfloat)
+
+    def separate(x, residual, weight, end=""):
+        out, h = getattr(qk, f"rms_norm{end}")(x, weight, residual=residual)
+        quantize = functools.partial(getattr(qk, f"act_quant{end}"), block_size=block_size)
+        return *(quantize if block_size else getattr(qk, f"quantize_per_token{end}"))(out), h
+
+    def eager(x, residual, weight):
+        return qk.rms_norm_quant_ref(x, weight, residual=residual, **options)
+
+    contenders = _against_torch(
+        lambda x, residual, weight: qk.rms_norm_quant(x, weight, residual=residual, **options), eager
+    )
+    contenders["qk separate"] = separate, functools.partial(separate, end="_ref")  # with a rounding in between
+    return Case("rms_norm_quant", (M, K), bfloat, options, inputs, contenders, limit=0.001)
+
+
+def swiglu_case(M, N, block_size=128):
+    """gate and up, as one GEMM writes them, to int8 codes."""
+    bfloat, options = torch.bfloat16, {"block_size": block_size}
+
+    def eager(x):  # the reference computes in float64, which would be unfair to rivals
+        gate, up = x.float().chunk(2, -1)
+        values = torch.nn.functional.silu(gate) * up
+        return qk.act_quant_ref(values, block_size) if block_size else qk.quantize_per_token_ref(values)
+
+    contenders = _against_torch(lambda x: qk.swiglu_quant(x, **options), eager)
+    inputs = random_matrix((M, 2 * N), bfloat)
+    return Case("swiglu_quant", (M, N), bfloat, options, inputs, contenders, limit=0.001)
+
+
+@_job
+def norm():
+    for M in 8192, 2048, 16, 1:
+        yield norm_case(M, 4096)
+    yield norm_case(8192, 4096, None)
+    for M in 8192, 16, 1:
+        yield swiglu_case(M, 14336)
+    yield swiglu_case(8192, 14336, None)
 
 
 _INT4_WEIGHTS = (8192, 8192), (28672, 8192), (4096, 4096), (14336, 4096), (1536, 384)
