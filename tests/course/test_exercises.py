@@ -100,6 +100,26 @@ def _changes_its_type(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _two(x):
+    # your answer: which number?
+    return 2
+
+
+@triton.jit
+def _adds_two(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, mask=offs < n)
+    tl.store(out_ptr + offs, x + _two(x), mask=offs < n)
+
+
+@triton.jit
+def _right_with_the_comment(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    # your answer
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=offs < n) + 1, mask=offs < n)
+
+
+@triton.jit
 def _overlapping_blocks(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     """The last block moves back instead of being short: two programs store the same values."""
     offs = tl.minimum(tl.program_id(0) * BLOCK, n - BLOCK) + tl.arange(0, BLOCK)
@@ -289,9 +309,20 @@ def test_cases_stay_as_they_are(file, name):
         assert all(exercises._unchanged(arg, before) for arg, before in zip(case, again, strict=True))
 
 
+def test_a_stub_that_runs_gets_no_hint(capsys):
+    said = heard(launched(_adds_two), capsys)  # the comment is in a helper of the kernel
+    assert said.startswith("Not answered yet: ") and said.count("\n") == 1
+    assert heard(launched(_right_with_the_comment), capsys).startswith("Right, in all")
+
+    def kept_at_the_end(x, BLOCK):
+        return x + 2  # your answer
+
+    assert heard(kept_at_the_end, capsys).startswith("Not yet: ")
+
+
 def test_an_exercise_that_is_not_there():
     for name in "01.pack_all", "11.pack", "pack", abs:
-        with pytest.raises(ValueError, match=f"name is {name!r}, but there is no such exercise"):
+        with pytest.raises(ValueError, match=f"no exercise is called {name!r}"):
             course.check(name, abs)
 
 
