@@ -62,7 +62,7 @@ ANSWERS = {
         ("", changed(UNPACK, (PAIR, "((((words >> 4 * p) & 15) ^ 8) - 8)"))),
     ],
     "crossover": [
-        ("stops being limited by memory", tokens("math.ceil(speed * bits / 16 / bandwidth)")),
+        ("memory stops limiting A", tokens("math.ceil(speed * bits / 16 / bandwidth)")),
         ("two operations", tokens("math.ceil(speed * other_bits / 8 / bandwidth)")),
         ("a byte has eight bits", tokens("math.ceil(speed * other_bits / bandwidth / 2)")),
         ("B is still slower: round up", tokens("speed * other_bits // (16 * bandwidth)")),
@@ -112,7 +112,7 @@ ANSWERS["unpack"] += [
     ("", changed(UNPACK, ("* BLOCK + tl.arange(0, BLOCK)", "* 64 + tl.arange(0, 64)"))),
 ]
 ANSWERS["small_gemv"] += [
-    ("truncated to whole numbers", changed(GEMV, ("g, mask=n < N, other=0.0)", "g, mask=n < N, other=0.0).to(tl.int32)"))),
+    ("truncated to whole", changed(GEMV, ("g, mask=n < N, other=0.0)", "g, mask=n < N, other=0.0).to(tl.int32)"))),
     ("", changed(GEMV, ("tl.sum(products, 1) * scale", "tl.sum(products, 1).to(tl.float16) * scale"))),
     ("", changed(GEMV, ("range(groups)", "range(min(groups, 10))"))),
     ("", changed(GEMV, ("other=0.0)\n            products", "other=0.0).to(tl.int32)\n            products"))),

@@ -145,7 +145,7 @@ EXERCISES = {
         expected=_crossover,
         cases=lambda: list(_FORMATS),
         mistakes={
-            "that's where A stops being limited by memory; it is still faster than B there": lambda a, b, w, s, o: math.ceil(
+            "that's where memory stops limiting A, which is still faster than B there": lambda a, b, w, s, o: math.ceil(
                 s * a / 16 / w
             ),
             "a multiply-add is two operations": lambda a, b, w, s, o: math.ceil(s * b / 8 / w),
