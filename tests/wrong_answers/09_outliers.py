@@ -71,7 +71,7 @@ ANSWERS = {
         ("load's mask", KERNEL.replace(", mask=mask, other=0.0", "")),
         ("not the other way", changed(KERNEL, "partner - x", "x - partner")),
         (
-            "both of a pair became the sum",
+            "both elements of a pair became the sum",
             changed(KERNEL, "tl.where((offs & APART) == 0, x + partner, partner - x)", "x + partner"),
         ),
         ("became the difference", changed(KERNEL, "x + partner, partner - x", "x - partner, partner - x")),
@@ -111,7 +111,7 @@ ANSWERS = {
         ("not at -8", changed(STEP, "clamp(-7, 7)", "clamp(-8, 8)")),
         ("each row has its own scale", STEP.replace("/ scale)", "/ scale[0])").replace("* scale", "* scale[0]")),
         (
-            "before k stay",
+            "before k don't change",
             changed(
                 STEP,
                 "    return now",
@@ -142,7 +142,7 @@ ANSWERS = {
         ),
         ("multiply by the scale", changed(STEP, "    return now", "    now[:, k] /= scale\n    return now")),
         (
-            "not the next one alone",
+            "not just the next one",
             changed(
                 STEP,
                 "now[:, k + 1 :] -= error[:, None] * U[k, k + 1 :]",
