@@ -237,7 +237,7 @@ def _run(answer, exercise, cases, session):
     if exercise.kernel and not session.launches:
         hint = _LAUNCH
     elif not hint and session.launches and not session.stored:
-        hint = "the kernel stores nothing, or only what was there before"
+        hint = "the kernel stores nothing, or only what was already there"
     hint = hint or diagnosis(answer, wrong, right)
     return _refused(failure, exercise, hint)
 

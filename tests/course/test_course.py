@@ -789,7 +789,7 @@ def _reduced_or_not(x_ptr, out_ptr, n, USED: tl.constexpr, BLOCK: tl.constexpr):
 def test_a_kernel_that_counts_on_what_is_masked_off(dtype):
     x, out = torch.arange(-5, 115, 6, device=DEVICE).to(dtype), torch.zeros(20, dtype=dtype, device=DEVICE)
     for used in "max", "min":
-        with pytest.raises(course.OutOfBounds, match="depends on what a load gives where the mask is false"):
+        with pytest.raises(course.OutOfBounds, match="depends on what a load returns where the mask is false"):
             course.launch(_reduced_or_not, (1,), x, out, 20, used, BLOCK=32)
     assert not out.any()
     course.launch(_reduced_or_not, (1,), x, out, 20, "no", BLOCK=32)
@@ -808,7 +808,7 @@ def _counted(n_ptr, x_ptr, out_ptr, rows):
 @pytest.mark.skipif(DEVICE == "cuda", reason="compiled, nobody watches a kernel's loads")
 def test_a_number_of_steps_that_is_masked_off_ends():
     n = torch.tensor([2, 1], dtype=torch.int32)
-    with pytest.raises(course.OutOfBounds, match="depends on what a load gives"):
+    with pytest.raises(course.OutOfBounds, match="depends on what a load returns"):
         course.launch(_counted, (3,), n, torch.ones(4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), 2)
 
 

@@ -138,7 +138,7 @@ ANSWERS = {
             "for negative values as well",
             changed(KERNEL, "tl.floor(value + u)", "tl.where(value < 0, -1, 1) * tl.floor(tl.abs(value) + u)"),
         ),
-        ("cut off before the noise", changed(KERNEL, "value + u", "value.to(tl.int32) + u")),
+        ("dropped before the noise", changed(KERNEL, "value + u", "value.to(tl.int32) + u")),
         ("where does yours begin?", changed(KERNEL, "tl.program_id(0) * BLOCK + ", "")),
         ("not value - u", changed(KERNEL, "value + u", "value - u")),
         (

@@ -175,7 +175,7 @@ EXERCISES = {
         cases=lambda: [*_gemv_cases()],
         mistakes={
             "nothing is added to acc yet": _gemv(lambda sums, scale: 0 * sums.sum(1)),
-            "no scale is used": _gemv(lambda sums, scale: sums.sum(1)),
+            "the scales are missing": _gemv(lambda sums, scale: sums.sum(1)),
             "each group has its own scale: its column is the group": _gemv(
                 lambda sums, scale: (sums * scale[:, :1]).sum(1)
             ),

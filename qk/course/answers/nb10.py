@@ -136,7 +136,7 @@ _ROUNDED = Exercise(
         "no bias, but this exercise wants value + u for negative values as well": _rounded(
             lambda x, u, i: x.sign() * ((x * i).abs() + u).floor()
         ),
-        "the fraction is cut off before the noise is added": _rounded(lambda x, u, i: ((x * i).trunc() + u).floor()),
+        "the fraction is dropped before the noise is added": _rounded(lambda x, u, i: ((x * i).trunc() + u).floor()),
         "what is rounded down is value + u, not value - u": _rounded(lambda x, u, i: (x * i - u).floor()),
         "subtracting 1 from all negative values moves whole numbers too": _rounded(
             lambda x, u, i: (x * i + u).trunc() - (x * i + u < 0).float()
@@ -232,7 +232,7 @@ _GRADIENT = Exercise(
         "bfloat16 can't hold the sums: it has 8 bits": _narrow(torch.bfloat16),
         "multiply by both scales, don't add them": _by_blocks(lambda sums, p, q: sums * (p[:, None] + q)),
         "x's scale counts once, not squared": _by_blocks(lambda sums, p, q: sums * p[:, None] * q * q),
-        "the fraction is cut off: sum in float32": _by_blocks(lambda sums, p, q: (sums * p[:, None] * q).trunc()),
+        "the fraction is lost: sum in float32": _by_blocks(lambda sums, p, q: (sums * p[:, None] * q).trunc()),
         "only the first block of tokens is added": lambda g, g_scale, x, x_scale, B: _gradient()(
             g[:B], g_scale, x[:B], x_scale, B
         ),
