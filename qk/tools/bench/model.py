@@ -99,7 +99,7 @@ def _case(op, shape, models, inputs, run, read, worst, cached=0, pace=ALONE, fus
     models() returns {kind: (model, seconds)}. run(model, how, *inputs) makes the step; how compiles a function, or
     returns it as it is. fused: whether run(..., fused=True) makes it with fused kernels. read: bytes of a model's
     weights that a step reads. worst: the largest error that int4 may have; with normal values, its codes put each
-    matmul off by 11 %. cached: bytes of the cache. others: fields of Case.
+    matmul off by 11%. cached: bytes of the cache. others: fields of Case.
     """
     compiled = functools.cache(functools.partial(torch.compile, fullgraph=True, dynamic=False))
     contenders, kinds = {}, {}
