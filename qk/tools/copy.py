@@ -356,6 +356,7 @@ _TEMPLATES = {
     ("core.checks", "check_tensor"): _CHECK_TENSOR,
     ("core.checks", "check_one_of"): _CHECK_ONE_OF,
     ("core.checks",): _VERSION,
+    ("gemm_int4", "_ACTIVATIONS"): "_ACTIVATIONS = (torch.float16, torch.bfloat16)\n",
 }
 # Written for faster launches. In a copy, what does the same in Triton will do.
 _RENAMED = {"INTERPRETING": "INTERPRETED", "cdiv": "triton.cdiv", "next_power_of_2": "triton.next_power_of_2"}
@@ -367,16 +368,19 @@ class _Plan(NamedTuple):
     pins: dict  # {parameter of a public function: its only value}
     dropped: tuple = ()  # functions that only the left out modes call
     word: str = ""  # docstrings lose the sentences that have it
+    elsewhere: str = ""  # as `word`, about GPUs that the portable kernels aren't for
     fields: bool = False  # whether attributes of these names, such as a problem's, have the same values
 
 
 _PLANS = {
     "int8": _Plan({"evens_first": False}),  # what int4_gemm reads on Hopper
     "norm": _Plan({"evens_first": False, "scale_layout": "row"}),
-    "gemm": _Plan({"path": None, "exact": True}, word="Hopper"),
+    "gemm": _Plan({"path": None, "exact": True}, elsewhere="Hopper"),
     "gemm_int4": _Plan(
         {"x_scale": None, "block_size": None, "zero_point": None, "evens_first": False},
-        word="512 tokens|Hopper|Below compute|int8|zero_point",
+        dropped=("_check_int8", "_unpack_int8"),
+        word="int8|x_scale|zero_point",
+        elsewhere="512 tokens|Hopper|Below compute",
         fields=True,
     ),
     "int4": _Plan({"zero_point": None}),
@@ -486,7 +490,7 @@ def _direct(text, module, arch):
             continue
         supports, run = arches(module)[arch]
         given, first = ", ".join(map(places.segment, call.args)), places.segment(call.args[0])
-        device = f"torch.cuda.get_device_capability({'x' if first == 'x' else f'{first}.a'}.device)"
+        device = f"torch.cuda.get_device_capability({'x' if first == 'x' else f'{first}.out'}.device)"
         exactly = arch == "sm90"  # instructions that no other GPU has
         takes = f"of capability {'.'.join(map(str, _capability(arch)))}{'' if exactly else ' or more'}"
         unfit = f"{device} {'!=' if exactly else '<'} {_capability(arch)}"
@@ -622,17 +626,15 @@ def short(*names, arch=None):
         for i in needed[where]:
             text = read(where).items[i].text
             parts.append(_renamed(text, renamed[where]) if renamed[where] else text)
-    pins, dropped = {}, []
+    pins, dropped, words = {}, [], []
     for where in asked:
         plan = _PLANS.get(where, _Plan({}))
         pins |= {(root, name): [value] for root in roots for name, value in plan.pins.items()}
         pins |= {name: [value] for name, value in plan.pins.items()} if plan.fields else {}
         dropped += plan.dropped
-        if plan.word and target == "sm80":
-            inside = r"(?:[^.]|[.]\d)*"
-            parts = [
-                re.sub(rf"(?<=[.])\s+(?=[A-Z]){inside}?(?:{plan.word}){inside}[.](?=\s)", "", part) for part in parts
-            ]
+        words += [plan.word] if plan.word else []
+        words += [plan.elsewhere] if plan.elsewhere and target == "sm80" else []
+        parts = [_without_sentences(part, "|".join(words)) for part in parts]
         if arches(where):
             # of those that have sm80's instructions, many have the shared memory of capability 8.6
             capability = _capability(target.replace("80", "86"))
@@ -643,12 +645,51 @@ def short(*names, arch=None):
                 for name in read(where).items[i].binds}  # fmt: skip
     facts = Known(pins, _given(modules), constants, set(dropped), verbatim)
     text = simplified("\n\n".join(parts), roots, facts)
-    text = _assembled(_laid_out(text), roots)
+    text = text if re.search(r"[.]split[(]", text) else text.replace(_VERSION.strip(), "")
+    text = _assembled(_laid_out(_without_stale_notes(text, "\n\n".join(parts), "|".join(words))), roots)
     command = " ".join([*names, *(["--arch", arch] if arch else [])])
     head = f'{_origin(asked, command)}\n"""{_about(asked, text)}\n"""\n\n'
     head += f"{_import_section(_used(text, modules, read))}\n\n{_all(public)}"
     between = "" if ast.parse(text).body and isinstance(ast.parse(text).body[0], ast.Assign) else "\n"
     return f"{head}\n{between}{text}"
+
+
+def _without_sentences(text, words):
+    """Remove the sentences that have one of some words, except for those that begin a text."""
+    if not words:
+        return text
+    inside = r"(?:[^.]|[.]\d)*"
+    text = re.sub(rf"(?<=[.])\s+(?=[A-Z]){inside}?(?:{words}){inside}[.](?=\s|$)", "\0", text)
+    lines = text.split("\n")
+    for first in [i for i, line in enumerate(lines) if "\0" in line][::-1]:  # wrap the rest of the paragraph again
+        own = re.match(" *", lines[first])[0]
+        item = re.match(rf"{own}\w+: ", lines[first])  # the name of a parameter
+        indent, last = own + 4 * " " * bool(item), first + 1
+        while last < len(lines) and re.match(rf"{indent}(?!\w+: )[^ \"#]", lines[last]):
+            last += 1
+        rest = " ".join(line.strip() for line in lines[first:last])
+        lines[first:last] = textwrap.wrap(rest, WIDTH, initial_indent=own, subsequent_indent=indent) or [""]
+    return "\n".join(lines).replace("\0", "")
+
+
+def _without_stale_notes(text, before, words):
+    """Remove clauses of comments on parameters and fields about what the text no longer has.
+
+    Clauses end with a semicolon. They are about some words, or about a name in capitals that the text had before.
+    """
+    had, has = ({*re.findall(r"\b[A-Z][A-Z_]+\b", _without_comments(each))} for each in (before, text))
+    stale = "|".join(filter(None, (words, *(rf"\b{name}\b" for name in sorted(had - has)))))
+    lines = text.split("\n")
+    for i, line in enumerate(lines if stale else ()):
+        found = re.fullmatch(r"(    [^#\"]*(?:,|: [^#\"=]*(?:=[^#\"]*)?))  # (.*)", line)
+        if found:
+            clauses = [each for each in found[2].split("; ") if not re.search(stale, each)]
+            lines[i] = f"{found[1]}  # {'; '.join(clauses)}" if clauses else found[1]
+    return "\n".join(lines)
+
+
+def _without_comments(text):
+    return re.sub(r'"""(?s:.*?)"""|#.*', "", text)
 
 
 def _laid_out(text):
@@ -676,9 +717,12 @@ def _with_short_comments(text):
     return "\n".join(result)
 
 
+_ENDS = "):", "):  # fmt: skip"  # of a header
+
+
 def _joined_header(node, lines):
     """Put a function's header on one line if it fits and has no comment."""
-    if lines[node.lineno - 1].endswith("(") and lines[node.lineno + 1] == "):":
+    if lines[node.lineno - 1].endswith("(") and lines[node.lineno + 1] in _ENDS:
         joined = f"{lines[node.lineno - 1]}{lines[node.lineno].strip().removesuffix(',')}):"
         if len(joined) <= WIDTH and "#" not in joined:
             return [*lines[: node.lineno - 1], joined, *lines[node.lineno + 2 :]]
@@ -779,7 +823,7 @@ def _packed_header(node, lines):
     while lines[last].lstrip().startswith("#"):
         last -= 1
     header = lines[node.lineno : last]
-    if lines[last] != "):" or not all(re.fullmatch(r" {4}[^,()#]+,(  # .*)?", line) for line in header):
+    if lines[last] not in _ENDS or not all(re.fullmatch(r" {4}[^()#]+,(  # .*)?", line) for line in header):
         return lines
     packed = []
     for line in header:
@@ -830,7 +874,7 @@ def _about(asked, text):
             gone = any(name in known and f"def {name}(" not in text for name in named)
             dropped = gone or "qk/" in paragraph or ".py`" in paragraph or "`path" in paragraph
             if not dropped:
-                kept.append(paragraph)
+                kept.append(_without_sentences(paragraph, _PLANS.get(where, _Plan({})).word))
         first, _, rest = "\n\n".join(kept).partition("\n")
         parts.append(f"{first}\n{textwrap.dedent(rest)}" if rest else first)
     return "\n\n\n".join(parts)
