@@ -226,6 +226,12 @@ def _fp8_blocks(x, rows):
     return (blocks / scale).to(torch.float8_e4m3fn).view(x.shape), scale[:, 0, :, 0]
 
 
+def _fp8_rows(x):
+    """Returns float8 codes of a matrix, and a float32 scale for each row."""
+    scale = x.float().abs().amax(1, keepdim=True) / 448
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+
+
 def operands(M, N, K):
     x, w = randn(M, K, dtype=torch.bfloat16), randn(N, K, dtype=torch.bfloat16)
     x8, x8_scale = _fp8_blocks(x, 1)
@@ -251,6 +257,10 @@ def _int8_gemm(**options):
 def _cublas_fp8(o):
     x8, x8_scale, w8, w8_scale = o.fp8
     return torch._scaled_mm(x8, w8.t(), x8_scale, w8_scale.t(), out_dtype=torch.bfloat16)
+
+
+def _fp8_per_token(x, x_scale, w, w_scale):
+    return torch._scaled_mm(x, w.t(), x_scale, w_scale.t(), out_dtype=torch.bfloat16)
 
 
 def _gemm_rivals():
@@ -607,13 +617,14 @@ def train():
 
 
 class _Int4Operands(NamedTuple):
-    """Make random x [M, K] and w [N, K], and the codes of w in three formats: qk's int4, torch's int4, and int8."""
+    """Random x [M, K] and w [N, K], and the codes of w in four formats: qk's int4, torch's int4, int8, and FP8."""
 
     x: torch.Tensor
     w: torch.Tensor
     int4: tuple  # packed, absmax
     torch_int4: tuple  # packed, scales and zeros; empty where torch takes no such matrix, or kernels are interpreted
     int8: tuple  # w in 128 x 128 blocks
+    fp8: tuple  # w with one scale per row
 
 
 def _torch_int4(w, group_size):
@@ -633,7 +644,8 @@ def int4_gemm_case(M, N, K, group_size=128):
 
     def inputs():
         x, w = randn(M, K, dtype=torch.bfloat16), randn(N, K, dtype=torch.bfloat16)
-        return (_Int4Operands(x, w, qk.quantize_int4(w, **int4), _torch_int4(w, group_size), qk.weight_quant(w)),)
+        codes = qk.quantize_int4(w, **int4), _torch_int4(w, group_size), qk.weight_quant(w), _fp8_rows(w)
+        return (_Int4Operands(x, w, *codes),)
 
     def dequantized(o, dtype):
         return qk.dequantize_int4(*o.int4, K, out_dtype=dtype, **int4)
@@ -659,6 +671,10 @@ def int4_gemm_case(M, N, K, group_size=128):
         "qk int8": (
             lambda o: qk.int8_gemm(*_act_quant(o.x), *o.int8, out_dtype=torch.bfloat16),
             lambda o: product(*_act_quant(o.x), *o.int8),
+        ),
+        "cublas fp8 per token": (
+            lambda o: _fp8_per_token(*qk.quantize_per_token(o.x, torch.float8_e4m3fn), *o.fp8),
+            lambda o: product(*_fp8_rows(o.x), *o.fp8),
         ),
     }
     if group_size:
