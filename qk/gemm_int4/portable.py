@@ -242,7 +242,7 @@ def _load_columns(
 
 @triton.jit
 def _add_scaled(
-    acc, sums, scale, x_scale_ptrs, offs_m, M, k, K, stride_xb, WHOLE: tl.constexpr, X_BLOCK: tl.constexpr
+    acc, sums, scale, x_scale_ptrs, mask_m, k, K, stride_xb, WHOLE: tl.constexpr, X_BLOCK: tl.constexpr
 ):  # fmt: skip
     """Add the sums of a dot, [BLOCK_N, BLOCK_M], times its scales. WHOLE: scales come at the end.
 
@@ -258,7 +258,8 @@ def _add_scaled(
         if X_BLOCK is not None:
             x_ptrs = x_scale_ptrs + (k // X_BLOCK).to(tl.int64) * stride_xb
             sums *= factor
-            factor = tl.load(x_ptrs, mask=offs_m < tl.where(k < K, M, 0), other=0.0)[None, :]
+            # not k < K alone: Triton 3.9's interpreter takes the number for an int32
+            factor = tl.load(x_ptrs, mask=mask_m & (k < tl.full(mask_m.shape, K, tl.int32)), other=0.0)[None, :]
         return tl.fma(sums, factor, acc)
 
 
@@ -335,7 +336,7 @@ def _int4_gemm_kernel(
             if not DENSE:
                 w = _unpack(w, zeros[i : i + 1], x.dtype)
             sums = tl.dot(w, tl.trans(x), input_precision="ieee", out_dtype=SUM)
-            acc = _add_scaled(acc, sums, scales[i], x_scale_ptrs, offs_m, M, k, K, stride_xsb, WHOLE, X_BLOCK)
+            acc = _add_scaled(acc, sums, scales[i], x_scale_ptrs, mask_m, k, K, stride_xsb, WHOLE, X_BLOCK)
         if GROUP is not None:
             scales = next_scales
             if zero_ptr is not None:
