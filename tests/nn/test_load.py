@@ -202,19 +202,19 @@ def test_pack_quantized(tmp_path, K, inner, rows, size, symmetric, dtype):
     assert {row.note.startswith("compressed-tensors, 4 bits") for row in report.rows} == {True}
 
 
-@pytest.mark.parametrize("K", [96, 99])
-def test_pack_quantized_with_an_order_of_columns(tmp_path, K):
+@pytest.mark.parametrize(("N", "K"), [(40, 96), (45, 99), (3, 64)])
+def test_pack_quantized_with_an_order_of_columns(tmp_path, N, K):
     helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
-    codes, zeros, scales = numbers(3, 40, K, 32)
+    codes, zeros, scales = numbers(3, N, K, 32)
     group_of = torch.arange(K)[torch.randperm(K, generator=torch.Generator().manual_seed(1))] // 32
     tensors = {
         "up.weight_packed": helpers.pack_to_int32((codes - 8).to(torch.int8), 4),
         "up.weight_zero_point": helpers.pack_to_int32((zeros - 8).to(torch.int8), 4, packed_dim=0),
         "up.weight_scale": scales,
         "up.weight_g_idx": group_of.to(torch.int32),
-        "up.weight_shape": torch.tensor([40, K]),
+        "up.weight_shape": torch.tensor([N, K]),
     }
-    model = empty(K, 40, 8)
+    model = empty(K, N, 8)
     tensors |= plain(model, "norm.weight", "norm.bias", "up.bias", "down.weight")
     weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
     groups = {"group_0": {"targets": ["re:u.*"], "weights": weights}}
