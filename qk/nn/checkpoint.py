@@ -55,7 +55,7 @@ class Entry(NamedTuple):
         Args:
             memory: uint8 [size] on the CPU, where the tensor is read. None: new memory.
         """
-        memory = torch.empty(self.size, dtype=torch.uint8) if memory is None else memory
+        memory = torch.empty(self.size, dtype=torch.uint8, device="cpu") if memory is None else memory
         self.fill(memory)
         return (memory.view(self.dtype).view(self.shape) if isinstance(self.dtype, torch.dtype) else memory).to(device)
 

@@ -98,11 +98,11 @@ class Scratch:
     """Memory for one layer after the other: on a CPU, getting new memory takes longer than a copy."""
 
     def __init__(self):
-        self._memory = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._memory = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
 
     def _bytes(self, number, size, pinned=False):
         if self._memory[number].numel() < size:
-            self._memory[number] = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            self._memory[number] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         return self._memory[number][:size]
 
     def read(self, entry, device):

@@ -18,10 +18,12 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .checkpoint import open_checkpoint
+from .experts import QuantizedExperts
 from .header import note_in_config, saved_state
 from .kinds import weight_shape
 from .layers import QuantizedModule, TiedInt8Linear
 from .plan import by_layer, check_header, check_saved, fail, saved_layer
+from .plan_experts import experts_in
 from .replace import check_options, checked_skip, quantize_
 from .restore import dequantize_
 
@@ -139,19 +141,19 @@ def _put_empty_layers(model, layers, entries):
     """
     modules, made, problems = dict(model.named_modules(remove_duplicate=False)), {}, []
     parts = None if entries is None else by_layer(entries)
+    experts, layers = experts_in(model, layers)
     is_head = {name: settings.get("kind") == TiedInt8Linear.__name__ for name, settings in layers.items()}
-    for name in sorted(layers, key=is_head.get):  # heads last: they need the embeddings
-        old, settings = modules.get(name), layers[name]
+    for name in [*experts, *sorted(layers, key=is_head.get)]:  # heads last: they need the embeddings
+        old, settings = modules.get(name), layers.get(name)
         try:
-            if not name or getattr(old, "weight", None) is None:
+            if not name or not isinstance(old, torch.nn.Module):
                 raise ValueError("isn't a layer in the model")
-            if is_head[name]:
-                new = _empty_head(old, made.get(modules.get(settings.get("table"))), settings)
+            if name in experts:
+                new = _empty_experts(old, experts[name], parts)
+            elif is_head[name]:
+                new = _empty_head(old, made.get(modules.get(settings.get("table"))), settings, name, parts)
             else:
-                new = saved_layer(old, settings | {"dtype": str(old.weight.dtype).removeprefix("torch.")})
-                new.fill(old, "meta", getattr(new, "bias", None))
-            if parts is not None:
-                check_saved(new, parts.get(name, {}))
+                new = _empty_layer(old, settings, name, parts)
             made.setdefault(old, new)
         except ValueError as error:
             problems.append(f"{name} {error}")
@@ -166,11 +168,43 @@ def _put_empty_layers(model, layers, entries):
             del tied[names[0]]
 
 
-def _empty_head(old, table, settings):
+def _check_parts(new, name, parts):
+    if parts is not None and name not in parts:
+        keeps = "save_pretrained(..., save_original_format=False) keeps the model's names"
+        raise ValueError(f"has no tensors in the files; {keeps}")
+    if parts is not None:
+        check_saved(new, parts[name])
+
+
+def _empty_layer(old, settings, name, parts):
+    if getattr(old, "weight", None) is None:
+        raise ValueError(f"is a {type(old).__name__} in the model; it takes a linear layer or an embedding")
+    new = saved_layer(old, settings | {"dtype": str(old.weight.dtype).removeprefix("torch.")})
+    _check_parts(new, name, parts)
+    return new.fill(old, "meta", getattr(new, "bias", None))
+
+
+def _empty_experts(old, layers, parts):
+    keys = [f"{part}.{e}" for part in ("gate_up", "down") for e in range(len(old.gate_up_proj))]
+    if layers.keys() != {*keys}:
+        raise ValueError(f"has {len(old.gate_up_proj)} experts in the model, and the config others")
+    left = iter(keys)
+
+    def empty(linear):
+        name, settings = layers[next(left)]
+        return _empty_layer(linear, settings, name, parts)
+
+    new = QuantizedExperts(old, empty)
+    new.source._is_hf_initialized = True  # it has no parameters left that transformers could initialize
+    return new
+
+
+def _empty_head(old, table, settings, name, parts):
     """Make a head that gets its table after the weights are read: until then, each tensor has one name."""
     if not isinstance(old, torch.nn.Linear) or table is None or weight_shape(table) != weight_shape(old):
         raise ValueError(f"has the table of {settings.get('table')!r}, which isn't there, or has another shape")
     new = TiedInt8Linear(table, old)
     del new._modules["table"]
     new.table_name = settings["table"]
+    _check_parts(new, name, parts)
     return new

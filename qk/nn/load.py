@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ..core.checks import listed
 from .calibration import progress_bar
 from .checkpoint import open_checkpoint
+from .experts import is_experts
 from .formats import Scratch
 from .header import KINDS, note_in_config, saved_state
 from .kinds import linear_kinds, weight_shape
@@ -146,7 +147,8 @@ def _read(model, layers, slots, device, progress):
             tensor = _read_slot(item, where(item.tensor))
             changes += [(settings, key, tensor) for settings, key in item.places]
         elif item.old not in made:
-            made[item.old] = item.read(where(item.old.weight), scratch)
+            weight = item.old.gate_up_proj if is_experts(item.old) else item.old.weight
+            made[item.old] = item.read(where(weight), scratch)
     for name, old in model.named_modules(remove_duplicate=False):
         parent, _, key = name.rpartition(".")
         if old in made and model.get_submodule(parent) not in made:
@@ -158,7 +160,7 @@ def _read(model, layers, slots, device, progress):
         if old in made:
             new, error, note = made[old]
             kinds, size = (type(old).__name__, type(new).__name__), (sizes[old], bytes_of(new))
-            rows.append(Row(name, *kinds, weight_shape(new), error, *size, None, None, note))
+            rows.append(Row(name, *kinds, weight_shape(old), error, *size, None, None, note))
         elif isinstance(old, linear_kinds()):
             kind, size = type(old).__name__, bytes_of(old)
             rows.append(Row(name, kind, kind, weight_shape(old), None, size, size, None, None, "float"))

@@ -12,6 +12,7 @@ from .formats import FORMATS, MARKS, Refused, check_entry, dequantized
 from .header import DTYPE_NAMES, KINDS, VERSION
 from .kinds import linear_kinds, weight_shape
 from .layers import Int4Linear, Int8Embedding, Int8Linear, QuantizedLinear, TiedInt8Linear
+from .plan_experts import experts_in, plan_experts
 
 __all__ = ["Layer", "Slot", "by_layer", "check_header", "check_saved", "fail", "plan", "saved_layer"]
 
@@ -227,6 +228,15 @@ def _plan_layers(model, quantized, plan_one):
         A list of `Layer`, and what is wrong with others.
     """
     modules, layers, planned, problems = dict(model.named_modules(remove_duplicate=False)), [], {}, []
+    experts, quantized = experts_in(model, quantized)
+    for name, parts in experts.items():
+        try:
+            read = plan_experts(modules[name], parts, plan_one)
+        except ValueError as error:
+            problems.append(f"{name} {error}")
+            continue
+        entries = [entry for _, layer in parts.values() for entry in layer.values()]
+        layers.append(Layer(name, modules[name], entries, read))
     for name, parts in quantized.items():
         old = modules.get(name)
         try:

@@ -95,6 +95,25 @@ def test_tied(tmp_path, how):
     assert equal(again(tmp_path / "b"), model) and equal(load(tmp_path / "b", device=DEVICE)[0], model)
 
 
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "GptOss"])
+def test_experts(tmp_path, kind):
+    config = getattr(transformers, f"{kind}Config")(
+        **SIZES, num_key_value_heads=1, num_experts=4, num_local_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=32, head_dim=32, dtype="float16", bos_token_id=0, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    getattr(transformers, f"{kind}ForCausalLM")._from_config(config).save_pretrained(tmp_path)
+    model = again(tmp_path)  # which keeps norms of GPT-OSS in float32
+    quantize_(model, "int4", group_size=32)
+    assert isinstance(model.model.layers[0].mlp.experts, qk.nn.QuantizedExperts)
+    model.save_pretrained(tmp_path)
+    loaded = again(tmp_path)
+    assert equal(loaded, model) and same(out(loaded), out(model))
+    spoil(tmp_path, "model.layers.0.mlp.experts.down.3", in_features=16)
+    with pytest.raises(ValueError, match="experts has shape"):
+        again(tmp_path)
+
+
 def test_dtypes(tmp_path):
     """Layers follow the dtype that is asked for; scales and codes keep theirs."""
     model = small()
@@ -171,6 +190,18 @@ def test_wrong_configs(folder, name, settings, match):
     spoil(folder, name, **settings)
     with pytest.raises(ValueError, match=match):
         again(folder)
+
+
+def test_names_that_transformers_changes(tmp_path):
+    """It saves Mixtral under other names, of which the config knows nothing."""
+    config = transformers.MixtralConfig(**SIZES, num_key_value_heads=1, num_local_experts=4, dtype="float16")
+    model = transformers.MixtralForCausalLM._from_config(config).to(DEVICE).eval()
+    quantize_(model, "int4", group_size=32)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has no tensors in the files; save_pretrained.*save_original_format=False"):
+        again(tmp_path)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    assert equal(again(tmp_path), model)
 
 
 def test_wrong_files(folder):
