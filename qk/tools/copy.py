@@ -7,6 +7,7 @@ its reference. It imports torch and Triton only, runs compiled or with TRITON_IN
     python -m qk copy act_quant                               print it
     python -m qk copy int8_gemm --arch sm90 --out gemm.py     a GEMM for one instruction set
     python -m qk copy int8 gelu --full --out kernels.py       whole files, with operators and torch.compile support
+    python -m qk copy act_quant --hub act-quant               a folder for Hugging Face `kernels`: see hub.py
 """
 
 import argparse
@@ -25,6 +26,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
+from . import hub
 from .simplify import Known, Places, replaced, simplified
 
 PACKAGE = Path(__file__).parents[1]
@@ -262,7 +264,7 @@ def _body(where, numbers, names):
     return text
 
 
-def _public(names, whole):
+def public_functions(names, whole):
     """Return the public functions that these names stand for, or raise ValueError.
 
     Args:
@@ -297,7 +299,7 @@ def full(*names):
     Args:
         names: of MODULES, or of public functions.
     """
-    known, public = functions(), _public(names, True)
+    known, public = functions(), public_functions(names, True)
     needed = _needed([(known[name], each) for name in public for each in (name, f"{name}_ref")], _module)
     modules = _ordered(needed)
     renamed = _clashes(modules, needed, _module)
@@ -306,6 +308,11 @@ def full(*names):
     text = f'{_origin(modules, " ".join([*names, "--full"]))}\n"""{docstring}\n"""\n\n'
     text += f"{_import_section(_imports(modules, needed))}\n\n{_all(public)}"
     return text + "".join(_body(where, needed[where], renamed[where]) for where in modules)
+
+
+def to_hub(names, folder, force=False):
+    """Write a folder that Hugging Face `kernels` loads, with a full copy. See `hub.write`."""
+    return hub.write(folder, full(*names), public_functions(names, True), names, force)
 
 
 # In place of the package's own. A copy launches as Triton documents it, and its checks say less.
@@ -610,7 +617,7 @@ def short(*names, arch=None):
         names: of MODULES, or of public functions.
         arch: of the GEMMs' `arches`; None is "sm80", which runs on most GPUs.
     """
-    known, public = functions(), _public(names, False)
+    known, public = functions(), public_functions(names, False)
     asked = [where for where in MODULES if where in {known[name] for name in public}]
     for where in asked if arch else ():
         if arch not in arches(where):
@@ -923,7 +930,8 @@ def _parser():
         "--arch", choices=_all_arches(), help="for a GEMM: the kernel for one instruction set (default: sm80)"
     )
     parser.add_argument("--full", action="store_true", help="add operators, torch.compile support and the fast launch")
-    parser.add_argument("--force", action="store_true", help="overwrite FILE if it exists")
+    parser.add_argument("--hub", type=Path, metavar="DIR", help="write a folder that Hugging Face kernels loads")
+    parser.add_argument("--force", action="store_true", help="overwrite FILE, or write into DIR, if it exists")
     parser.add_argument("--list", action="store_true", help="print what can be copied")
     return parser
 
@@ -937,9 +945,14 @@ def main(argv=None):
         return 0
     if not args.names:
         parser.error("it takes the name of a kernel or a file; --list prints them")
+    if args.hub and (args.out or args.arch):
+        parser.error("--hub writes a folder with the kernels of all GPUs: it takes no --out and no --arch")
     if args.full and args.arch:
         parser.error("--arch is for short copies: a full one has the kernels of all GPUs")
     try:
+        if args.hub:
+            print(f"{args.hub}: {to_hub(args.names, args.hub, args.force)} files")
+            return 0
         problem = args.out and _shadows(args.out)
         if problem:
             raise ValueError(f"--out is {str(args.out)!r}; {problem}")
@@ -952,7 +965,7 @@ def main(argv=None):
         with args.out.open("w" if args.force else "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        parser.error(f"{str(args.out)!r} exists: give another name, or --force")
+        parser.error(f"{str(args.hub or args.out)!r} exists: give another name, or --force")
     except (ValueError, OSError) as error:
         parser.error(str(error))
     print(f"{args.out}: {len(text.splitlines())} lines")
