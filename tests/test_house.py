@@ -96,7 +96,7 @@ def lines_of_code(path):
 
 def test_the_library_is_small():
     # 7,000 until checkpoints of others, experts, int8 activations of int4 weights, and norms came
-    assert sum(len(lines_of_code(path)) for path in LIBRARY) <= 8850
+    assert sum(len(lines_of_code(path)) for path in LIBRARY) <= 8860
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
