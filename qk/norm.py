@@ -462,14 +462,14 @@ def swiglu_quant(gate, up=None, block_size=128, *, scale_layout="row", evens_fir
     return _swiglu_quant(gate, up, block_size, scale_layout, evens_first)
 
 
-def _normalized(x, weight, eps, residual):
+def _normalized_ref(x, weight, eps, residual):
     """Returns the normalized rows in float32, and x + residual."""
     h = x.detach() if residual is None else (x.detach().float() + residual.detach().float()).to(x.dtype)
     mean = h.float().square().mean(-1, keepdim=True)
     return h.float() * weight.detach().float() * (mean + eps).rsqrt(), h
 
 
-def _quantized(y, block_size, scale_layout, evens_first):
+def _quantized_ref(y, block_size, scale_layout, evens_first):
     if block_size is None:
         # one more column of zeros, since a row without columns has no maximum
         codes, scale = quantize_ref(torch.nn.functional.pad(y, (0, 1)), -1)
@@ -480,7 +480,7 @@ def _quantized(y, block_size, scale_layout, evens_first):
 
 
 def rms_norm_ref(x, weight, eps=1e-6, residual=None):
-    out, h = _normalized(x, weight, eps, residual)
+    out, h = _normalized_ref(x, weight, eps, residual)
     out = out.to(x.dtype)
     return out if residual is None else (out, h)
 
@@ -488,8 +488,8 @@ def rms_norm_ref(x, weight, eps=1e-6, residual=None):
 def rms_norm_quant_ref(
     x, weight, eps=1e-6, residual=None, block_size=128, *, scale_layout="row", evens_first=False
 ):  # fmt: skip
-    y, h = _normalized(x, weight, eps, residual)
-    q, scale = _quantized(y, block_size, scale_layout, evens_first)
+    y, h = _normalized_ref(x, weight, eps, residual)
+    q, scale = _quantized_ref(y, block_size, scale_layout, evens_first)
     return (q, scale) if residual is None else (q, scale, h)
 
 
@@ -503,4 +503,4 @@ def swiglu_ref(gate, up=None):
 
 
 def swiglu_quant_ref(gate, up=None, block_size=128, *, scale_layout="row", evens_first=False):
-    return _quantized(_gated_ref(gate, up), block_size, scale_layout, evens_first)
+    return _quantized_ref(_gated_ref(gate, up), block_size, scale_layout, evens_first)

@@ -45,7 +45,8 @@ def check_integer(name, value, least, most=None):
 
 def check_number(name, value, least):
     """Check that a value is a finite int or float of at least `least`."""
-    if type(value) not in (int, float) or not least <= value < float("inf"):
+    ok = isinstance(value, (int, float, torch.SymFloat)) and not isinstance(value, bool)
+    if not ok or not least <= value < float("inf"):
         raise ValueError(f"{name} is {value!r}; it takes a number of at least {least}")
 
 
