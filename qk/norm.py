@@ -229,9 +229,10 @@ def rms_norm(x, weight, eps=1e-6, residual=None):
     """Divide each row by its root mean square, and multiply it by weight; first add a residual, if there is one.
 
     The sum x + residual is rounded to x's dtype, and the norm reads the rounded values, as in transformers. The rest is
-    computed in float32 and rounded once, as in torch.nn.functional.rms_norm. (LlamaRMSNorm of transformers also rounds
-    between the division and the multiplication.) Compared with `rms_norm_ref`, sums have another order, so the last
-    bit of a result may differ. A row with NaN becomes NaN. In a row with Inf, that becomes NaN and the rest 0.
+    computed in float32 and rounded once, as in torch.nn.functional.rms_norm. LlamaRMSNorm of transformers rounds twice:
+    before it multiplies by weight, and after. Sums have another order than in `rms_norm_ref`, so the last bit of a
+    result may differ. A row with NaN becomes NaN. In a row with Inf, that becomes NaN and the rest 0. As in torch, a
+    row whose squares overflow float32, with values around 1e19, becomes 0 or NaN.
 
     Args:
         x: [..., K] float16, bfloat16 or float32, any strides. It is copied first if no view [M, K] has contiguous rows.
