@@ -54,10 +54,15 @@ def _check_cache(like, keys, values, absmax, D):
         check_tensor("absmax", absmax, (x.dtype,), (B, heads, capacity, 2), like=like)
     elif absmax is not None:
         raise ValueError(f"absmax is given; with keys of {keys.dtype} it takes None")
-    for name, tensor in (("keys", keys), ("values", values), ("absmax", absmax)):
-        if tensor is not None and (not tensor.is_contiguous() or tensor.storage_offset() * tensor.itemsize % 16):
+
+
+# torch.compile and torch.export don't trace this
+def _check_memory(keys, values, absmax):
+    """Check that kernels can take a cache where it is: a copy wouldn't do."""
+    for name, x in (("keys", keys), ("values", values), ("absmax", absmax)):
+        if x is not None and not (x.is_contiguous() and x.storage_offset() * x.itemsize % 4 == 0):
             raise ValueError(
-                f"{name} isn't contiguous; it takes a contiguous tensor that starts at a multiple of 16 bytes"
+                f"{name} isn't contiguous; it takes a contiguous tensor that starts at a multiple of 4 bytes"
             )
 
 
@@ -65,7 +70,10 @@ def _new_lengths(k, v, keys, values, absmax, lengths, counts):
     return torch.empty_like(lengths)
 
 
-@operator(_new_lengths, mutates=("keys", "values", "absmax"))
+@operator(
+    _new_lengths, check=lambda k, v, keys, values, absmax, *_: _check_memory(keys, values, absmax),
+    mutates=("keys", "values", "absmax"),
+)  # fmt: skip
 def _write_kv(
     k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, absmax: torch.Tensor | None,
     lengths: torch.Tensor, counts: torch.Tensor | None, out,
@@ -116,7 +124,7 @@ def _empty_decoded(q, keys, values, absmax, lengths, scale, max_length, out_dtyp
     return q.new_empty(q.shape, dtype=out_dtype)
 
 
-@operator(_empty_decoded)
+@operator(_empty_decoded, check=lambda q, keys, values, absmax, *_: _check_memory(keys, values, absmax))
 def _decode_attention(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, absmax: torch.Tensor | None, lengths: torch.Tensor,
     scale: float, max_length: int, out_dtype: torch.dtype, out,
@@ -185,8 +193,9 @@ def _dequantize_rows_ref(codes, absmax):
 
 def write_kv_ref(k, v, keys, values, absmax, lengths, counts=None):
     counts = torch.full_like(lengths, k.shape[2]) if counts is None else counts
-    fits = (lengths >= 0) & (counts >= 0) & (counts <= k.shape[2]) & (lengths + counts <= keys.shape[2])
-    new = torch.where(fits, lengths + counts, -1)
+    ends = lengths.long() + counts
+    fits = (lengths >= 0) & (counts >= 0) & (counts <= k.shape[2]) & (ends <= keys.shape[2])
+    new = torch.where(fits, ends, -1).int()
     for side, (x, cache) in enumerate(((k.detach(), keys.detach()), (v.detach(), values.detach()))):
         largest = None
         if absmax is not None:

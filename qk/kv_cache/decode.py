@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from ..core.launch import INTERPRETING, cdiv, gpu, launch, next_power_of_2, temporary
-from ..core.numerics import to_dtype, to_float32, wait_if_early
+from ..core.numerics import INTERPRETED, to_dtype, to_float32, wait_if_early
 
 __all__ = []
 
@@ -129,7 +129,7 @@ def _column(order, lane, LANES: tl.constexpr, WORDS: tl.constexpr, BITS: tl.cons
     return word * CODES + code
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(
     sums_ptr,  # [rows, splits, D]
     state_ptr,  # [rows, splits, 2]
@@ -202,7 +202,7 @@ def _both_parts(weights, dtype: tl.constexpr, FLOAT: tl.constexpr):
     return tl.reshape(weights, (WARPS, 16, TOKENS))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])  # not compiled anew for each kind of number
 def _decode_attention_kernel(
     q_ptr,  # [B, heads, D]
     keys_ptr, values_ptr, absmax_ptr,  # in words of 32 bits; absmax_ptr: None for 16-bit caches
@@ -249,14 +249,17 @@ def _decode_attention_kernel(
         mask = tokens < end - t
         k = tl.load(keys_ptr + first * WORDS + words, mask=mask[:, None], other=0)
         v = tl.load(values_ptr + first * WORDS + words, mask=mask[:, None], other=0)
-        scores = tl.dot(q, _keys(k, WARPS, D, BITS, dtype, FLOAT), input_precision="ieee") * score_scale
+        scores = tl.dot(q, _keys(k, WARPS, D, BITS, dtype, FLOAT), input_precision="ieee")
+        key_scales = tl.full((WARPS, TOKENS), score_scale, tl.float32)
         value_scales = tl.full((WARPS, TOKENS), value_scale, tl.float32)
         if absmax_ptr is not None:
             absmax = _in_key_order(tl.load(absmax_ptr + first + tokens, mask=mask, other=0), WARPS, TOKENS)
-            scores *= to_float32(absmax.to(tl.int16).to(dtype, bitcast=True))[:, None, :]
+            key_scales *= to_float32(absmax.to(tl.int16).to(dtype, bitcast=True))
             value_scales *= to_float32((absmax >> 16).to(tl.int16).to(dtype, bitcast=True))
-        scores = tl.where((places < end - t)[:, None, :], scores, float("-inf"))
-        higher = tl.maximum(maximum, tl.max(scores, 2))
+        scores = tl.where((places < end - t)[:, None, :], scores * key_scales[:, None, :], float("-inf"))
+        # NaN would win nothing, but numpy would warn of a row of NaN
+        numbers = tl.where(scores == scores, scores, float("-inf")) if INTERPRETED else scores
+        higher = tl.maximum(maximum, tl.max(numbers, 2))
         weights, decay = tl.exp2(scores - higher[:, :, None]), tl.exp2(maximum - higher)
         maximum, total = higher, total * decay + tl.sum(weights, 2)
         weights = _both_parts(weights * value_scales[:, None, :], weight_dtype, FLOAT)
@@ -270,7 +273,7 @@ def _decode_attention_kernel(
     total = tl.sum(total * decay, 0)
     sums = tl.sum(tl.reshape(tl.sum(sums * decay[:, :, None], 0), (2, 8, D)), 0)
     if state_ptr is None:
-        sums /= tl.max(tl.reshape(tl.where(total == 0, 1.0, total), (2, 8)), 0)[:, None]
+        sums /= tl.sum(tl.reshape(tl.where(total == 0, 1.0, total), (2, 8)), 0)[:, None] * 0.5  # both are the same
     columns = _column(order // 8, order % 8, 8, WORDS, BITS)
     half = tl.program_id(0) % EIGHTS * 8 + tl.arange(0, 8)
     places = (b * kv_heads * GROUP + key_head % kv_heads * GROUP + half) * splits + split

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from .simplify import Known, Places, replaced, simplified
 
 PACKAGE = Path(__file__).parents[1]
-MODULES = ("int4", "gemm_int4", "int8", "hadamard", "gelu", "dequant", "sparsity", "gemm", "linear")
+MODULES = ("int4", "gemm_int4", "int8", "hadamard", "gelu", "dequant", "sparsity", "kv_cache", "gemm", "linear")
 WIDTH = 120
 
 
