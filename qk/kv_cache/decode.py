@@ -43,14 +43,14 @@ _CONFIGS = {
     4: Tile(32, 4, stages=3, programs=2),
     8: Tile(16, 4, stages=3, programs=2),
     16: Tile(16, 4, stages=3, programs=3),
-    "float": Tile(16, 4, stages=1, programs=2),
+    "float": Tile(32, 8, stages=1, programs=2),
     "interpreted": Tile(32, 2, stages=1, programs=1),
 }
 _MOST_SPLITS = 128
 
 
-# Turn words of codes into pairs of 16-bit numbers. A nibble, or a byte, becomes the low bits of a number near 2**23,
-# 1024 or 128, from which an offset is subtracted: all of that is exact.
+# PTX that turns a word of codes into pairs of 16-bit numbers. A code, its sign bit flipped, becomes the low bits of
+# 1024 (float16), 128 (bfloat16) or 2**23 (float32), from which that and the sign bit are subtracted: all is exact.
 def _from_int4(kind, one, offset, magic):
     """A word's codes i and i + 4 become pair i."""
     lines = ["{ .reg .b32 s, one, offset, magic;"]
@@ -61,42 +61,23 @@ def _from_int4(kind, one, offset, magic):
     return tl.constexpr("\n".join([*lines, "}"]))
 
 
+def _from_int8(kind):
+    """A word's codes 2 i and 2 i + 1 become pair i. bfloat16 has no 9 significant bits: by way of float32."""
+    lines = ["{ .reg .b32 s, t; .reg .f32 f<4>; xor.b32 s, $2, 0x80808080;"]
+    for i in range(4):
+        lines.append(f"prmt.b32 t, s, 0x4b000000, 0x744{i}; mov.b32 f{i}, t; add.rn.f32 f{i}, f{i}, 0fCB000080;")
+    return tl.constexpr("\n".join([*lines, f"cvt.rn.{kind}.f32 $0, f1, f0; cvt.rn.{kind}.f32 $1, f3, f2;", "}"]))
+
+
 _INT4_TO_FLOAT16 = _from_int4("f16x2", "0x3c003c00", "0xe408e408", "0x64086408")
 _INT4_TO_BFLOAT16 = _from_int4("bf16x2", "0x3f803f80", "0xc308c308", "0x43084308")
-_INT8_TO_FLOAT16 = tl.constexpr(
-    """{ .reg .b32 s, one, offset;
-xor.b32 s, $2, 0x80808080; mov.b32 one, 0x3c003c00; mov.b32 offset, 0xe480e480;
-prmt.b32 $0, s, 0x64646464, 0x4140; prmt.b32 $1, s, 0x64646464, 0x4342;
-fma.rn.f16x2 $0, $0, one, offset; fma.rn.f16x2 $1, $1, one, offset;
-}"""
-)
-_INT8_TO_BFLOAT16 = tl.constexpr(  # which has 8 significant bits, one too few: through float32
-    "{ .reg .b32 s, t; .reg .f32 f<4>;\nxor.b32 s, $2, 0x80808080;\n"
-    + "".join(
-        f"prmt.b32 t, s, 0x4b000000, 0x744{i}; mov.b32 f{i}, t; add.rn.f32 f{i}, f{i}, 0fCB000080;\n" for i in range(4)
-    )
-    + "cvt.rn.bf16x2.f32 $0, f1, f0; cvt.rn.bf16x2.f32 $1, f3, f2;\n}"
-)
+_INT8_TO_FLOAT16, _INT8_TO_BFLOAT16 = (_from_int8(kind) for kind in ("f16x2", "bf16x2"))
 _TWO_WORDS, _FOUR_WORDS = (tl.constexpr((tl.int32,) * n) for n in (2, 4))
 
 
 @triton.jit
-def _numbers(words, BITS: tl.constexpr, dtype: tl.constexpr, FLOAT: tl.constexpr):
-    """Unpack int32 words [R, W] into numbers of a 16-bit dtype, [R, W, ..., 2]; FLOAT: into float32.
-
-    `_column` says in which order.
-    """
-    if FLOAT:
-        PAIRS: tl.constexpr = 16 // BITS
-        i, half = tl.arange(0, PAIRS)[:, None], tl.arange(0, 2)[None, :]
-        words = words[:, :, None, None]
-        if BITS == 4:
-            x = to_float32((((words >> (4 * i + 16 * half)[None, None]) & 15) ^ 8) - 8)
-        elif BITS == 8:
-            x = to_float32((((words >> (16 * i + 8 * half)[None, None]) & 255) ^ 128) - 128)
-        else:
-            x = to_float32((words >> (16 * i + 16 * half)[None, None]).to(tl.int16).to(dtype, bitcast=True))
-        return x
+def _pairs(words, BITS: tl.constexpr, dtype: tl.constexpr):
+    """Unpack int32 words [R, W] into pairs of 16-bit numbers, int32 [R, W, ...]."""
     if BITS == 4:
         a, b, c, d = tl.inline_asm_elementwise(
             _INT4_TO_FLOAT16 if dtype == tl.float16 else _INT4_TO_BFLOAT16,
@@ -109,9 +90,22 @@ def _numbers(words, BITS: tl.constexpr, dtype: tl.constexpr, FLOAT: tl.constexpr
             "=&r,=&r,r", [words], dtype=_TWO_WORDS, is_pure=True, pack=1,
         )  # fmt: skip
         words = tl.join(a, b)
-    # this way, the compiler sees that both halves stay where they are
-    low, high = words.to(tl.int16), (words >> 16).to(tl.int16)
-    return tl.join(low.to(dtype, bitcast=True), high.to(dtype, bitcast=True))
+    return words
+
+
+@triton.jit
+def _numbers(words, BITS: tl.constexpr, dtype: tl.constexpr, FLOAT: tl.constexpr):
+    """Unpack int32 words [R, W] into numbers of a 16-bit dtype, or float32, [R, W, ..., 2], in `_column`'s order."""
+    if FLOAT:
+        i, half = tl.arange(0, 16 // BITS)[:, None], tl.arange(0, 2)[None, :]
+        shift = 4 * i + 16 * half if BITS == 4 else 16 * i + BITS * half
+        x = words[:, :, None, None] << (32 - BITS - shift)[None, None, :, :] >> (32 - BITS)
+        return to_float32(x.to(tl.int16).to(dtype, bitcast=True) if BITS == 16 else x)
+    else:
+        pairs = _pairs(words, BITS, dtype)
+        # this way, the compiler sees that both halves stay where they are
+        low, high = pairs.to(tl.int16), (pairs >> 16).to(tl.int16)
+        return tl.join(low.to(dtype, bitcast=True), high.to(dtype, bitcast=True))
 
 
 @triton.jit
@@ -193,11 +187,13 @@ def _both_parts(weights, dtype: tl.constexpr, FLOAT: tl.constexpr):
     """
     WARPS: tl.constexpr = weights.shape[0]
     TOKENS: tl.constexpr = weights.shape[2]
-    rounded = to_dtype(weights, dtype)
-    lost = to_dtype(weights - to_float32(rounded), dtype)
-    weights = tl.where((tl.arange(0, 16) < 8)[None, :, None], rounded, lost)
-    if FLOAT:
-        weights = to_float32(weights)
+    first = (tl.arange(0, 16) < 8)[None, :, None]
+    if FLOAT and not INTERPRETED:  # nothing is lost
+        weights = tl.where(first, weights, 0.0)
+    else:
+        rounded = to_dtype(weights, dtype)
+        weights = tl.where(first, rounded, to_dtype(weights - to_float32(rounded), dtype))
+        weights = to_float32(weights) if FLOAT else weights
     weights = tl.permute(tl.reshape(weights, (WARPS, 16, TOKENS // 16, 2, 4, 2)), (0, 1, 2, 4, 3, 5))
     return tl.reshape(weights, (WARPS, 16, TOKENS))
 
@@ -308,8 +304,8 @@ def launch_decode_attention(q, keys, values, absmax, lengths, out, bits, qmax, s
     launch(
         device, _decode_attention_kernel, (programs, splits),
         q, *words, lengths, sums, state, kv_heads, capacity, splits, q.stride(0), q.stride(1),
-        scale * math.log2(math.e) / qmax, 1 / qmax, GROUP=group, D=D, BITS=bits, WARPS=tile.warps, TOKENS=tile.tokens,
-        FLOAT=unable or INTERPRETING, early=True, num_warps=tile.warps, num_stages=tile.stages,
+        scale * math.log2(math.e) / qmax, 1 / qmax, GROUP=group, D=D, BITS=bits, WARPS=1 if unable else tile.warps,
+        TOKENS=tile.tokens, FLOAT=unable or INTERPRETING, early=True, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
         launch(
