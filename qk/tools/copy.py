@@ -30,7 +30,7 @@ from . import hub
 from .simplify import Known, Places, replaced, simplified
 
 PACKAGE = Path(__file__).parents[1]
-MODULES = ("int4", "gemm_int4", "int8", "hadamard", "gelu", "norm", "dequant", "sparsity", "gemm", "linear")
+MODULES = ("int4", "gemm_int4", "int8", "hadamard", "gelu", "norm", "dequant", "sparsity", "kv_cache", "gemm", "linear")
 WIDTH = 120
 
 
@@ -394,6 +394,7 @@ _PLANS = {
         fields=True,
     ),
     "int4": _Plan({"zero_point": None}),
+    "kv_cache": _Plan({"tile": None}, fields=True),
     "gelu": _Plan({}, dropped=("_launch_square", "_squares", "_has_squares", "quantize_squares_ref"), word="quare"),
 }
 

@@ -21,9 +21,11 @@ from qk.tools import copy, simplify
 ROOT = Path(__file__).parents[2]
 # How long a short copy may be: what one would write by hand, and not much more.
 LIMIT = {
-    **dict.fromkeys(("act_quant", "quantize_int4", "dequant_bias", "hadamard", "int8_gelu", "quantize_per_token"), 300),
+    **dict.fromkeys(
+        ("act_quant", "quantize_int4", "dequant_bias", "hadamard", "int8_gelu", "quantize_per_token", "write_kv"), 300
+    ),
     **dict.fromkeys(("rms_norm", "swiglu"), 300),
-    **dict.fromkeys(("int8_gemm", "int4_gemm"), 450),
+    **dict.fromkeys(("int8_gemm", "int4_gemm", "decode_attention"), 450),
 }
 # Copies for one instruction set that may not grow. Hopper's kernels are in Gluon, with a ring of buffers and TMA.
 AT_MOST = {
