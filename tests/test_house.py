@@ -95,8 +95,8 @@ def lines_of_code(path):
 
 
 def test_the_library_is_small():
-    # 7,000 until checkpoints of others, experts and int8 activations of int4 weights came
-    assert sum(len(lines_of_code(path)) for path in LIBRARY) <= 8550
+    # 7,000 until checkpoints of others, experts and int8 activations of int4 weights came; 8,550 until the KV cache
+    assert sum(len(lines_of_code(path)) for path in LIBRARY) <= 8920
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

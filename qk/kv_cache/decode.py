@@ -122,26 +122,6 @@ def _column(order, lane, LANES: tl.constexpr, WORDS: tl.constexpr, BITS: tl.cons
     return word * CODES + code
 
 
-@triton.jit(do_not_specialize=["splits"])
-def _combine_kernel(
-    parts_ptr,  # what each split returns, [rows, splits, D]
-    weights_ptr,  # log2 of its sum of weights, [rows, splits]
-    out_ptr,  # [rows, D]
-    splits,
-    D: tl.constexpr,
-    SPLITS: tl.constexpr,  # at least splits
-    EARLY: tl.constexpr,
-):
-    wait_if_early(EARLY)
-    row, offs, columns = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS), tl.arange(0, D)
-    mask = offs < splits
-    weights = tl.load(weights_ptr + row * splits + offs, mask=mask, other=float("-inf"))
-    parts = tl.load(parts_ptr + (row * splits + offs)[:, None] * D + columns[None, :], mask=mask[:, None], other=0.0)
-    weights = tl.exp2(weights - tl.max(weights, 0))
-    out = tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0)
-    tl.store(out_ptr + row * D + columns, to_dtype(out, out_ptr.dtype.element_ty))
-
-
 @triton.jit
 def _in_key_order(x, WARPS: tl.constexpr):
     """Reorder the rows of a tile [tokens, X]: of each sixteen tokens 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, ...
@@ -271,6 +251,26 @@ def _decode_attention_kernel(
     if weights_ptr is not None:
         weights_ptrs = weights_ptr + (key_head * GROUP + rows) * splits + split
         tl.store(weights_ptrs, highest + tl.log2(total), mask=rows < GROUP)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _combine_kernel(
+    parts_ptr,  # what each split returns, [rows, splits, D]
+    weights_ptr,  # log2 of its sum of weights, [rows, splits]
+    out_ptr,  # [rows, D]
+    splits,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,  # at least splits
+    EARLY: tl.constexpr,
+):
+    wait_if_early(EARLY)
+    row, offs, columns = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS), tl.arange(0, D)
+    mask = offs < splits
+    weights = tl.load(weights_ptr + row * splits + offs, mask=mask, other=float("-inf"))
+    parts = tl.load(parts_ptr + (row * splits + offs)[:, None] * D + columns[None, :], mask=mask[:, None], other=0.0)
+    weights = tl.exp2(weights - tl.max(weights, 0))
+    out = tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0)
+    tl.store(out_ptr + row * D + columns, to_dtype(out, out_ptr.dtype.element_ty))
 
 
 def _splits(tile, programs, capacity, device):
