@@ -394,7 +394,7 @@ _PLANS = {
         fields=True,
     ),
     "int4": _Plan({"zero_point": None}),
-    "kv_cache": _Plan({"tile": None}, fields=True),
+    "kv_cache": _Plan({"tile": None, "arch": 86}, fields=True),
     "gelu": _Plan({}, dropped=("_launch_square", "_squares", "_has_squares", "quantize_squares_ref"), word="quare"),
 }
 
