@@ -96,7 +96,7 @@ def lines_of_code(path):
 
 def test_the_library_is_small():
     # 7,000 until checkpoints of others, experts, int8 activations of int4 weights and `from_pretrained` came
-    assert sum(len(lines_of_code(path)) for path in LIBRARY) <= 8660
+    assert sum(len(lines_of_code(path)) for path in LIBRARY) <= 8800
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
