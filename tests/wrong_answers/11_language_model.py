@@ -49,7 +49,7 @@ ANSWERS = {
         ("is still in the logit", kernel("logits - top - tl.log", "logits - tl.log")),
         ("is missing", kernel(" - tl.log(total)", "")),
         ("not of the mean", kernel("tl.log(total)", "tl.log(total / V)")),
-        ("below 0", kernel("logits - top - tl.log(total)", "tl.log(total) + top - logits")),
+        ("below 0", kernel("logits - top - tl.log(total)", "tl.log(total) - (logits - top)")),
         ("read row 0", kernel("logits_ptr + row * V", "logits_ptr")),
         ("exp2", kernel("tl.exp(", "tl.exp2(")),
         ("", kernel("logits_ptr + row * V", "logits_ptr + row * BLOCK")),
