@@ -142,7 +142,8 @@ def decode_attention(q, keys, values, absmax, lengths, scale=None, out_dtype=Non
 
     Returns:
         [B, heads, D]. 0 for a sequence of length 0, NaN for a length below 0 or above the capacity. A token with NaN
-        makes its sequence NaN in the heads that read it, and nothing else. The same bits in every run.
+        makes its sequence NaN in the heads that read it, and nothing else. The same bits in every run. With float32
+        output the relative Frobenius error against float64, on the dequantized cache, is below 1e-5.
 
     Raises:
         ValueError: for a bad dtype, shape, device or option, or if the cache isn't contiguous.
