@@ -141,9 +141,9 @@ def decode_attention(q, keys, values, absmax, lengths, scale=None, out_dtype=Non
         out_dtype: float16, bfloat16 or float32; None is q's dtype.
 
     Returns:
-        [B, heads, D]. 0 for a sequence of length 0, NaN for a length below 0 or above the capacity. A token with NaN
-        makes its sequence NaN in the heads that read it, and nothing else. The same bits in every run. With float32
-        output the relative Frobenius error against float64, on the dequantized cache, is below 1e-5.
+        [B, heads, D], the same bits in every run; 0 for length 0, NaN for lengths below 0 or above the capacity. A
+        token with NaN makes its sequence NaN in the heads that read it, and nothing else. Against float64, the relative
+        Frobenius error of float32 output is below 1e-5.
 
     Raises:
         ValueError: for a bad dtype, shape, device or option, or if the cache isn't contiguous.
