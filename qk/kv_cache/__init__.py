@@ -133,16 +133,16 @@ def decode_attention(q, keys, values, absmax, lengths, scale=None, out_dtype=Non
     """Attend to a cache with one query per sequence and head: softmax(scale * q @ key.T) @ value.
 
     Args:
-        q: float16 or bfloat16 [B, heads, D], any strides. D is 64 or 128, and heads a multiple of kv_heads: query heads
-            that follow each other share a key head.
+        q: float16 or bfloat16 [B, n * kv_heads, D], any strides, D 64 or 128. n heads in a row share a key head.
         keys, values, absmax: a cache, as in `write_kv`.
         lengths: int32 [B]. What the cache holds beyond a sequence's length has no influence.
         scale: of the scores; None is 1 / sqrt(D).
         out_dtype: float16, bfloat16 or float32; None is q's dtype.
 
     Returns:
-        [B, heads, D]. 0 for a sequence of length 0, NaN for a length below 0 or above the capacity. A token with NaN
-        makes its sequence NaN in the heads that read it, and nothing else. The same bits in every run.
+        [B, heads, D], the same bits in every run; 0 for length 0, NaN for lengths below 0 or above the capacity. A
+        token with NaN makes its sequence NaN in the heads that read it, and nothing else. Against float64, the relative
+        Frobenius error of float32 output is below 1e-5.
 
     Raises:
         ValueError: for a bad dtype, shape, device or option, or if the cache isn't contiguous.
