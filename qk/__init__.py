@@ -84,6 +84,7 @@ from .int8 import (  # noqa: E402
     weight_quant,
     weight_quant_ref,
 )
+from .kv_cache import decode_attention, decode_attention_ref, write_kv, write_kv_ref  # noqa: E402
 from .linear import (  # noqa: E402
     compress_slide,
     compress_slide_ref,
@@ -92,6 +93,16 @@ from .linear import (  # noqa: E402
     libraries,
     sparse_linear,
     sparse_linear_ref,
+)
+from .norm import (  # noqa: E402
+    rms_norm,
+    rms_norm_quant,
+    rms_norm_quant_ref,
+    rms_norm_ref,
+    swiglu,
+    swiglu_quant,
+    swiglu_quant_ref,
+    swiglu_ref,
 )
 from .sparsity import (  # noqa: E402
     prune_slide,
@@ -112,6 +123,8 @@ __all__ = [
     "backend",
     "compress_slide",
     "compress_slide_ref",
+    "decode_attention",
+    "decode_attention_ref",
     "dense_linear",
     "dense_linear_ref",
     "dequant_bias",
@@ -147,6 +160,10 @@ __all__ = [
     "quantize_int4_ref",
     "quantize_per_token",
     "quantize_per_token_ref",
+    "rms_norm",
+    "rms_norm_quant",
+    "rms_norm_quant_ref",
+    "rms_norm_ref",
     "slide",
     "slide_ref",
     "slide_weight",
@@ -155,12 +172,18 @@ __all__ = [
     "sparse_linear_ref",
     "square_quant",
     "square_quant_ref",
+    "swiglu",
+    "swiglu_quant",
+    "swiglu_quant_ref",
+    "swiglu_ref",
     "unpack_int4",
     "unpack_int4_ref",
     "weight_dequant",
     "weight_dequant_ref",
     "weight_quant",
     "weight_quant_ref",
+    "write_kv",
+    "write_kv_ref",
 ]
 
 

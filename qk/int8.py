@@ -25,13 +25,23 @@ import torch
 import triton
 import triton.language as tl
 
-from .core.checks import BLOCKS, FLOATS, SCALE_LAYOUTS, check_code_dtype, check_one_of, check_rounding, check_tensor
+from .core.checks import (
+    BLOCKS,
+    FLOATS,
+    SCALE_LAYOUTS,
+    check_code_dtype,
+    check_evens_first,
+    check_one_of,
+    check_rounding,
+    check_tensor,
+)
 from .core.launch import INTERPRETING, TileConfig, cdiv, launch, tile_shape
 from .core.matrices import as_matrix, empty_scale, put_evens_first, with_contiguous_rows
 from .core.numerics import (
     LIMITS,
     absmax_and_inverse,
     as_float32_bits,
+    evens_before_odds,
     load_tile,
     magnitude_bits,
     quantize_blocks_ref,
@@ -87,14 +97,8 @@ def _quantize_groups(x, absmax, inverse, GROUPS: tl.constexpr, dtype: tl.constex
     return tl.reshape(codes, x.shape)
 
 
-@triton.jit
-def _evens_first(codes):
-    """Put the even columns of every 32 before the odd ones."""
-    halves = tl.permute(tl.reshape(codes, (codes.shape[0], codes.shape[1] // 32, 16, 2)), (0, 1, 3, 2))
-    return tl.reshape(halves, codes.shape)
-
-
-# M, and numbers that follow from it, change from call to call: don't compile again for 1 and for multiples of 16
+# Triton compiles a kernel again for integers that are 1 or multiples of 16. Not for these: they follow from M, which
+# changes from call to call.
 @triton.jit(do_not_specialize=["M", "scale_rows"], do_not_specialize_on_alignment=["stride_sk"])
 def _quantize_int8_kernel(
     x_ptr,
@@ -153,21 +157,15 @@ def _quantize_int8_kernel(
     for i in tl.static_range(HELD):
         codes = _quantize_groups(x[i], absmax, inverse, GROUPS, code_dtype)
         if EVENS_FIRST:
-            codes = _evens_first(codes)
+            codes = evens_before_odds(codes)
         store_tile(q_ptr, row + i * DOWN, column + i * RIGHT, M, K, K, 1, codes)
     if MORE:
         for i in range(HELD, tiles.to(tl.int64)):
             tile = load_tile(x_ptr, row + i * DOWN, column + i * RIGHT, M, K, stride_xm, ROWS, BLOCK)
             codes = _quantize_groups(tile, absmax, inverse, GROUPS, code_dtype)
             if EVENS_FIRST:
-                codes = _evens_first(codes)
+                codes = evens_before_odds(codes)
             store_tile(q_ptr, row + i * DOWN, column + i * RIGHT, M, K, K, 1, codes)
-
-
-def _check_evens_first(evens_first, K):
-    check_one_of("evens_first", evens_first, (False, True))
-    if evens_first and K % 32:
-        raise ValueError(f"evens_first is True; it takes False where 32 doesn't divide K, which is {K}")
 
 
 def _launch_quantize(x, q, scale, config, block_size, evens_first=False):
@@ -231,7 +229,8 @@ def act_quant(x, block_size=128, *, scale_layout="row", evens_first=False):
     check_tensor("x", x, FLOATS, "[..., K]")
     check_one_of("block_size", block_size, BLOCKS)
     check_one_of("scale_layout", scale_layout, SCALE_LAYOUTS)
-    _check_evens_first(evens_first, x.shape[-1])
+    check_one_of("evens_first", evens_first, (False, True))
+    check_evens_first(evens_first, x.shape[-1])
     return _act_quant(x, block_size, scale_layout, evens_first)
 
 
@@ -305,7 +304,8 @@ def quantize_per_token(x, dtype=torch.int8, *, evens_first=False):
     """
     check_tensor("x", x, FLOATS, "[..., K]")
     check_one_of("dtype", dtype, tuple(LIMITS))
-    _check_evens_first(evens_first, x.shape[-1])
+    check_one_of("evens_first", evens_first, (False, True))
+    check_evens_first(evens_first, x.shape[-1])
     return _quantize_per_token(x, dtype, evens_first)
 
 

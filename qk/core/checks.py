@@ -43,6 +43,13 @@ def check_integer(name, value, least, most=None):
         raise ValueError(f"{name} is {value!r}; it takes {takes}")
 
 
+def check_number(name, value, least):
+    """Check that a value is a finite int or float of at least `least`."""
+    ok = isinstance(value, (int, float, torch.SymFloat)) and not isinstance(value, bool)
+    if not ok or not least <= value < float("inf"):
+        raise ValueError(f"{name} is {value!r}; it takes a number of at least {least}")
+
+
 def _fits(x, shape):
     """Whether x has this shape: sizes, or text such as "[..., K]" or "[N, K]"."""
     if isinstance(shape, str):
@@ -110,6 +117,12 @@ def check_tensor(name, x, dtypes, shape=None, like=None):
         if not torch.compiler.is_compiling():  # then all tensors are fake, and look real
             if getattr(x, "fake_mode", None) is not getattr(tensor, "fake_mode", None):
                 raise ValueError(f"{name} is a {type(x).__name__}; it takes what {other} is, a {type(tensor).__name__}")
+
+
+def check_evens_first(evens_first, K):
+    """Check that the even columns of every 32 can be put before the odd ones, if that is asked for."""
+    if evens_first and K % 32:
+        raise ValueError(f"evens_first is True; it takes False where 32 doesn't divide K, which is {K}")
 
 
 def check_rounding(rounding, seed, like):

@@ -139,6 +139,13 @@ def square_maximum(x, QUANT_BLOCK: tl.constexpr):
 
 
 @triton.jit
+def evens_before_odds(codes):
+    """Put the even columns of every 32 before the odd ones."""
+    halves = tl.permute(tl.reshape(codes, (codes.shape[0], codes.shape[1] // 32, 16, 2)), (0, 1, 3, 2))
+    return tl.reshape(halves, codes.shape)
+
+
+@triton.jit
 def quantize_squares(x, absmax, inverse, seed_ptr, row, column):
     """Quantize a float tile to int8, given absmax and inverse [blocks down, blocks across]. 0 where absmax is 0 or NaN.
 

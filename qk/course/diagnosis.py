@@ -45,17 +45,17 @@ def _same(got, want):
 
 def _of_numbers(pairs):
     known = {
-        "the number is right, but a whole number is wanted: round": lambda g, w: (
+        "almost right, but a whole number is expected: round": lambda g, w: (
             isinstance(w, int) and isinstance(g, float) and g != int(g) and abs(g - w) < 1
         ),
         "off by one: one too few (round up? start at 1?)": lambda g, w: w - g == 1,
         "off by one: one too many (round down? start at 0?)": lambda g, w: g - w == 1,
         "the sign is wrong": lambda g, w: g == -w,
-        "upside down: that is 1 divided by the right number": lambda g, w: abs(g * w - 1) < 1e-9,
-        "it is twice as much: is something counted twice?": lambda g, w: g == 2 * w and len(pairs) > 1,
-        "it is half as much: is something counted only once?": lambda g, w: 2 * g == w and len(pairs) > 1,
+        "upside down: that's 1 divided by the right number": lambda g, w: abs(g * w - 1) < 1e-9,
+        "it's twice the right number: is something counted twice?": lambda g, w: g == 2 * w and len(pairs) > 1,
+        "it's half the right number: is something counted only once?": lambda g, w: 2 * g == w and len(pairs) > 1,
         "bits and bytes: a byte has eight bits": lambda g, w: g == 8 * w or 8 * g == w,
-        "it is 1000 or 1024 times too much or too little: which unit is wanted?": lambda g, w: any(
+        "it's off by a factor of 1000 or 1024: which unit is expected?": lambda g, w: any(
             abs(g * f - w) <= 1e-9 * abs(w) for f in (1e3, 1e6, 1e9, 1e-3, 1e-6, 1e-9, 1024, 1 / 1024)
         ),
     }
@@ -93,8 +93,8 @@ def _of_rounding(known, cases):
     if max(want[bad].unique().numel() for _, want, bad in known) < 3:  # one wrong code isn't a wrong way to round
         return ""
     if all((want.double().abs() > got.double().abs())[bad].all() for got, want, bad in known):
-        return "each is one too small in magnitude: truncated instead of rounded?"
-    return "off by one: rounded in another way, such as ties up, down or away from zero?"
+        return "each is one too small in magnitude: is it truncated instead of rounded?"
+    return "off by one: does it round differently, such as ties up, down or away from zero?"
 
 
 def _relative(got, want):
@@ -173,41 +173,41 @@ def _narrow(dtype):
 _FILLED = 0, 99, 9999, -128  # what outputs of exercises hold at first
 # what holds for all wrong results: hint -> (result, expected, which elements are wrong)
 _TENSORS = {
-    "NaN where a number is due: is something divided by zero, or infinity minus infinity?": lambda g, w, bad: bool(
+    "NaN where a number is expected: is something divided by zero, or infinity minus infinity?": lambda g, w, bad: bool(
         g[bad].isnan().all()
     ),
-    "a number where NaN is due: bad input must stay visible": lambda g, w, bad: bool(w[bad].isnan().all()),
-    "a number where minus infinity is due: nothing else is below all numbers": lambda g, w, bad: bool(
+    "a number where NaN is expected: bad input must stay visible": lambda g, w, bad: bool(w[bad].isnan().all()),
+    "a number where minus infinity is expected: nothing else is below all numbers": lambda g, w, bad: bool(
         (w[bad] == -torch.inf).all() and g[bad].isfinite().all()
     ),
-    "small results are replaced by a larger number: what do they start from, or compare with?": _floor,
-    "a step rounds to float16, which ends at 65504": _as_float16,
-    "infinity where a number is due: does a step overflow, or divide by almost zero?": lambda g, w, bad: bool(
+    "small results are replaced by a larger number: what does the maximum start from?": _floor,
+    "a step rounds to float16, whose largest number is 65504": _as_float16,
+    "infinity where a number is expected: does a step overflow, or divide by almost zero?": lambda g, w, bad: bool(
         g[bad].isinf().all() or (g[bad].isinf() | g[bad].isnan()).all()
     ),
-    "no element changes: is the result stored, at the right place?": lambda g, w, bad: bool(
+    "no element changes: is the result stored, and in the right place?": lambda g, w, bad: bool(
         bad.all() and g.numel() > 2 and (g == g.flatten()[0]).all() and g.flatten()[0].item() in _FILLED
     ),
     "rows and columns are swapped": lambda g, w, bad: g.ndim > 1 and g.shape == g.mT.shape and _equal(g.mT, w),
     "the order is reversed": lambda g, w, bad: any(_equal(g.flip(d), w) for d in range(g.ndim) if g.shape[d] > 1),
     "the sign is wrong everywhere": lambda g, w, bad: bool(_same(-g, w).all()) if g.is_signed() else False,
     "negative numbers become 0": lambda g, w, bad: _equal(g, w.clamp(min=0)),
-    "magnitudes are right, but signs are lost": lambda g, w, bad: _equal(g, w.abs()),
+    "the magnitudes are right, but the signs are lost": lambda g, w, bad: _equal(g, w.abs()),
     "off by one: each element holds its neighbour's value": _shifted,
     "overflow: the values don't fit into 32 bits": _wraps(32),
     "overflow: the values don't fit into 16 bits": _wraps(16),
     "overflow: the values don't fit into 8 bits": _wraps(8),
-    "the fraction is cut off: is there a cast to an integer?": _whole,
+    "the fraction is dropped: is there a cast to an integer?": _whole,
     "a step rounds to float16": _narrow(torch.float16),
     "a step rounds to bfloat16": _narrow(torch.bfloat16),
     "a constant factor: is a scale missing, used twice, or upside down?": _factor,
     "the scale is upside down: divide, or multiply by its inverse": lambda g, w, bad: bool(
         g.dtype.is_floating_point and _relative(g * w, torch.ones_like(w))[w != 0].lt(1e-5).all() and (w != 0).any()
     ),
-    "numbers are missing: 0 where something else is due (tiny values, or no store?)": lambda g, w, bad: bool(
+    "numbers are missing: 0 where something else is expected (tiny values, or no store?)": lambda g, w, bad: bool(
         (g[bad] == 0).all()
     ),
-    "something where 0 is due": lambda g, w, bad: bool((w[bad] == 0).all()),
+    "something where 0 is expected": lambda g, w, bad: bool((w[bad] == 0).all()),
     "the right values, in the wrong places": lambda g, w, bad: (
         g.numel() > 2 and _equal(g.flatten().sort().values, w.flatten().sort().values)
     ),
@@ -221,9 +221,9 @@ def _of_places(known, cases):
     if all(first and bad[first:].double().mean() > 0.8 for bad, first in zip(flat, firsts, strict=True)):
         parts = [[n * arg for arg in case if type(arg) is int for n in (1, 2)] for case in cases]
         if all(first in sizes for first, sizes in zip(firsts, parts, strict=True)):
-            return f"the first {firsts[0]} elements are right: does each program, or each step, take the first part?"
+            return f"the first {firsts[0]} elements are right: does every program, or every step, do the first part?"
         if all(2 * first > len(bad) > 4 for bad, first in zip(flat, firsts, strict=True)):
-            return "only the end is wrong: is the last, short block right?"
+            return "only the end is wrong: is the short last block handled?"
     if max(bad.sum() for bad in flat) < 4:
         return ""
     if all(bad[1::2].any() and not bad[::2].any() for bad in flat):
@@ -233,11 +233,13 @@ def _of_places(known, cases):
     if all(bad.ndim == 2 and min(bad.shape) > 1 for _, _, bad in known):
         columns, rows = ([bad.any(dim) for _, _, bad in known] for dim in (0, 1))
         if all(not row[0] and row[1:].any() for row in rows):
-            return "row 0 is right and others aren't: does each program take row 0? Where does a row begin (strides)?"
+            return (
+                "row 0 is right and the others aren't: does every program use row 0? Where does a row begin (strides)?"
+            )
         if all(column[-1] and not column[: len(column) * 9 // 20 + 1].any() for column in columns):
-            return "the first columns are right, the last ones aren't: is the last, short block right?"
+            return "the first columns are right, the last ones aren't: is the short last block handled?"
         if all(not row[0] and row[-1] for row in rows):
-            return "the first rows are right, the last ones aren't: is the last, short block right?"
+            return "the first rows are right, the last ones aren't: is the short last block handled?"
     return ""
 
 
@@ -255,11 +257,13 @@ def _of_inputs(known, cases):
         "0": lambda x: x == 0,
         "NaN or infinity": lambda x: ~x.isfinite(),
         "tiny, below a thousandth": lambda x: x.abs() < 1e-3,
-        "no whole number": lambda x: x != x.round() if x.dtype.is_floating_point else torch.zeros_like(x, dtype=bool),
+        "not a whole number": lambda x: (
+            x != x.round() if x.dtype.is_floating_point else torch.zeros_like(x, dtype=bool)
+        ),
         "large, above a thousand": lambda x: x.abs() > 1000,
     }.items():
         if all(holds(x)[bad].all() and not holds(x).all() for x, bad in pairs):
-            return f"all wrong elements are those whose input is {words}"
+            return f"the wrong elements are those whose input is {words}"
     return ""
 
 
@@ -290,7 +294,7 @@ def _of_cases(answer, wrong, right):
     for a in bad[0]:
         values = {each[a] for each in good}
         if " of " not in a and len(values) == 1 < len(good) and not values & {1, *(each[a] for each in bad)}:
-            return f"right only where {a} is {values.pop()}: is that number written into the answer?"
+            return f"right only where {a} is {values.pop()}: is that number hard-coded?"
     for a in bad[0]:
         some = (16, 32, 64) if len({each[a] for each in good}) > 1 else ()  # one size is right by chance
         for b in (*filter(_BLOCK.search, bad[0]), *some):
@@ -298,7 +302,7 @@ def _of_cases(answer, wrong, right):
             if a == b or not all(step(each) > 1 for each in bad + good):
                 continue
             if all(each[a] % step(each) for each in bad) and not any(each[a] % step(each) for each in good):
-                return f"right only where {a} is a multiple of {b}: what of a short last block?"
+                return f"right only where {a} is a multiple of {b}: what about a short last block?"
             if all(each[a] > step(each) for each in bad) and all(each[a] <= step(each) for each in good):
-                return f"right only where {a} is at most {b}: what comes after the first block?"
+                return f"right only where {a} is at most {b}: what about the blocks after the first?"
     return ""

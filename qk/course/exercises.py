@@ -16,6 +16,7 @@ from unittest import mock
 
 import ipywidgets
 import torch
+import triton
 from IPython import get_ipython
 from IPython.display import display
 
@@ -88,7 +89,7 @@ class Exercise:
         cases: cases() returns tuples of arguments, with tensors on the CPU; they are moved to the course's device.
         mistakes: {hint: wrong function}. The hint is printed whose function gives the answers that were given.
         kernel: whether a kernel must have been launched, by course.launch.
-        note: what an answer must hold for; printed with a refusal.
+        note: what an answer must work for; printed with a refusal.
         bound: how far an element may be from the expected one: a share of its magnitude, or bound(*case), a tensor;
             a list of those for a result of several parts.
         together: the launches of one call count as one, whose programs run at the same time.
@@ -118,7 +119,7 @@ def check(name, answer):
     try:
         exercise = importlib.import_module(f"qk.course.answers.{file}").EXERCISES[short]
     except (ModuleNotFoundError, KeyError):
-        raise ValueError(f"name is {name!r}, but there is no such exercise") from None
+        raise ValueError(f"no exercise is called {name!r}") from None
     _judge(answer, exercise)
 
 
@@ -126,6 +127,11 @@ def _judge(answer, exercise):
     cases = [_to_device(case) for case in exercise.cases()]
     with Session(exercise.together) as session, _kept_alive():
         failure = _run(answer, exercise, cases, session)
+    if failure and _is_stub(answer, session):
+        failure = (
+            f"Not answered yet: {getattr(answer, '__name__', 'the answer')} still contains the line '# your answer'. "
+            "Once you've changed the code, delete that line, and a wrong answer gets a hint."
+        )
     if failure is None and session.race:
         failure = f"Not yet: right in this order, but {session.race}"
     if failure is None and exercise.kernel and not session.launches:
@@ -138,6 +144,19 @@ def _judge(answer, exercise):
         )
         return
     print(failure)
+
+
+def _is_stub(answer, session):
+    """Whether a line of the code that ran is only the comment `# your answer`."""
+    for function in (answer, *(kernel for kernel, _, _ in session.launches)):
+        function = inspect.unwrap(getattr(function, "fn", function))
+        names = getattr(getattr(function, "__code__", None), "co_names", ())
+        called = [getattr(function, "__globals__", {}).get(name) for name in names]
+        for part in (function, *(helper.fn for helper in called if isinstance(helper, triton.runtime.KernelInterface))):
+            with contextlib.suppress(OSError, TypeError):  # no source
+                if re.search(r"^ *# your answer", inspect.getsource(part), re.MULTILINE):
+                    return True
+    return False
 
 
 def _to_device(value):
@@ -218,13 +237,13 @@ def _run(answer, exercise, cases, session):
     if exercise.kernel and not session.launches:
         hint = _LAUNCH
     elif not hint and session.launches and not session.stored:
-        hint = "the kernel stores nothing, or only what was there before"
+        hint = "the kernel stores nothing, or only what was already there"
     hint = hint or diagnosis(answer, wrong, right)
     return _refused(failure, exercise, hint)
 
 
 def _refused(failure, exercise, hint):
-    note = exercise.note and f"It must hold for {exercise.note}."
+    note = exercise.note and f"It must work for {exercise.note}."
     return "\n".join(filter(None, (failure, note, hint and f"Hint: {hint}")))
 
 
@@ -380,7 +399,7 @@ def _difference_of_tensors(got, want, bound):
     place = tuple(differ.nonzero()[0].tolist())
     index = ", ".join(map(str, place))
     many = f"; {differ.sum()} of {want.numel()} elements differ" if want.numel() > 1 else ""
-    return f"[{index}] is {got[place].item()}, but must be {want[place].item()}{many}"
+    return f"[{index}] is {got[place].item()}, expected {want[place].item()}{many}"
 
 
 def _text(value):

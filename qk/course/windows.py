@@ -284,7 +284,7 @@ def _interpreted(kernel, grid, args, options):
     named = [name for name, arg in zip(kernel.arg_names, args, strict=False) if isinstance(arg, torch.Tensor)]
     read = {(name, side): False for name in named for side in (_AFTER, _BEFORE)}
     depends = OutOfBounds(
-        "its result depends on what a load gives where the mask is false. On a GPU that can be anything: say it, "
+        "its result depends on what a load returns where the mask is false. On a GPU that can be anything: set it, "
         "with other="
     )
     session = Session.now
@@ -331,7 +331,7 @@ def _interpreted(kernel, grid, args, options):
         others = run(order=order)[0]
         same = _close if ledger.added_floats else _same_bits
         if not same(windows, others):
-            raise Race("its result depends on the order in which its programs run. On a GPU nobody knows that order")
+            raise Race("its result depends on the order in which its programs run, which is undefined on a GPU")
     return windows
 
 

@@ -183,6 +183,33 @@ def _offset(NUMBER: tl.constexpr, zero, dtype: tl.constexpr):
 
 
 @jit
+def int8_words(words, zero):
+    """Unpack words [64, W] into words of four int8 each, codes with even numbers and codes with odd ones."""
+    if len(zero) == 0:
+        even, odd = gl.inline_asm_elementwise(
+            _TO_INT8, "=&r,=&r,r", [words], dtype=_TWO_WORDS, is_pure=True, pack=1
+        )  # fmt: skip
+    else:
+        four, _ = gl.broadcast(((zero[0] + 8) * 0x01010101).expand_dims(1), words)
+        even, odd = gl.inline_asm_elementwise(
+            _TO_INT8_ZERO, "=&r,=&r,r,r", [words, four], dtype=_TWO_WORDS, is_pure=True, pack=1
+        )  # fmt: skip
+    return even, odd
+
+
+@jit
+def int8_operand(unpacked, a_layout: tl.constexpr):
+    """Return `int8_words` as int8 [64, 8 W]."""
+    even, odd = unpacked
+    W: tl.constexpr = even.shape[1]
+    # word, thread, odd -> word, odd, thread
+    fours = gl.join(even, odd).reshape([WG_N, W // 4, 4, 2]).permute([0, 1, 3, 2]).reshape([WG_N, 2 * W])
+    even = gl.join(fours.to(gl.int8), (fours >> 16).to(gl.int8))
+    odd = gl.join((fours >> 8).to(gl.int8), (fours >> 24).to(gl.int8))
+    return gl.convert_layout(gl.join(even, odd).reshape([WG_N, 8 * W]), a_layout)
+
+
+@jit
 def codes_of(buf, zero, a_layout: tl.constexpr, dtype: tl.constexpr):
     """Unpack int32 [64, W] from shared memory into numbers [64, 8 W], in the registers where wgmma expects them.
 
@@ -193,20 +220,7 @@ def codes_of(buf, zero, a_layout: tl.constexpr, dtype: tl.constexpr):
     words_layout: tl.constexpr = words_layout_of(W, dtype)
     words = buf.load(words_layout)
     if dtype == gl.int8:
-        if len(zero) == 0:
-            even, odd = gl.inline_asm_elementwise(
-                _TO_INT8, "=&r,=&r,r", [words], dtype=_TWO_WORDS, is_pure=True, pack=1
-            )  # fmt: skip
-        else:
-            four, _ = gl.broadcast(((zero[0] + 8) * 0x01010101).expand_dims(1), words)
-            even, odd = gl.inline_asm_elementwise(
-                _TO_INT8_ZERO, "=&r,=&r,r,r", [words, four], dtype=_TWO_WORDS, is_pure=True, pack=1
-            )  # fmt: skip
-        # word, thread, odd -> word, odd, thread
-        fours = gl.join(even, odd).reshape([WG_N, W // 4, 4, 2]).permute([0, 1, 3, 2]).reshape([WG_N, 2 * W])
-        even = gl.join(fours.to(gl.int8), (fours >> 16).to(gl.int8))
-        odd = gl.join((fours >> 8).to(gl.int8), (fours >> 24).to(gl.int8))
-        return gl.convert_layout(gl.join(even, odd).reshape([WG_N, 8 * W]), a_layout)
+        return int8_operand(int8_words(words, zero), a_layout)
     else:
         zeros = gl.full([WG_N], 0, gl.int32, gl.SliceLayout(1, words_layout))
         if len(zero) > 0:
@@ -594,12 +608,13 @@ def int4_gemm_sm90(problem, config=None):
     stages = c.stages * c.columns // (dots * dot_k)
     x, stride, token_scale, stride_xs, scale_desc, waits = order_and_scales(p, c.block_m, dot_k, not c.permute)
     rows = 64 if c.share_k else 64 * c.wgs
+    stride_zn, stride_zg = p.zero_strides
     launch(
         x.device, _int4_gemm_sm90_kernel, (min(multiprocessors, cdiv(M, c.block_m) * cdiv(N, rows)),),
         descriptor(x, M, x.shape[1], stride, (c.block_m, dot_k)),
         descriptor(p.words, N, cdiv(K, 8), p.words.stride(0), (rows, PART.value)), scale_desc,
         p.absmax, p.zero_point, token_scale, p.bias, p.out, M, N, K,
-        p.absmax.stride(0), p.group_stride, *((0, 0) if p.zero_point is None else p.zero_point.stride()), stride_xs,
+        p.absmax.stride(0), p.group_stride, stride_zn, stride_zg, stride_xs,
         GROUP=p.group_size or 0, SCALED_DOTS=(p.block_size or dot_k) // dot_k, WGS=c.wgs, SHARE_K=c.share_k,
         PERMUTE=c.permute, BLOCK_M=c.block_m, DOT_K=dot_k, DOTS=dots,
         AT_ONCE=max(min(128, 4096 // c.block_m) // dot_k, 1), STAGES=stages, GROUP_M=c.group_m,

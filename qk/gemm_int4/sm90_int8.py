@@ -5,16 +5,19 @@
 or with an x_scale[m, block] for each block of columns.
 
 One CTA per SM computes tile after tile of 128 tokens x 128 rows of the weight. A producer warp fills a ring in shared
-memory by TMA with packed words and x, 128 columns at a time. Two consumer warpgroups own 64 rows each. They unpack
-codes in registers, as `sm90.py` describes, and multiply them by two halves of the tokens, so that one product is
-rescaled while the next one is on the tensor cores:
+memory by TMA with packed words and x. Two consumer warpgroups own 64 rows each. They unpack codes in registers, as
+`sm90.py` describes, multiply them by all 128 tokens, and rescale the sums. A consumer loads its next words while a
+product is on the tensor cores:
 
-    consumer     unpack | multiply half 0 | multiply half 1 |
-                                          | rescale half 0  | rescale half 1 | unpack ...
+    consumer 0    unpack | multiply, load words | rescale | unpack | multiply, load words | rescale |
+    consumer 1                     unpack | multiply, load words | rescale | unpack | multiply ...
 
-For 64 rows, 128 tokens and 128 columns the tensor cores need 256 clocks. An SM needs 128 more to convert the sums to
-float32, 64 to add them up, and 48 to unpack the codes. And the products read 64 bytes of x a clock from shared memory,
-of the 128 that it delivers.
+For 64 rows, 128 tokens and 128 columns the tensor cores need 256 clocks. A consumer's rescale takes 128 instructions
+(a conversion and an fma for each of a thread's 64 sums), unpacking and the loop 80 more. Counters of an H100 with 256
+tokens of 8192 x 8192 show what that means: the tensor cores are busy for half of the time, and consumers hardly ever
+wait for them. They wait for their own instructions, and a product whose left operand is in registers keeps the warp
+that starts it busy while it runs. So fewer instructions are faster, and more warps aren't: four consumers of 64 x 64
+sums were 10 % slower, two products of 64 tokens in flight 5 %. Taking turns gains nothing here.
 
 Without groups and blocks nothing is rescaled until the end. The sums stay in the tensor cores' registers, and a
 consumer has room for two pieces of 64 rows.
@@ -43,11 +46,11 @@ from ..core.gluon import (
 from ..core.launch import cdiv, gpu, launch
 from ..core.numerics import gdc_launch_dependents, gdc_wait
 from .sm90 import (
-    PART,
     WG_N,
-    codes_of,
     finished,
     half_of,
+    int8_operand,
+    int8_words,
     order_and_scales,
     sums_layout,
     supports_int4_sm90,
@@ -57,22 +60,21 @@ from .sm90 import (
 __all__ = []
 
 _BLOCK_M = tl.constexpr(128)  # tokens of a tile
-_HALF_M = tl.constexpr(64)  # tokens of a product
-_COLUMNS = tl.constexpr(128)  # of a stage
 
 
 class _Tile(NamedTuple):
     """How the kernel is launched."""
 
     pieces: int  # pieces of 64 rows that a consumer owns
+    columns: int  # columns of a stage
     stages: int
     group_m: int  # tile rows in a group, which is multiplied column by column
 
 
-# On an H100, 2026-11-24: with groups, "wide" spills and is up to half as fast
 _CONFIGS = {
-    "narrow": _Tile(1, stages=6, group_m=8),
-    "wide": _Tile(2, stages=5, group_m=8),
+    "groups of 128": _Tile(1, columns=256, stages=3, group_m=8),
+    "small groups": _Tile(1, columns=128, stages=6, group_m=8),
+    "wide": _Tile(2, columns=128, stages=5, group_m=8),  # where nothing is rescaled; otherwise it spills
 }
 
 
@@ -112,52 +114,44 @@ def _load_scales(of_rows, piece: tl.constexpr, column, N, K, GROUP: tl.constexpr
 
 @jit
 def _scales(
-    weights, piece: tl.constexpr, k, N, K, GROUP: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constexpr
+    weights, k, N, K, GROUP: tl.constexpr, DOT_K: tl.constexpr, PIECES: tl.constexpr, DOTS: tl.constexpr
 ):  # fmt: skip
-    """Load a piece's absmax, and its zero points if there are any, for each product of step k."""
+    """Load the absmax, and the zero points if there are any, for each dot and piece of step k."""
     scales = ()
     for d in gl.static_range(DOTS):
         column = (k * DOTS + d) * DOT_K
-        scale = ()
-        if GROUP > 0:
-            scale += (_load_scales(weights[0], piece, column, N, K, GROUP),)
-        if len(weights) > 1:
-            scale += (_load_scales(weights[1], piece, column, N, K, GROUP).to(gl.int32),)
-        scales += (scale,)
+        for piece in gl.static_range(PIECES):
+            scale = ()
+            if GROUP > 0:
+                scale += (_load_scales(weights[0], piece, column, N, K, GROUP),)
+            if len(weights) > 1:
+                scale += (_load_scales(weights[1], piece, column, N, K, GROUP).to(gl.int32),)
+            scales += (scale,)
     return scales
 
 
 @jit
-def _piece_codes(
-    w_bufs, stage, scales, piece: tl.constexpr, d: tl.constexpr, GROUP: tl.constexpr, DOT_K: tl.constexpr,
-    layout: tl.constexpr,
+def _stage_words(
+    w_bufs, stage, WG: tl.constexpr, DOT_K: tl.constexpr, PIECES: tl.constexpr, DOTS: tl.constexpr
 ):  # fmt: skip
-    """Unpack the codes of a product's 64 rows, which are a piece of the tile's."""
-    words = w_bufs.index(stage).slice(piece * WG_N, WG_N, 0).slice(d * DOT_K // 8, DOT_K // 8, 1)
-    return codes_of(words, scales[1 if GROUP > 0 else 0 :], gl.DotOperandLayout(0, layout, 4), gl.int8)
+    """Load a stage's packed words for each dot and piece of 64 rows."""
+    words = ()
+    for d in gl.static_range(DOTS):
+        for piece in gl.static_range(PIECES):
+            buf = w_bufs.index(stage).slice((WG * PIECES + piece) * WG_N, WG_N, 0)
+            buf = buf.slice(d * DOT_K // 8, DOT_K // 8, 1)
+            words += (buf.load(words_layout_of(DOT_K // 8, gl.int8)),)
+    return words
 
 
 @jit
-def _replaced(values, i: tl.constexpr, value):
-    return values[:i] + (value,) + values[i + 1 :]
-
-
-@jit
-def _add_product(
-    all_sums, number: tl.constexpr, product, scales, scale_bufs, stage,
-    GROUP: tl.constexpr, PIECES: tl.constexpr, DOTS: tl.constexpr, layout: tl.constexpr,
-):  # fmt: skip
-    """Add a stage's product to its sums. Products are numbered by dot, piece and half; sums by piece and half."""
-    D: tl.constexpr = number // (2 * PIECES)
-    SUM: tl.constexpr = number % (2 * PIECES)
-    scale = ()
-    x_scale = ()
-    if GROUP > 0:
-        scale = (half_of(scales[SUM // 2][D][0]),)
-    if len(scale_bufs) > 0:
-        buf = scale_bufs[0].index(stage * DOTS + D).reshape([_BLOCK_M]).slice(SUM % 2 * _HALF_M, _HALF_M)
-        x_scale = (buf.load(gl.SliceLayout(0, layout)),)
-    return _replaced(all_sums, SUM, _add_scaled(all_sums[SUM], product, scale, x_scale))
+def _codes(words, scales, GROUP: tl.constexpr, layout: tl.constexpr):
+    """Unpack a stage's words."""
+    codes = ()
+    for i in gl.static_range(len(words)):
+        unpacked = int8_words(words[i], scales[i][1 if GROUP > 0 else 0 :])
+        codes += (int8_operand(unpacked, gl.DotOperandLayout(0, layout, 4)),)
+    return codes
 
 
 @jit
@@ -166,60 +160,67 @@ def _sum_steps(
     WG: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr,
     layout: tl.constexpr,
 ):  # fmt: skip
-    """Multiply all of K. Returns the sums [64, 64] of each piece's two halves, the next stage, and its phase."""
+    """Multiply all of K. Returns the sums [64, 128] of each piece, the next stage, and its phase."""
     x_bufs, w_bufs, scale_bufs, full, empty = ring
     DOT_K: tl.constexpr = x_bufs.shape[2]
     WHOLE: tl.constexpr = GROUP == 0 and len(scale_bufs) == 0
-    products = ()
-    all_sums = ()
-    for _ in gl.static_range(2 * PIECES):
-        all_sums += (gl.full([WG_N, _HALF_M], 0, gl.int32 if WHOLE else gl.float32, layout),)
-    for _ in gl.static_range(2):
-        products += (gl.full([WG_N, _HALF_M], 0, gl.int32, layout),)
-    for k in range(gl.cdiv(K, _COLUMNS)):
-        scales = ()
-        for piece in gl.static_range(PIECES):
-            scales += (_scales(weights, piece, k, N, K, GROUP, DOT_K, DOTS),)
-        mbarrier.wait(full.index(stage), phase)
-        # two products are in flight, and while the second goes on, the sums of the first are rescaled
+    sums = ()
+    for _ in gl.static_range(PIECES):
+        sums += (gl.full([WG_N, _BLOCK_M], 0, gl.int32 if WHOLE else gl.float32, layout),)
+    product = gl.full([WG_N, _BLOCK_M], 0, gl.int32, layout)
+    steps = gl.cdiv(K, DOTS * DOT_K)
+    scales = _scales(weights, 0, N, K, GROUP, DOT_K, PIECES, DOTS)
+    mbarrier.wait(full.index(stage), phase)
+    words = _stage_words(w_bufs, stage, WG, DOT_K, PIECES, DOTS)
+    for k in range(steps):
+        next_scales = _scales(weights, k + 1, N, K, GROUP, DOT_K, PIECES, DOTS)
+        next_stage = stage + 1
+        next_phase = phase
+        if next_stage == STAGES:
+            next_stage = 0
+            next_phase ^= 1
+        last = k + 1 == steps
+        ahead = gl.where(last, stage, next_stage)
         for d in gl.static_range(DOTS):
-            for piece in gl.static_range(PIECES):
-                codes = _piece_codes(w_bufs, stage, scales[piece][d], WG * PIECES + piece, d, GROUP, DOT_K, layout)
-                for half in gl.static_range(2):
-                    x = x_bufs.index(stage * DOTS + d).slice(half * _HALF_M, _HALF_M, 0).permute([1, 0])
-                    if WHOLE:
-                        sums = warpgroup_mma(codes, x, all_sums[2 * piece + half], use_acc=True, is_async=True)
-                        all_sums = _replaced(all_sums, 2 * piece + half, sums)
-                    else:
-                        product = warpgroup_mma(codes, x, products[half], use_acc=never, is_async=True)
-                        if d + piece + half > 0:
-                            before, product = warpgroup_mma_wait(1, (products[1 - half], product))
-                            all_sums = _add_product(
-                                all_sums, 2 * (d * PIECES + piece) + half - 1, before, scales, scale_bufs, stage,
-                                GROUP, PIECES, DOTS, layout,
-                            )  # fmt: skip
-                            products = _replaced(products, 1 - half, before)
-                        products = _replaced(products, half, product)
-        if WHOLE:
-            all_sums = warpgroup_mma_wait(0, all_sums)
-        else:
-            product = warpgroup_mma_wait(0, (products[1],))
-            all_sums = _add_product(
-                all_sums, 2 * DOTS * PIECES - 1, product, scales, scale_bufs, stage, GROUP, PIECES, DOTS, layout
-            )  # fmt: skip
-            products = _replaced(products, 1, product)
-        mbarrier.arrive(empty.index(stage), count=1)
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
-    return all_sums, stage, phase
+            codes = _codes(words[d * PIECES : (d + 1) * PIECES], scales[d * PIECES : (d + 1) * PIECES], GROUP, layout)
+            x = x_bufs.index(stage * DOTS + d).permute([1, 0])
+            if WHOLE:
+                started = ()
+                for piece in gl.static_range(PIECES):
+                    started += (warpgroup_mma(codes[piece], x, sums[piece], use_acc=True, is_async=True),)
+            else:
+                product = warpgroup_mma(codes[0], x, product, use_acc=never, is_async=True)
+            if d == DOTS - 1:
+                # while this goes on, load the next step's words (the last step's own once more)
+                mbarrier.wait(full.index(ahead), gl.where(last, phase, next_phase))
+                words = _stage_words(w_bufs, ahead, WG, DOT_K, PIECES, DOTS)
+            if WHOLE:
+                sums = warpgroup_mma_wait(0, started)
+                if PIECES == 1:
+                    sums = (sums,)
+            else:
+                product = warpgroup_mma_wait(0, (product,))
+                scale = ()
+                x_scale = ()
+                if GROUP > 0:
+                    scale = (half_of(scales[d][0]),)
+                if len(scale_bufs) > 0:
+                    buf = scale_bufs[0].index(stage * DOTS + d).reshape([_BLOCK_M])
+                    x_scale = (buf.load(gl.SliceLayout(0, layout)),)
+            if d == DOTS - 1:
+                mbarrier.arrive(empty.index(stage), count=1)
+            if not WHOLE:
+                sums = (_add_scaled(sums[0], product, scale, x_scale),)
+        stage = next_stage
+        phase = next_phase
+        scales = next_scales
+    return sums, stage, phase
 
 
 @jit
 def _store(x, out_desc, buf, row, column):
     """Store x [rows of the weight, tokens] to out by TMA, which writes nothing outside the matrix."""
-    tma.store_wait(1)
+    tma.store_wait(0)
     barrier()  # of all warps: the buffer is free
     buf.permute([1, 0]).store(x.to(out_desc.dtype))
     fence_async_shared()
@@ -236,7 +237,7 @@ def _consume(
     ring, out, absmax_ptr, zero_ptr, x_scale_ptr, bias_ptr, M, N, K = operands[:9]
     stride_an, stride_ag, stride_zn, stride_zg, stride_xs = operands[9:]
     DOT_K: tl.constexpr = ring[0].shape[2]
-    layout: tl.constexpr = sums_layout(_HALF_M, gl.int8)
+    layout: tl.constexpr = sums_layout(_BLOCK_M, gl.int8)
     words_layout: tl.constexpr = words_layout_of(DOT_K // 8, gl.int8)
     FACTOR: tl.constexpr = 1.0 / 64 if zero_ptr is None else 0.25
     ROWS: tl.constexpr = 2 * PIECES * WG_N
@@ -258,10 +259,10 @@ def _consume(
         sums, stage, phase = _sum_steps(
             ring, weights, stage, phase, N, K, never, WG, GROUP, PIECES, DOTS, STAGES, layout
         )  # fmt: skip
-        for i in gl.static_range(2 * PIECES):
-            row = tile_m * _BLOCK_M + i % 2 * _HALF_M
-            offs_m = row + gl.arange(0, _HALF_M, gl.SliceLayout(0, layout))
-            offs_n = first + i // 2 * WG_N + gl.arange(0, WG_N, gl.SliceLayout(1, layout))
+        for i in gl.static_range(PIECES):
+            row = tile_m * _BLOCK_M
+            offs_m = row + gl.arange(0, _BLOCK_M, gl.SliceLayout(0, layout))
+            offs_n = first + i * WG_N + gl.arange(0, WG_N, gl.SliceLayout(1, layout))
             absmax_ptrs = absmax_ptr + gl.minimum(offs_n, N - 1).to(gl.int64) * stride_an
             x = finished(sums[i], absmax_ptrs, x_scale_ptr, stride_xs, offs_m, M, GROUP, FACTOR)
             if len(out) == 1:
@@ -269,7 +270,7 @@ def _consume(
             else:
                 if bias_ptr is not None:
                     x += gl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(gl.float32).expand_dims(1)
-                _store(x, out[0], out[1].index(2 * WG + i % 2), row, first + i // 2 * WG_N)
+                _store(x, out[0], out[1].index(WG), row, first + i * WG_N)
     if len(out) == 2:
         tma.store_wait(0)
 
@@ -288,22 +289,22 @@ def _int4_gemm_sm90_int8_kernel(
     SCALED_DOTS: tl.constexpr,  # products that share a scale of x
     PIECES: tl.constexpr,  # pieces of 64 rows that a consumer owns
     DOT_K: tl.constexpr,  # columns of a product
+    DOTS: tl.constexpr,  # products of a stage
     STAGES: tl.constexpr, GROUP_M: tl.constexpr, TMA_OUT: tl.constexpr,
     WAITS: tl.constexpr,  # the previous kernel may have written any operand; otherwise it was `_permute_kernel`
     EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         gdc_launch_dependents()
-    DOTS: tl.constexpr = _COLUMNS // DOT_K
     x_bufs = gl.allocate_shared_memory(gl.int8, [STAGES * DOTS, _BLOCK_M, DOT_K], x_desc.layout)
-    w_bufs = gl.allocate_shared_memory(gl.int32, [STAGES, 2 * PIECES * WG_N, PART], w_desc.layout)
+    w_bufs = gl.allocate_shared_memory(gl.int32, [STAGES, 2 * PIECES * WG_N, DOTS * DOT_K // 8], w_desc.layout)
     x_scales = ()
     if scale_desc is not None:
         scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES * DOTS, 1, _BLOCK_M], scale_desc.layout)
         x_scales = (scale_desc, scale_bufs, SCALED_DOTS)
     outs = (out,)
     if TMA_OUT:
-        outs += (gl.allocate_shared_memory(out.dtype, [4, _HALF_M, WG_N], out.layout),)
+        outs += (gl.allocate_shared_memory(out.dtype, [2, _BLOCK_M, WG_N], out.layout),)
     full = barriers(STAGES, 1)
     empty = barriers(STAGES, 2)
     consume = (
@@ -325,7 +326,9 @@ def _choose(p, multiprocessors):
     """Choose the wide tile where nothing is rescaled, unless it would leave more of the GPU idle."""
     M, N = p.out.shape
     wide, narrow = (cdiv(cdiv(M, 128) * cdiv(N, rows), multiprocessors) for rows in (256, 128))
-    return "wide" if p.group_size is None and p.block_size is None and 2 * wide <= narrow else "narrow"
+    if p.group_size is None and p.block_size is None and 2 * wide <= narrow:
+        return "wide"
+    return "groups of 128" if min(p.group_size or 128, p.block_size or 128) >= 128 else "small groups"
 
 
 def supports_int4_sm90_int8(problem):
@@ -346,14 +349,16 @@ def int4_gemm_sm90_int8(problem, config=None):
     dot_k = min(p.group_size or 128, p.block_size or 128, 128)
     x, stride, token_scale, stride_xs, scale_desc, waits = order_and_scales(p, 128, dot_k, True)
     rows, out, tma_out = 128 * c.pieces, p.out, False
+    stride_zn, stride_zg = p.zero_strides
     if N * out.itemsize % 16 == 0 and out.data_ptr() % 16 == 0:
-        out, tma_out = descriptor(out, M, N, N, (64, 64)), True
+        out, tma_out = descriptor(out, M, N, N, (128, 64)), True
     launch(
         x.device, _int4_gemm_sm90_int8_kernel, (min(multiprocessors, cdiv(M, 128) * cdiv(N, rows)),),
         descriptor(x, M, x.shape[1], stride, (128, dot_k)),
-        descriptor(p.words, N, cdiv(K, 8), p.words.stride(0), (rows, PART.value)), scale_desc, out,
+        descriptor(p.words, N, cdiv(K, 8), p.words.stride(0), (rows, c.columns // 8)), scale_desc, out,
         p.absmax, p.zero_point, token_scale, p.bias, M, N, K,
-        p.absmax.stride(0), p.group_stride, *((0, 0) if p.zero_point is None else p.zero_point.stride()), stride_xs,
+        p.absmax.stride(0), p.group_stride, stride_zn, stride_zg, stride_xs,
         GROUP=p.group_size or 0, SCALED_DOTS=(p.block_size or dot_k) // dot_k, PIECES=c.pieces, DOT_K=dot_k,
-        STAGES=c.stages, GROUP_M=c.group_m, TMA_OUT=tma_out, WAITS=waits, early=True, num_warps=4,
+        DOTS=c.columns // dot_k, STAGES=c.stages, GROUP_M=c.group_m, TMA_OUT=tma_out,
+        WAITS=waits, early=True, num_warps=4,
     )  # fmt: skip

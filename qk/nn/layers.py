@@ -247,11 +247,13 @@ def output_dtype(x, columns, name="x"):
     Raises:
         ValueError: if the layer can't take x.
     """
-    device = x.device.type if isinstance(x, torch.Tensor) else None
-    dense = device in ("cuda", "cpu") and x.dtype in FLOATS and not x.is_nested
-    if not dense or not x.ndim or x.shape[-1] != columns:
+    is_cuda = isinstance(x, torch.Tensor) and x.is_cuda
+    dense = (is_cuda or isinstance(x, torch.Tensor) and x.is_cpu) and x.dtype in FLOATS and not x.is_nested
+    shape = x.shape if dense else ()
+    if not shape or shape[-1] != columns:
         check_tensor(name, x, FLOATS, "[..., K]")
         raise ValueError(f"{name} has shape {list(x.shape)}; it takes [..., {columns}]")
+    device = "cuda" if is_cuda else "cpu"
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
@@ -379,6 +381,13 @@ class QuantizedLinear(QuantizedModule):
         """Multiply what `prepare` returned by the weight, and add the bias."""
         raise NotImplementedError
 
+    def quantization(self, device):
+        """Options with which `rms_norm_quant` and `swiglu_quant` return what `multiply` takes on this device.
+
+        A kernel that computes the layer's input can then quantize it, too. None: `prepare` has to do more, or nothing.
+        """
+        return None
+
     def input_gradient(self, g, dtype):
         """The gradient of the input, [..., in_features] in `dtype`, given the output's, g [..., out_features]."""
         raise NotImplementedError
@@ -488,6 +497,10 @@ class Int8Linear(QuantizedLinear):
     def prepare(self, x, dtype):
         return _quantize_input(x, self.block_size, self.rotate)
 
+    def quantization(self, device):
+        layout = "row" if self.block_size is None else "column"  # as in _quantize_input
+        return None if self.rotate else {"block_size": self.block_size, "scale_layout": layout}
+
     def multiply(self, prepared, bias, dtype):
         return int8_addmm(*prepared, *self._operands(), bias, self.block_size, dtype)
 
@@ -500,9 +513,9 @@ class Int8Linear(QuantizedLinear):
         return rotate_weight(w) if self.rotate else w
 
 
-def _evens_first(x):
+def _evens_first(device, columns):
     """Whether to multiply int8 codes of x in the order that Hopper's int4 GEMM reads."""
-    return x.is_cuda and x.shape[-1] % 32 == 0 and gpu(x.device).capability == (9, 0)
+    return device.type == "cuda" and columns % 32 == 0 and gpu(device).capability == (9, 0)
 
 
 class Int4Linear(QuantizedLinear):
@@ -599,15 +612,20 @@ class Int4Linear(QuantizedLinear):
             x = hadamard(x, taken)
         x = x if self._buffers["order"] is None else x[..., self._buffers["order"]]
         if int8:
-            return quantize_per_token(x, evens_first=_evens_first(x))
+            return quantize_per_token(x, evens_first=_evens_first(x.device, x.shape[-1]))
         return (x if x.dtype == taken else x.to(taken),)
 
+    def quantization(self, device):
+        if self.activations != "int8" or self.rotate or self._buffers["order"] is not None:
+            return None
+        return {"block_size": None, "evens_first": _evens_first(device, self.in_features)}
+
     def multiply(self, prepared, bias, dtype):
-        buffers = self._buffers
-        x, *scale = prepared
-        how = {"zero_point": buffers["zero_point"]}
-        if scale:
-            how |= {"x_scale": scale[0], "evens_first": _evens_first(x)}
+        buffers, x, how = self._buffers, prepared[0], {}
+        if buffers["zero_point"] is not None:
+            how["zero_point"] = buffers["zero_point"]
+        if len(prepared) > 1:
+            how |= {"x_scale": prepared[1], "evens_first": _evens_first(x.device, x.shape[-1])}
         return int4_gemm(x, buffers["packed"], buffers["absmax"], bias, self.group_size, dtype, **how)
 
     def input_gradient(self, g, dtype):

@@ -283,8 +283,8 @@ class Int8TrainLinear(torch.nn.Linear):
     input is [..., in_features] in float16, bfloat16 or float32, with any strides. The output is [..., out_features] in
     the input's dtype, or in autocast's under torch.autocast. Gradients have the dtypes of what they belong to.
 
-    Every forward pass quantizes the weight, also in eval mode. On an H100, that is 2 to 4 % of the time of a forward
-    and backward pass over 8192 tokens, and 6 to 14 % over 2048. To serve a trained model, replace its layers with
+    Every forward pass quantizes the weight, also in eval mode. On an H100, that is 2 to 4% of the time of a forward
+    and backward pass over 8192 tokens, and 6 to 14% over 2048. To serve a trained model, replace its layers with
     `qk.nn.quantize_`, which quantizes once. A weight that is used several times before the backward pass is quantized
     for each use, and its codes are kept as often.
 

@@ -38,6 +38,14 @@ def rotation(x):
     return qk.act_dequant(*qk.hadamard_quant(x), out_dtype=torch.float32)
 
 
+def norms(x):
+    weight = torch.ones(x.shape[1], device=DEVICE)
+    for _ in range(4):
+        out, x = qk.rms_norm(x, weight, residual=x.flip(1))
+        x = x + qk.swiglu(qk.act_dequant(*qk.rms_norm_quant(out, weight), out_dtype=torch.float32).repeat(1, 2))
+    return qk.act_dequant(*qk.swiglu_quant(x, x), out_dtype=torch.float32)
+
+
 def windows(x):
     return qk.act_dequant(*qk.quant_slide(x[:, :160]), 256, torch.float32)
 
@@ -76,7 +84,7 @@ def squares(x):
     return qk.int8_gemm(codes, scale, *weight())
 
 
-CHAINS = [*itertools.product((bias, blocks, tokens, rotation, windows, gelu, training), (1, 64, 2048))]
+CHAINS = [*itertools.product((bias, blocks, tokens, rotation, norms, windows, gelu, training), (1, 64, 2048))]
 CHAINS += [(gemm, 1), (gemm, 16), (squares, 16)]
 
 
@@ -125,12 +133,14 @@ def test_the_gpu_decides(monkeypatch):
     qk.int8_gelu(*qk.quantize_per_token(x), 256)
     qk.quant_slide(x)
     qk.hadamard(x)
+    qk.rms_norm(x, x[0])
+    qk.swiglu(x)
     qk.dequant_bias(x, 1.0, 1.0)
     qk.int8_gemm(codes, scale, *weight(), path="pointers" if DEVICE == "cuda" and EARLY else None)
     codes, _, scale = qk.square_quant(x.repeat(2, 1))
     qk.int8_gelu(codes, scale)
     qk.weight_quant(x)
-    for name in ("int8_gelu", "quant_slide", "hadamard", "dequant_bias", "square_quant"):
+    for name in ("int8_gelu", "quant_slide", "hadamard", "rms_norm", "swiglu", "dequant_bias", "square_quant"):
         assert early[f"_{name}_kernel"] == {(EARLY, EARLY)}, name
     assert (False, False) in early["_quantize_int8_kernel"], "a weight is quantized once"
     assert {pair for pairs in early.values() for pair in pairs} <= {(EARLY, EARLY), (False, False), (False, None)}

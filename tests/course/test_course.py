@@ -709,15 +709,15 @@ def double(x):
     [
         (double, "Right, in all 2 cases.\n"),
         (lambda x: None, "Not answered yet: <lambda> returns nothing.\n"),
-        (lambda x: x, "gave [1, 2]; [0] is 1, but must be 2; 2 of 2 elements differ.\nHint: x is too small\n"),
-        (lambda x: 3 * x, "gave [3, 6]; [0] is 3, but must be 2; 2 of 2 elements differ.\n"),
+        (lambda x: x, "gave [1, 2]; [0] is 1, expected 2; 2 of 2 elements differ.\nHint: x is too small\n"),
+        (lambda x: 3 * x, "gave [3, 6]; [0] is 3, expected 2; 2 of 2 elements differ.\n"),
         (lambda x: 2 * x.float(), "its dtype is torch.float32, not torch.int64.\n"),
         (lambda x: 2 * x[:1], "its shape is [1], not [2].\n"),
         (lambda x: 2, "it is a int, not a tensor.\n"),
         (lambda x: x / 0 / "a", "raised TypeError: "),
         # as the hint has it in the case that is wrong
         (lambda x: torch.where(x == 3, 2 * x, x), "2 of 2 elements differ.\nHint: x is too small\n"),
-        (lambda x: torch.where(x == 3, 7, 2 * x), "Not yet: <lambda>([3]) gave [7]; [0] is 7, but must be 6.\n"),
+        (lambda x: torch.where(x == 3, 7, 2 * x), "Not yet: <lambda>([3]) gave [7]; [0] is 7, expected 6.\n"),
     ],
 )
 def test_check_says_what_is_wrong(answer, message, capsys):
@@ -750,7 +750,7 @@ def test_check_of_long_lists_numbers_and_nan(capsys):
     lists, bools, same, nan = verdicts(capsys)
     assert lists.endswith("; it has 20 elements, expected 20; the first difference is at [9].")
     assert bools.endswith("gave True; expected 1.") and same == "Right, in all 1 cases."
-    assert nan.endswith("[0] is 1.0, but must be nan; 1 of 2 elements differ.")
+    assert nan.endswith("[0] is 1.0, expected nan; 1 of 2 elements differ.")
 
 
 @triton.jit
@@ -798,7 +798,7 @@ def _reduced_or_not(x_ptr, out_ptr, n, USED: tl.constexpr, BLOCK: tl.constexpr):
 def test_a_kernel_that_counts_on_what_is_masked_off(dtype):
     x, out = torch.arange(-5, 115, 6, device=DEVICE).to(dtype), torch.zeros(20, dtype=dtype, device=DEVICE)
     for used in "max", "min":
-        with pytest.raises(course.OutOfBounds, match="depends on what a load gives where the mask is false"):
+        with pytest.raises(course.OutOfBounds, match="depends on what a load returns where the mask is false"):
             course.launch(_reduced_or_not, (1,), x, out, 20, used, BLOCK=32)
     assert not out.any()
     course.launch(_reduced_or_not, (1,), x, out, 20, "no", BLOCK=32)
@@ -817,7 +817,7 @@ def _counted(n_ptr, x_ptr, out_ptr, rows):
 @pytest.mark.skipif(DEVICE == "cuda", reason="compiled, nobody watches a kernel's loads")
 def test_a_number_of_steps_that_is_masked_off_ends():
     n = torch.tensor([2, 1], dtype=torch.int32)
-    with pytest.raises(course.OutOfBounds, match="depends on what a load gives"):
+    with pytest.raises(course.OutOfBounds, match="depends on what a load returns"):
         course.launch(_counted, (3,), n, torch.ones(4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), 2)
 
 
@@ -865,7 +865,7 @@ def test_check_of_several_tensors_and_of_other_kinds(capsys):
     check(lambda x: x, lambda x: 3, (x,))
     right, also, wrong, tensor = verdicts(capsys)
     assert right == also == "Right, in all 1 cases."
-    assert "[1] is 1.0, but must be 2.0" in wrong and "it is a Tensor, expected 3" in tensor
+    assert "[1] is 1.0, expected 2.0" in wrong and "it is a Tensor, expected 3" in tensor
 
 
 def test_a_kernel_whose_runs_differ(monkeypatch):

@@ -100,6 +100,26 @@ def _changes_its_type(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _two(x):
+    # your answer: which number?
+    return 2
+
+
+@triton.jit
+def _adds_two(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, mask=offs < n)
+    tl.store(out_ptr + offs, x + _two(x), mask=offs < n)
+
+
+@triton.jit
+def _right_with_the_comment(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    # your answer
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=offs < n) + 1, mask=offs < n)
+
+
+@triton.jit
 def _overlapping_blocks(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     """The last block moves back instead of being short: two programs store the same values."""
     offs = tl.minimum(tl.program_id(0) * BLOCK, n - BLOCK) + tl.arange(0, BLOCK)
@@ -219,15 +239,15 @@ def test_a_number_of_another_kind_is_right(number, capsys):
         (lambda x: -x, "the sign is wrong"),
         (lambda x: x.abs(), "signs are lost"),
         (lambda x: x.roll(1, 1), "off by one: each element holds its neighbour's value"),
-        (lambda x: x.trunc(), "the fraction is cut off"),
+        (lambda x: x.trunc(), "the fraction is dropped"),
         (lambda x: x.half().float(), "rounds to float16"),
         (lambda x: x.bfloat16().float(), "rounds to bfloat16"),
         (lambda x: x * 3, "a constant factor"),
         (lambda x: x * (1 + 1e-4 * torch.rand(x.shape)), "nearly right"),
-        (lambda x: torch.where(x > 8, math.nan, x), "NaN where a number is due"),
-        (lambda x: torch.where(x > 8, math.inf, x), "infinity where a number is due"),
+        (lambda x: torch.where(x > 8, math.nan, x), "NaN where a number is expected"),
+        (lambda x: torch.where(x > 8, math.inf, x), "infinity where a number is expected"),
         (lambda x: torch.zeros_like(x), "no element changes"),
-        (lambda x: torch.where(torch.arange(9) < 7, x, 5.5), "the last ones aren't: is the last, short block right?"),
+        (lambda x: torch.where(torch.arange(9) < 7, x, 5.5), "the last ones aren't: is the short last block handled?"),
         (lambda x: x.double(), "convert the result: .to(torch.float32)"),
         (lambda x: x[:, :4], "too many or too few elements"),
         (lambda x: x.flatten(), "give it the right shape"),
@@ -244,7 +264,7 @@ def test_a_mistake_is_named(wrong, words, capsys):
     ("wrong", "words"),
     [
         (lambda x: x.trunc().to(torch.int8), "truncated instead of rounded"),
-        (lambda x: (x + 0.5).floor().to(torch.int8), "rounded in another way"),
+        (lambda x: (x + 0.5).floor().to(torch.int8), "does it round differently"),
         (lambda x: x.round().int().to(torch.uint8).to(torch.int32).to(torch.int8) + 1, "off by one"),
     ],
 )
@@ -289,9 +309,20 @@ def test_cases_stay_as_they_are(file, name):
         assert all(exercises._unchanged(arg, before) for arg, before in zip(case, again, strict=True))
 
 
+def test_a_stub_that_runs_gets_no_hint(capsys):
+    said = heard(launched(_adds_two), capsys)  # the comment is in a helper of the kernel
+    assert said.startswith("Not answered yet: ") and said.count("\n") == 1
+    assert heard(launched(_right_with_the_comment), capsys).startswith("Right, in all")
+
+    def kept_at_the_end(x, BLOCK):
+        return x + 2  # your answer
+
+    assert heard(kept_at_the_end, capsys).startswith("Not yet: ")
+
+
 def test_an_exercise_that_is_not_there():
     for name in "01.pack_all", "11.pack", "pack", abs:
-        with pytest.raises(ValueError, match=f"name is {name!r}, but there is no such exercise"):
+        with pytest.raises(ValueError, match=f"no exercise is called {name!r}"):
             course.check(name, abs)
 
 

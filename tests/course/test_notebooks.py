@@ -83,6 +83,8 @@ def cell_problems(cell, number):
         yield f"differs by machine, so it needs the tag {IGNORE}"
     if IGNORE in tags and not MACHINE.search(cell.source):
         yield f"has the tag {IGNORE}, but nothing in it differs by machine"
+    if "course.check(" in cell.source and not any(text(output).startswith("Not answered yet: ") for output in outputs):
+        yield "its check doesn't say that the exercise isn't answered yet"
     for output in outputs:
         if output.output_type == "error" or output.get("name") == "stderr":
             yield "has an error or a warning in its output"
@@ -192,6 +194,11 @@ def shows_address(notebook):
     code_cells(notebook)[1].outputs.append(nbformat.v4.new_output("stream", text="<object at 0x7f12345678>"))
 
 
+def answered(notebook):
+    check = next(cell for cell in code_cells(notebook) if "course.check(" in cell.source)
+    check.outputs = [nbformat.v4.new_output("stream", text="Not yet: f(1) gave 2; expected 3.")]
+
+
 def without_title(notebook):
     del notebook.cells[0]
 
@@ -217,6 +224,7 @@ def without_title(notebook):
         (other_kernel, "python3"),
         (warns, "an error or a warning"),
         (shows_address, "an address"),
+        (answered, "isn't answered yet"),
         (without_title, "title"),
     ],
 )

@@ -100,7 +100,7 @@ NUMBERS = [
         r"bf16 takes ([\d.]+)x to ([\d.]+)x as long as int8",
         lambda: extremes(ratios("int8_gemm", "bf16", "qk")[m, 8192, 8192] for m in (1, 16)),
     ),
-    ("04_fused_epilogues", r"saves (\d+) to (\d+) % of the time[;,] [a-zA-Z ]+,? (\d+) to (\d+) %", fusing),
+    ("04_fused_epilogues", r"saves (\d+) to (\d+)% of the time[;,] [a-zA-Z ]+,? (\d+) to (\d+)%", fusing),
     (
         "07_int4_gemm",
         r"`qk` took ([\d.]+) µs in this run and ([\d.]+) µs in the one above",

@@ -530,6 +530,14 @@ def test_no_two_cases_are_the_same():
 QUANTIZERS = [case for case in jobs.JOBS["versions"]() if case.op != "versions of int4_gemm"]
 
 
+@pytest.mark.parametrize("block_size", [128, None])
+def test_norms_and_their_rivals_do_the_same_work(block_size):
+    for case in (jobs.norm_case(3, 256, block_size), jobs.swiglu_case(3, 256, block_size)):
+        inputs = case.inputs()
+        for name, (call, truth) in case.contenders.items():
+            assert name == "compile" or bench.error_of(call(*inputs), truth(*inputs)) <= max(case.limit, 2 / 768)
+
+
 @pytest.mark.parametrize("case", QUANTIZERS, ids=lambda case: case.op)
 def test_versions_are_right(case):
     x = case.inputs()[0][:64, :256].contiguous()
@@ -725,3 +733,25 @@ def test_a_dtype_that_a_job_does_not_have_is_refused(tmp_path, capsys):
         command.main(["int4", "--dtype", "fp32", "--json", str(file)], here=lambda: machine, measure=lambda *case: [])
     assert end.value.code == 2 and "int4 has no cases of torch.float32" in capsys.readouterr().err
     assert not file.exists()
+
+
+def test_only_some_cases_are_measured_and_the_others_kept(tmp_path, capsys):
+    file, machine = tmp_path / "record.json", {"gpu": "a GPU", "capability": [9, 0], "date": "2026-01-01"}
+    machine |= {"versions": {}, "method": "none"}
+
+    def measured(us, *options):
+        def measure(case, seconds):
+            return [row(op=case.op, shape=list(case.shape), dtype="bfloat16", options=case.options, us=us)]
+
+        capsys.readouterr()
+        command.main(["int4_gemm", *options, "--json", str(file)], here=lambda: machine, measure=measure)
+        return {(tuple(row["shape"]), row["options"]["group_size"]): row["us"] for row in command.read(file)["results"]}
+
+    before = measured(1.0)
+    after = measured(2.0, "--only", "(16|64)x8192x8192 .* 128$")
+    assert before.keys() == after.keys() and set(before.values()) == {1.0}
+    assert [key for key, us in after.items() if us == 2.0] == [((16, 8192, 8192), 128), ((64, 8192, 8192), 128)]
+    for options, problem in (["--only", "17x"], "no cases of 17x"), (["--only", "("], "--only '\\('"):
+        with pytest.raises(SystemExit):
+            measured(3.0, *options)
+        assert re.search(problem, capsys.readouterr().err)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases import DEVICE, gpu
 
+import qk
 from qk.tools import bench
 from qk.tools.bench import model
 from qk.tools.bench.decoder import LLAMA_3_8B, Cache, Decoder, Layer, Shape, random_cache
@@ -67,9 +68,44 @@ def test_it_computes_what_transformers_llama_does():
         assert bench.error_of(in_steps(decoder, tokens, 3), llama(tokens).logits[:, -1]) < 1e-6
 
 
-def test_a_layer_is_compiled_once():
-    torch._dynamo.reset()
+@pytest.mark.parametrize(
+    ("kind", "options", "suffix"),
+    [
+        ("bf16", {}, ""),
+        ("int8", {}, "_quant"),
+        ("int8", {"block_size": None}, "_quant"),
+        ("int8", {"rotate": True}, ""),
+        ("int4", {}, ""),
+        ("int4", {"activations": "int8"}, "_quant"),
+    ],
+    ids=str,
+)
+def test_fused_kernels_compute_the_same(kind, options, suffix, monkeypatch):
+    """In float32, up to codes that move; a fused kernel quantizes wherever the layer allows it."""
     decoder, tokens = tiny()
+    if kind != "bf16":
+        qk.nn.quantize_(decoder, kind, **options)
+    called = set()
+
+    def noted(name, function):
+        return lambda *args, **kwargs: called.add(name) or function(*args, **kwargs)
+
+    for name in ("rms_norm", "rms_norm_quant", "swiglu", "swiglu_quant"):
+        monkeypatch.setattr(qk, name, noted(name, getattr(qk, name)))
+    decoder, tokens = decoder.to(DEVICE), tokens.to(DEVICE)
+    results = []
+    for fused in (False, True):
+        cache = random_cache(TINY, len(tokens), 9, device=DEVICE)
+        decoder(tokens[:, :6], torch.arange(6, device=DEVICE), cache, fused=fused)
+        results.append(decoder(tokens[:, 6:], torch.tensor([6], device=DEVICE), cache, fused=fused))
+        assert called == ({"rms_norm" + suffix, "swiglu" + suffix} if fused else set())
+    assert bench.error_of(*results) < (1e-5 if kind == "bf16" else 0.01)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_a_layer_is_compiled_once(fused):
+    torch._dynamo.reset()
+    decoder, tokens = (each.to(DEVICE) for each in tiny())
     graphs = []
 
     def backend(graph, inputs):
@@ -77,8 +113,8 @@ def test_a_layer_is_compiled_once():
         return graph
 
     compiled = functools.cache(functools.partial(torch.compile, backend=backend, fullgraph=True, dynamic=False))
-    arguments = tokens[:, :1], torch.tensor([0]), random_cache(TINY, 3, 9)
-    got, want = decoder(*arguments, compiled), decoder(*arguments)
+    arguments = tokens[:, :1], torch.tensor([0], device=DEVICE), random_cache(TINY, 3, 9, device=DEVICE)
+    got, want = decoder(*arguments, compiled, fused), decoder(*arguments, fused=fused)
     assert len(graphs) == 3 and torch.equal(got, want)
     torch._dynamo.reset()
 
@@ -103,7 +139,10 @@ def test_the_kinds_are_the_same_model_and_their_rows_say_what_they_hold(monkeypa
         {"tokens_per_s": 2},
     )
     assert list(case.contenders) == [
-        f"{kind}{how}" for kind in ("bf16", "qk int8", "qk int4") for how in ("", " eager")
+        f"{kind}{how}"
+        for kind in ("bf16", "qk int8", "qk int4 int8 activations", "qk int4")
+        for how in ("", " eager", " fused")
+        if (kind, how) != ("bf16", " fused")
     ]
     inputs = case.inputs()
     errors = {
@@ -112,7 +151,7 @@ def test_the_kinds_are_the_same_model_and_their_rows_say_what_they_hold(monkeypa
         if name.endswith("eager")
     }
     assert errors["bf16 eager"] == 0 < 2 * errors["qk int8 eager"] < errors["qk int4 eager"] < case.worst
-    assert errors["qk int8 eager"] < 0.05
+    assert errors["qk int8 eager"] < 0.05 and errors["qk int4 int8 activations eager"] < case.worst
 
     times = {name: [10.0 if name.startswith("qk") else 20.0] * 5 for name in [*case.contenders, "copy"]}
     outcomes = {

@@ -92,6 +92,31 @@ def hadamard():
                 qk.hadamard_quant(view, block_size, scale_layout=layout)
 
 
+def norm():
+    for (M, K), dtype in itertools.product((*MATRICES, (33, 384), (2, 70000)), FLOATS):
+        x, both, weight = randn(M, K, dtype=dtype), randn(M, 2 * K, dtype=dtype), randn(K)
+        for residual in (None, both[:, K:]):
+            qk.rms_norm(x, weight, 1e-6, residual)
+            for block_size in (32, 128, None):
+                qk.rms_norm_quant(x, weight, 1e-6, residual, block_size, evens_first=K % 32 == 0)
+                qk.swiglu_quant(both, None, block_size, scale_layout="column")
+        qk.swiglu(both), qk.swiglu(x, both[:, K:])
+
+
+def kv_cache():
+    """Every format and size of head, one split and several, with lengths at the ends of tiles and of the cache."""
+    for bits, D, B in itertools.product((4, 8, 16), (64, 128), (1, 70)):
+        codes = {4: torch.uint8, 8: torch.int8, 16: torch.float16}[bits]
+        keys, values = (torch.zeros(B, 2, 300, D // 2 if bits == 4 else D, device="cuda", dtype=codes) for _ in "kv")
+        absmax = None if bits == 16 else torch.zeros(B, 2, 300, 2, device="cuda", dtype=torch.float16)
+        lengths = (torch.arange(B, device="cuda") * 8 % 290).int()
+        new = qk.write_kv(randn(B, 2, 9, D), randn(B, 2, 9, D), keys, values, absmax, lengths)
+        new = qk.write_kv(randn(B, 2, 1, D), randn(B, 2, 1, D), keys, values, absmax, new, torch.ones_like(new))
+        for heads in 2, 24:
+            qk.decode_attention(randn(B, heads, D), keys, values, absmax, new)
+            qk.decode_attention(randn(B, heads, D), keys, values, absmax, torch.full_like(new, 300))
+
+
 def gelu():
     for shape, block_size in itertools.product(MATRICES, (32, 128)):
         qk.int8_gelu(*qk.act_quant(randn(*shape), block_size), block_size)
@@ -226,7 +251,8 @@ def exchange(programs=1, wait=True):
 
 CASES = {
     function.__name__: function
-    for function in (int4, int8, hadamard, gelu, dequant_bias, slide, parts, hand_over, exchange)
+    for function in (int4, int8, hadamard, norm, gelu, dequant_bias, slide, parts, hand_over, exchange)
+    for function in (int4, int8, hadamard, kv_cache, gelu, dequant_bias, slide, parts, hand_over, exchange)
 }
 INT4_GEMM = {f"int4_gemm {M}": functools.partial(int4_gemm, M) for M in (1, 9, 17, 65, 600)}
 INT4_GEMM |= {f"int4_int8_gemm {M}": functools.partial(int4_int8_gemm, M) for M in (1, 65, 300)}

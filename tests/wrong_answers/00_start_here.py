@@ -2,12 +2,12 @@ ANSWERS = {
     "bytes_in_4_bits": [
         ("the scales are missing", "def bytes_in_4_bits(rows, columns):\n    return rows * columns // 2"),
         ("two codes share a byte", "def bytes_in_4_bits(rows, columns):\n    return rows * (columns + 2)"),
-        ("scale of its own", "def bytes_in_4_bits(rows, columns):\n    return rows * columns // 2 + 2"),
-        ("in bits", "def bytes_in_4_bits(rows, columns):\n    return rows * columns * 4 + rows * 16"),
+        ("its own scale", "def bytes_in_4_bits(rows, columns):\n    return rows * columns // 2 + 2"),
+        ("number of bits", "def bytes_in_4_bits(rows, columns):\n    return rows * columns * 4 + rows * 16"),
         ("", "def bytes_in_4_bits(rows, columns):\n    return rows * columns * 2"),
         ("", "def bytes_in_4_bits(rows, columns):\n    return rows * (columns / 2 + 2) + 1"),
         ("two codes share a byte", "def bytes_in_4_bits(rows, columns):\n    return columns * rows + 2 * rows"),
-        ("scale of its own", "def bytes_in_4_bits(rows, columns):\n    return int(rows * columns * 0.5) + 2"),
+        ("its own scale", "def bytes_in_4_bits(rows, columns):\n    return int(rows * columns * 0.5) + 2"),
     ]
 }
 

@@ -69,12 +69,12 @@ ANSWERS = {
         ("nothing was added", one(OFFS, COPY)),
         ("where is program_id", one("offs = tl.arange(0, BLOCK)", ADD)),
         ("p * BLOCK", one("offs = tl.program_id(0) + tl.arange(0, BLOCK)", ADD)),
-        ("program's number", one(OFFS, ADD.replace("+ 1", "+ tl.program_id(0)"))),
+        ("adds the program id", one(OFFS, ADD.replace("+ 1", "+ tl.program_id(0)"))),
         ("", one(OFFS, ADD.replace("+ 1", "+ offs"))),
         ("", one("offs = tl.program_id(0) * BLOCK", ADD)),
     ],
     "reverse": [
-        ("nothing was turned", turned(OFFS, COPY)),
+        ("nothing was reversed", turned(OFFS, COPY)),
         (
             "stays in its place",
             turned(
@@ -124,7 +124,7 @@ ANSWERS = {
         ("magnitude", longest(MAX.replace("max(x)", "max(tl.abs(x))"), load=ROW_LOAD.replace(LOWEST, "0"))),
         ("sum of the row", longest(MAX.replace("max", "sum"), load=ROW_LOAD.replace(LOWEST, "0"))),
         ("smallest", longest(MAX.replace("max", "min"), load=ROW_LOAD.replace(LOWEST, 'float("inf")'))),
-        ("where the largest is", longest(MAX.replace("max(x)", "argmax(x, 0)"))),
+        ("the largest value's position", longest(MAX.replace("max(x)", "argmax(x, 0)"))),
         ("took row 0", longest(MAX, load=ROW_LOAD.replace("row * stride + ", ""))),
         ("not `columns`", longest(MAX, load=ROW_LOAD.replace("* stride", "* columns"))),
         ("is its place wrong" if INTERPRETED else "", longest(MAX.replace("out_ptr + row", "out_ptr"))),

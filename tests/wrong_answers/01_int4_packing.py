@@ -6,7 +6,7 @@ ANSWERS = {
             "    return (n ^ 8) - 8",
         ),
         (
-            "stand for negative codes",
+            "mean negative codes",
             "def decode(packed):\n    return torch.stack([packed & 15, packed >> 4], dim=1).to(torch.int8)",
         ),
         (
@@ -14,7 +14,7 @@ ANSWERS = {
             "def decode(packed):\n    return torch.stack([packed >> 4, packed & 15], dim=1).to(torch.int8)",
         ),
         (
-            "nothing is shifted by 8",
+            "there is no offset of 8",
             "def decode(packed):\n    return torch.stack([packed & 15, packed >> 4], dim=1).to(torch.int8) - 8",
         ),
         (
@@ -23,12 +23,12 @@ ANSWERS = {
             "    return torch.where(n > 7, n - 15, n)",
         ),
         (
-            "no sign beside a magnitude",
+            "this isn't sign and magnitude",
             "def decode(packed):\n    n = torch.stack([packed & 15, packed >> 4], dim=1).to(torch.int8)\n"
             "    return torch.where(n >= 8, -(n & 7), n)",
         ),
         (
-            "8 stands for a negative code too",
+            "8 means a negative code too",
             "def decode(packed):\n    n = torch.stack([packed & 15, packed >> 4], dim=1).to(torch.int8)\n"
             "    return torch.where(n > 8, n - 16, n)",
         ),
@@ -44,7 +44,7 @@ ANSWERS = {
     "bits_per_weight": [
         ("each group also stores", "def bits_per_weight(columns, group_size):\n    return 4"),
         (
-            "a short last group has a whole",
+            "a short last group has a full",
             "def bits_per_weight(columns, group_size):\n    return 4 + 16 / (group_size or columns)",
         ),
         (
@@ -53,7 +53,7 @@ ANSWERS = {
             "    return 4 + 16 * (columns // group) / columns",
         ),
         (
-            "there is no other",
+            "there is no extra one",
             "def bits_per_weight(columns, group_size):\n    groups = columns // (group_size or columns) + 1\n"
             "    return 4 + 16 * groups / columns",
         ),
@@ -62,9 +62,9 @@ ANSWERS = {
             "def bits_per_weight(columns, group_size):\n    groups = triton.cdiv(columns, group_size or columns)\n"
             "    return 4 + 2 * groups / columns",
         ),
-        ("not only the row", "def bits_per_weight(columns, group_size):\n    return (4 * columns + 16) / columns"),
+        ("not just each row", "def bits_per_weight(columns, group_size):\n    return (4 * columns + 16) / columns"),
         (
-            "divide by its weights",
+            "divide by its number of weights",
             "def bits_per_weight(columns, group_size):\n    groups = triton.cdiv(columns, group_size or columns)\n"
             "    return 4 * columns + 16 * groups",
         ),
@@ -92,10 +92,10 @@ ANSWERS["unpack"] = [
     ("past the end of codes_ptr", RIGHT.replace("mask=offs < n)", "mask=offs < 2 * n)")),
     ("the two nibbles are swapped", LOAD + EVEN.replace("low", "high") + ODD.replace("high", "low")),
     (
-        "stand for negative codes",
+        "mean negative codes",
         RIGHT.replace("((byte & 15) ^ 8) - 8", "byte & 15").replace("((byte >> 4) ^ 8) - 8", "byte >> 4"),
     ),
-    ("nothing is shifted by 8", RIGHT.replace(" ^ 8", "")),
+    ("there is no offset of 8", RIGHT.replace(" ^ 8", "")),
     ("where does yours begin?", RIGHT.replace("tl.program_id(0) * BLOCK + ", "")),
     ("the odd columns are missing", LOAD + EVEN),
     ("the even columns are missing", LOAD + ODD),

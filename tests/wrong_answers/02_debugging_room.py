@@ -65,18 +65,18 @@ NEAREST, ATOMIC = "nearest(x * inverse)", "tl.atomic_max("
 
 ANSWERS = {
     "token_codes": [
-        ("stairs below zero", changed(TOKEN, NEAREST, "x * inverse + 0.5")),
-        ("stairs above zero", changed(TOKEN, NEAREST, "x * inverse - 0.5")),
+        ("below zero, the staircase", changed(TOKEN, NEAREST, "x * inverse + 0.5")),
+        ("above zero, the staircase", changed(TOKEN, NEAREST, "x * inverse - 0.5")),
         ("nothing rounds before", changed(TOKEN, NEAREST, "x * inverse")),
         ("rounds down", changed(TOKEN, NEAREST, "tl.floor(x * inverse)")),
         ("ties go up", changed(TOKEN, NEAREST, "tl.floor(x * inverse + 0.5)")),
         ("ties go away", changed(TOKEN, NEAREST, "x * inverse + tl.where(x < 0, -0.5, 0.5)")),
         ("past the end of q_ptr", changed(TOKEN, *MASKS)),
-        ("no scale here", changed(TOKEN, NEAREST, "nearest(x)")),
+        ("no scale is used", changed(TOKEN, NEAREST, "nearest(x)")),
         ("", changed(TOKEN, "tl.program_id(0)", "0")),
     ],
     "restore": [
-        ("which are right", changed(RESTORE, "offs // QUANT_BLOCK, offs < K, other=0.0", "tile")),
+        ("which scales are right", changed(RESTORE, "offs // QUANT_BLOCK, offs < K, other=0.0", "tile")),
         ("several blocks", changed(RESTORE, "offs // QUANT_BLOCK, offs < K, other=0.0", "tile * TILE // QUANT_BLOCK")),
         ("where does the tile start", changed(RESTORE, "offs // QUANT", "tl.arange(0, TILE) // QUANT")),
         ("without their scale", changed(RESTORE, " * scale", "")),
@@ -87,10 +87,10 @@ ANSWERS = {
         ("", changed(RESTORE, "offs // QUANT_BLOCK", "offs % QUANT_BLOCK")),
     ],
     "round_trips": [
-        ("behind the last column", changed(TRIP, *MASK)),
-        ("behind the last column", changed(TRIP, "offs < K, other", "offs < (block + 1) * BLOCK, other")),
+        ("beyond the last column", changed(TRIP, *MASK)),
+        ("beyond the last column", changed(TRIP, "offs < K, other", "offs < (block + 1) * BLOCK, other")),
         ("one column too many", changed(TRIP, "offs < K, other", "offs <= K, other")),
-        ("must not be the largest", changed(TRIP, "other=0.0", "other=1.0")),
+        ("must not become the largest", changed(TRIP, "other=0.0", "other=1.0")),
         ("with other=", changed(TRIP, ", other=0.0", "")),
         ("past the end of out_ptr", changed(TRIP, *MASKS)),
         ("past the end of out_ptr", changed(TRIP, ", offs < K)", ")")),
@@ -140,7 +140,7 @@ ANSWERS = {
         ("half a byte", changed(UNPACK, "tl.cdiv(K, 2)", "(K // 2)")),
         ("past the end of q_ptr", changed(UNPACK, ", offs < K, other=0)", ")", ", offs < K)", ")")),
         ("past the end of q_ptr", changed(UNPACK, ", offs < K)", ")")),
-        ("8 stands for", changed(UNPACK, "nibble > 7", "nibble > 8")),
+        ("8 means", changed(UNPACK, "nibble > 7", "nibble > 8")),
         ("subtract 16", changed(UNPACK, "nibble - 16, nibble", "nibble - 8, nibble")),
     ],
 }

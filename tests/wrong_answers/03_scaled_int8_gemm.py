@@ -50,7 +50,7 @@ ANSWERS = {
     "scale_rows": [
         ("add first, then divide", rows("column // QUANT_BLOCK + n // QUANT_BLOCK")),
         ("can cover several blocks", rows("torch.full((BLOCK_N,), column // QUANT_BLOCK)")),
-        ("number of the tile", rows("torch.full((BLOCK_N,), column // BLOCK_N)")),
+        ("a tile's number", rows("torch.full((BLOCK_N,), column // BLOCK_N)")),
         ("the tile starts at `column`", rows("n // QUANT_BLOCK")),
         ("place inside the block", rows("(column + n) % QUANT_BLOCK")),
         ("round down", rows("(column + n + QUANT_BLOCK - 1) // QUANT_BLOCK")),
@@ -77,16 +77,16 @@ ANSWERS = {
         ("the last column", changed(TOKEN, ("offs_k < K - k0", "offs_k < K - k0 - 1"))),
         ("K % BLOCK_K is 0", changed(TOKEN, ("offs_k < K - k0", "offs_k < K % BLOCK_K"))),
         ("only the last step", changed(TOKEN, ("acc += ", "acc = "))),
-        ("16 channels of its own", changed(TOKEN, ("tl.program_id(0) * 16 + ", ""))),
+        ("its own 16 channels", changed(TOKEN, ("tl.program_id(0) * 16 + ", ""))),
     ],
     "small_gemm": [
-        ("no scale is used", changed(LOOP, (SCALED, "int_dot(a, b)"))),
-        ("b has scales, too", changed(LOOP, (SCALED, "int_dot(a, b) * a_scale[:, None]"))),
-        ("a has scales, too", changed(LOOP, (SCALED, "int_dot(a, b) * b_scale[None, :]"))),
+        ("the scales are missing", changed(LOOP, (SCALED, "int_dot(a, b)"))),
+        ("b has scales too", changed(LOOP, (SCALED, "int_dot(a, b) * a_scale[:, None]"))),
+        ("a has scales too", changed(LOOP, (SCALED, "int_dot(a, b) * b_scale[None, :]"))),
         ("[:, None]", changed(LOOP, (SCALED, "int_dot(a, b) * a_scale[None, :] * b_scale[None, :]"))),
         ("only the last block", changed(LOOP, ("acc += ", "acc = "))),
         (
-            "the column of a scale is the block",
+            "a scale's column is the block",
             changed(LOOP, ("m * blocks + i", "m * blocks"), ("* blocks + i)\n        acc", "* blocks)\n        acc")),
         ),
         (
@@ -124,7 +124,7 @@ ANSWERS = {
 # kinds that were once called right, or whose words were wrong
 ANSWERS["small_gemm"] += [
     (
-        "cut to whole numbers",
+        "truncated to whole",
         changed(LOOP, ("a_scale_ptr + m * blocks + i)", "a_scale_ptr + m * blocks + i).to(tl.int32)")),
     ),
     ("more than 16 bits", changed(LOOP, ("int_dot(a, b) *", "int_dot(a, b).to(tl.int16) *"))),

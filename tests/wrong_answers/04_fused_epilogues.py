@@ -47,13 +47,13 @@ SILU = "gate / (1.0 + tl.exp(-gate)) * up"
 
 ANSWERS = {
     "moved": [
-        ("the next kernel reads again", moved("2 * M * N + M * N + 4 * M * blocks")),
+        ("the next kernel reads what", moved("2 * M * N + M * N + 4 * M * blocks")),
         ("round up", moved("5 * M * N + 4 * M * (N // block_size)")),
         ("there are scales", moved("5 * M * N")),
         ("four bytes", moved("5 * M * N + M * blocks")),
-        ("they move nothing", moved("9 * M * N + 4 * M * blocks")),
+        ("and move nothing", moved("9 * M * N + 4 * M * blocks")),
         ("a code has one byte", moved("6 * M * N + 4 * M * blocks")),
-        ("each row has blocks", moved("5 * M * N + 4 * blocks")),
+        ("each row has its own blocks", moved("5 * M * N + 4 * blocks")),
         ("", moved("M * N + 4 * M * blocks")),
         ("", moved("5 * M * N + 2 * M * blocks")),
     ],
@@ -63,7 +63,7 @@ ANSWERS = {
         ("softplus(-10)", changed(SOFTPLUS, ("other=0.0", "other=-10.0"))),
         ("softplus(0)", changed(SOFTPLUS, (LOG, WHERE.strip() + "\n    " + LOG))),
         ("softplus(0)", changed(SOFTPLUS, ("    codes = ", WHERE + "    codes = "))),
-        ("tl.abs makes 1 of -1", changed(SOFTPLUS, (LOG, LOG + WHERE.replace("0.0", "-1.0")))),
+        ("tl.abs turns -1 into 1", changed(SOFTPLUS, (LOG, LOG + WHERE.replace("0.0", "-1.0")))),
         ("past the end of codes_ptr", changed(SOFTPLUS, (LOG, LOG + WHERE), ("tl.int8), mask=mask", "tl.int8)"))),
         ("load's mask", changed(SOFTPLUS, ("x_ptr + n, mask=mask, other=0.0", "x_ptr + n"))),
         ("", changed(SOFTPLUS, (LOG, LOG + WHERE.replace("mask", "n < GROUP")))),
@@ -71,7 +71,7 @@ ANSWERS = {
     ],
     "gated": [
         ("not up", changed(GATED, (SILU, "up / (1.0 + tl.exp(-up)) * gate"))),
-        ("of the gate alone", changed(GATED, (SILU, "gate * up * tl.sigmoid(gate * up)"))),
+        ("to the gate alone", changed(GATED, (SILU, "gate * up * tl.sigmoid(gate * up)"))),
         ("v * sigmoid(v)", changed(GATED, (SILU, "tl.sigmoid(gate) * up"))),
         ("up is missing", changed(GATED, (SILU, "gate * tl.sigmoid(gate)"))),
         ("SiLU is missing", changed(GATED, (SILU, "gate * up"))),
@@ -82,7 +82,7 @@ ANSWERS = {
         ("absmax / 127", changed(GATED, ("absmax / 127.0)", "absmax)"))),
         ("not its inverse", changed(GATED, ("absmax / 127.0)", "127.0 / absmax)"))),
         ("a race" if INTERPRETED else "", changed(GATED, ("scale_ptr + tl.program_id(0)", "scale_ptr"))),
-        ("a group of its own", changed(GATED, ("n = tl.program_id(0) * GROUP + ", "n = "))),
+        ("its own group", changed(GATED, ("n = tl.program_id(0) * GROUP + ", "n = "))),
         ("past the end of codes_ptr", changed(GATED, ("tl.int8), mask=mask", "tl.int8)"))),
         (
             "load's mask",

@@ -32,7 +32,7 @@ ANSWERS = {
         ("int32 to float32 is a step too", formula("22 * M * N + 4 * M + 4 * N")),
         ("the output has two bytes", formula("32 * M * N + 4 * (M + N)")),
         ("there is no bias", formula("38 * M * N + 4 * M + 8 * N")),
-        ("the vectors are read, too", formula("30 * M * N")),
+        ("the vectors are read too", formula("30 * M * N")),
         ("an element of a vector has four bytes", formula("30 * M * N + M + N")),
         ("each step reads its matrix again", formula("(4 + 2) * M * N + 4 * M + 4 * N")),
         ("bfloat16", formula("28 * M * N + 4 * M + 4 * N")),
@@ -40,8 +40,8 @@ ANSWERS = {
     ],
     "sliced": [
         ("r * stride", kernel("tl.load(g_ptr + row * N + n, mask=n < N, other=0.0)")),
-        ("a neighbour's", kernel("tl.load(g_ptr + row * stride + n, mask=n < stride, other=0.0)")),
-        ("a neighbour's", kernel("tl.load(g_ptr + row * stride + n)")),
+        ("belong to a neighbor", kernel("tl.load(g_ptr + row * stride + n, mask=n < stride, other=0.0)")),
+        ("belong to a neighbor", kernel("tl.load(g_ptr + row * stride + n)")),
         ("missing or too wide?", kernel(to="out_ptr + row * N + n, out")),
         ("missing or too wide?", kernel(to="out_ptr + row * N + n, out, mask=n < stride")),
         ("missing or too wide?", kernel(to="out_ptr + row * stride + n, out, mask=n < N")),
@@ -68,7 +68,7 @@ ANSWERS = {
 ANSWERS["sliced"] += [
     (
         "a race",
-        kernel(to="out_ptr + (row + 1) * N + n, out, mask=(n < N) & (row + 1 < tl.num_programs(0))")
+        kernel(to="out_ptr + (row + 1) * N + n, out, mask=(n < N) & (row + 1 + 0 * n < tl.num_programs(0))")
         + """
     tl.store(out_ptr + row * N + n, out, mask=n < N)
 """,

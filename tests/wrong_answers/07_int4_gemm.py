@@ -49,7 +49,7 @@ ANSWERS = {
         ("not flip one", changed(UNPACK, ("^ 0x64086408", "| 0x64086408"))),
         ("bfloat16's constant", changed(UNPACK, ("0x64086408", "0x43084308"))),
         ("what does your mask keep?", changed(UNPACK, ("0x000F000F", "0x00FF00FF"))),
-        ("other codes get into the number", changed(UNPACK, (PAIR, "(words >> 4 * p) ^ 0x64086408"))),
+        ("other codes leak into the number", changed(UNPACK, (PAIR, "(words >> 4 * p) ^ 0x64086408"))),
         ("how far is it to the next pair?", changed(UNPACK, ("words >> 4 * p", "words >> 8 * p"))),
         ("4 p bits up, not p", changed(UNPACK, ("words >> 4 * p", "words >> p"))),
         ("in the high half, too", changed(UNPACK, ("0x000F000F", "0x0000000F"))),
@@ -62,7 +62,7 @@ ANSWERS = {
         ("", changed(UNPACK, (PAIR, "((((words >> 4 * p) & 15) ^ 8) - 8)"))),
     ],
     "crossover": [
-        ("stops waiting for its memory", tokens("math.ceil(speed * bits / 16 / bandwidth)")),
+        ("memory stops limiting A", tokens("math.ceil(speed * bits / 16 / bandwidth)")),
         ("two operations", tokens("math.ceil(speed * other_bits / 8 / bandwidth)")),
         ("a byte has eight bits", tokens("math.ceil(speed * other_bits / bandwidth / 2)")),
         ("B is still slower: round up", tokens("speed * other_bits // (16 * bandwidth)")),
@@ -75,7 +75,7 @@ ANSWERS = {
         ("", tokens("16")),
     ],
     "small_gemv": [
-        ("no scale is used", changed(GEMV, ("tl.sum(products, 1) * scale", "tl.sum(products, 1)"))),
+        ("the scales are missing", changed(GEMV, ("tl.sum(products, 1) * scale", "tl.sum(products, 1)"))),
         ("its column is the group", changed(GEMV, ("n * groups + g", "n * groups"))),
         (
             "belongs inside the loop",
@@ -92,7 +92,7 @@ ANSWERS = {
             changed(GEMV, ("for i in tl.static_range(8)", "for i in tl.static_range(1)")),
         ),
         ("the eighth code", changed(GEMV, ("for i in tl.static_range(8)", "for i in tl.static_range(7)"))),
-        ("16 rows of its own", changed(GEMV, ("tl.program_id(0) * 16 + ", ""))),
+        ("its own 16 rows", changed(GEMV, ("tl.program_id(0) * 16 + ", ""))),
         ("the last, short group", changed(GEMV, ("for g in range(groups)", "for g in range(K // GROUP)"))),
         (BEYOND, changed(GEMV, ("(n < N)[:, None] & inside[None, :]", "(n < N)[:, None]"))),
         (BEYOND, changed(GEMV, (" & inside[None, :]", " & (word < K // 8)[None, :]"))),
@@ -112,7 +112,7 @@ ANSWERS["unpack"] += [
     ("", changed(UNPACK, ("* BLOCK + tl.arange(0, BLOCK)", "* 64 + tl.arange(0, 64)"))),
 ]
 ANSWERS["small_gemv"] += [
-    ("cut to whole numbers", changed(GEMV, ("g, mask=n < N, other=0.0)", "g, mask=n < N, other=0.0).to(tl.int32)"))),
+    ("truncated to whole", changed(GEMV, ("g, mask=n < N, other=0.0)", "g, mask=n < N, other=0.0).to(tl.int32)"))),
     ("", changed(GEMV, ("tl.sum(products, 1) * scale", "tl.sum(products, 1).to(tl.float16) * scale"))),
     ("", changed(GEMV, ("range(groups)", "range(min(groups, 10))"))),
     ("", changed(GEMV, ("other=0.0)\n            products", "other=0.0).to(tl.int32)\n            products"))),

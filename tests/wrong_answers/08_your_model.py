@@ -40,7 +40,7 @@ def lookup_kernel(ids_ptr, codes_ptr, scale_ptr, out_ptr, D, BLOCK: tl.constexpr
 
 NO_KERNEL = "def lookup(ids, codes, scale, BLOCK):\n    return codes[ids] * scale[ids]"
 # a store into the next token's row before the correct one
-RACE = "tl.store(out_ptr + (token + 1) * D + column, value, mask=(column < D) & (token == 0))"
+RACE = "tl.store(out_ptr + (token + 1) * D + column, value, mask=(column < D) & (token + 0 * column == 0))"
 # right in the interpreter; but a loop can't change a variable's type
 WIDER = lookup(before="for _ in range(D * 0 + 1):\n        value = value.to(tl.float64)")
 
@@ -50,11 +50,11 @@ ANSWERS = {
         ("don't share a byte", size("-(-N * K // 2) + 2 * N * groups + 4 * N + 12")),
         ("two codes", size("N * (K + 2 * groups + 4) + 12")),
         ("has an absmax too", size("N * (-(-K // 2) + 2 * (K // group_size) + 4) + 12")),
-        ("groups of its own", size("N * (-(-K // 2) + 4) + 2 * -(-N * K // group_size) + 12")),
+        ("its own groups", size("N * (-(-K // 2) + 4) + 2 * -(-N * K // group_size) + 12")),
         ("float16 has two bytes", size("N * (-(-K // 2) + 4 * groups + 4) + 12")),
         ("an absmax has two bytes", size("N * (-(-K // 2) + groups + 4) + 12")),
         ("for each group", size("N * (-(-K // 2) + 4) + 12")),
-        ("not only one", size("N * (-(-K // 2) + 2 + 4) + 12")),
+        ("not just one", size("N * (-(-K // 2) + 2 + 4) + 12")),
         ("bias is missing", size("N * (-(-K // 2) + 2 * groups) + 12")),
         ("bias is in float32", size("N * (-(-K // 2) + 2 * groups + 2) + 12")),
         ("not for each column", size("N * (-(-K // 2) + 2 * groups) + 4 * K + 12")),
@@ -66,8 +66,8 @@ ANSWERS = {
         ("", size("math.ceil(N * (K / 2 + 2 * groups + 4) + 12.5)")),
     ],
     "lookup": [
-        ("load that of row ids[t]", lookup(scale="tl.load(scale_ptr)")),
-        ("the scale is that of row ids[t]", lookup(scale="tl.load(scale_ptr + token)")),
+        ("load the one of row ids[t]", lookup(scale="tl.load(scale_ptr)")),
+        ("use the scale of row ids[t]", lookup(scale="tl.load(scale_ptr + token)")),
         ("the scale is missing", lookup(value="code.to(tl.float32)")),
         ("don't divide", lookup(value="code.to(tl.float32) / scale")),
         ("the b-th block", lookup(column="0 * tl.program_id(1)")),
@@ -79,7 +79,7 @@ ANSWERS = {
         ("numbers are missing", lookup(column="tl.program_id(1) * 64")),
         ("float16", lookup(value="(code.to(tl.float16) * scale.to(tl.float16)).to(tl.float32)")),
         ("", lookup(value="(code * scale.to(tl.int32)).to(tl.float32)")),
-        ("a floor", lookup(value="code.to(tl.float32) * tl.maximum(scale, 1e-8)")),
+        ("a lower bound", lookup(value="code.to(tl.float32) * tl.maximum(scale, 1e-8)")),
         ("a race: " if INTERPRETED else "", lookup(before=RACE)),
         ("launch your kernel", NO_KERNEL),
         ("tl.constexpr" if INTERPRETED else "", WIDER),
@@ -87,13 +87,13 @@ ANSWERS = {
         ("signs are lost", lookup(value="tl.abs(code.to(tl.float32)) * scale")),
     ],
     "second_moment": [
-        ("pads came in", moment("x = x.reshape(-1, x.shape[-1])", "return x.T @ x")),
+        ("padding was counted: use", moment("x = x.reshape(-1, x.shape[-1])", "return x.T @ x")),
         ("where the mask is 0", moment("kept = x[mask == 0]", "return kept.T @ kept")),
         ("not the mean", moment("kept = x[mask.bool()]", "return kept.T @ kept / len(kept)")),
         ("select the tokens", moment("x = (x * mask[..., None]).flatten(0, 1)", "return x.T @ x")),
-        ("pads were counted", moment("kept = x[mask.bool()]", "return kept.T @ kept / mask.numel()")),
-        ("and then the sum", moment("total = x[mask.bool()].sum(0)", "return torch.outer(total, total)")),
-        ("not only the diagonal", moment("return torch.diag((x[mask.bool()] ** 2).sum(0))")),
+        ("and padding was counted", moment("kept = x[mask.bool()]", "return kept.T @ kept / mask.numel()")),
+        ("then sum them", moment("total = x[mask.bool()].sum(0)", "return torch.outer(total, total)")),
+        ("not just the diagonal", moment("return torch.diag((x[mask.bool()] ** 2).sum(0))")),
         ("[K, K]", moment("kept = x[mask.bool()]", "return kept @ kept.T")),
         ("add up the sentences", moment("x = x * mask[..., None]", "return x.transpose(1, 2) @ x")),
         ("the first sentence", moment("x = x[0][mask[0].bool()]", "return x.T @ x")),
@@ -108,14 +108,14 @@ ANSWERS = {
             plan("return names[:next((n for n in range(len(names)) if left(n) < budget), len(names))]"),
         ),
         (
-            "keep those that cost most",
+            "keep the most costly ones",
             plan(
                 "names.reverse()",
                 "return names[:next((n for n in range(len(names)) if left(n) <= budget), len(names))]",
             ),
         ),
         (
-            "not for those that are kept",
+            "not for the ones you keep",
             plan("return names[:max(n for n in range(len(names) + 1) if left(0) - left(n) <= budget)]"),
         ),
         ("the costs add up", plan("return [name for name in names if costs[name] > budget]")),

@@ -30,7 +30,7 @@ def changed(answer, old, new):
 
 ANSWERS = {
     "best_fraction": [
-        ("by its entry of counts", changed(FRACTION, "counts * (restored", "(restored")),
+        ("by its entry in counts", changed(FRACTION, "counts * (restored", "(restored")),
         ("clamp them", changed(FRACTION, ".clamp(-7, 7)", "")),
         ("not at -8", changed(FRACTION, "clamp(-7", "clamp(-8")),
         ("this truncates", changed(FRACTION, "round()", "trunc()")),
@@ -42,12 +42,12 @@ ANSWERS = {
         ),
         ("the largest alone", changed(FRACTION, ".sum()", ".max()")),
         ("have a magnitude too", changed(FRACTION, "x.abs().max()", "x.max()")),
-        ("loses most", changed(FRACTION, "return min(", "return max(")),
+        ("with the largest error", changed(FRACTION, "return min(", "return max(")),
         (
             "not its place",
             changed(FRACTION, "return min(fractions, key=lost)", "return fractions.index(min(fractions, key=lost))"),
         ),
-        ("not what it loses", changed(FRACTION, "return min(fractions, key=lost)", "return min(map(lost, fractions))")),
+        ("not its error", changed(FRACTION, "return min(fractions, key=lost)", "return min(map(lost, fractions))")),
         ("1 isn't always best", "def best_fraction(x, counts, fractions):\n    return 1.0"),
         ("not its root", changed(FRACTION, "counts * (restored", "counts.sqrt() * (restored")),
         ("the first fraction", "def best_fraction(x, counts, fractions):\n    return fractions[0]"),
@@ -71,7 +71,7 @@ ANSWERS = {
         ("load's mask", KERNEL.replace(", mask=mask, other=0.0", "")),
         ("not the other way", changed(KERNEL, "partner - x", "x - partner")),
         (
-            "both of a pair became the sum",
+            "both elements of a pair became the sum",
             changed(KERNEL, "tl.where((offs & APART) == 0, x + partner, partner - x)", "x + partner"),
         ),
         ("became the difference", changed(KERNEL, "x + partner, partner - x", "x - partner, partner - x")),
@@ -111,7 +111,7 @@ ANSWERS = {
         ("not at -8", changed(STEP, "clamp(-7, 7)", "clamp(-8, 8)")),
         ("each row has its own scale", STEP.replace("/ scale)", "/ scale[0])").replace("* scale", "* scale[0]")),
         (
-            "before k stay",
+            "before k don't change",
             changed(
                 STEP,
                 "    return now",
@@ -142,7 +142,7 @@ ANSWERS = {
         ),
         ("multiply by the scale", changed(STEP, "    return now", "    now[:, k] /= scale\n    return now")),
         (
-            "not the next one alone",
+            "not just the next one",
             changed(
                 STEP,
                 "now[:, k + 1 :] -= error[:, None] * U[k, k + 1 :]",

@@ -44,7 +44,7 @@ ANSWERS = {
         ("", changed(SCALES, "tl.max(", "tl.sum(")),
         ("not the smallest", changed(SCALES, "other=0.0", "other=1e38").replace("tl.max(", "tl.min(")),
         ("divided by 127 already", changed(SCALES, "tl.max(scales, 0)", "tl.max(scales, 0) / 127")),
-        ("read the first block", changed(SCALES, "tl.program_id(0) * B + tl.arange", "tl.arange")),
+        ("reads the first block", changed(SCALES, "tl.program_id(0) * B + tl.arange", "tl.arange")),
         (
             "tl.program_id(1)",
             changed(SCALES, "rows * groups + group", "rows * groups").replace("tl.load(", "0 * group + tl.load("),
@@ -81,20 +81,20 @@ ANSWERS = {
     ],
     "weight_gradient_of": [
         ("the codes need their scales", changed(GRADIENT, " * p[:, None] * q", "")),
-        ("g has scales, too", changed(GRADIENT, " * p[:, None]", "")),
-        ("x has scales, too", changed(GRADIENT, "[:, None] * q", "[:, None]")),
-        ("as the weight is", changed(GRADIENT, "return total", "return total.T.contiguous()")),
+        ("g has scales too", changed(GRADIENT, " * p[:, None]", "")),
+        ("x has scales too", changed(GRADIENT, "[:, None] * q", "[:, None]")),
+        ("like the weight", changed(GRADIENT, "return total", "return total.T.contiguous()")),
         ("not their mean", changed(GRADIENT, "return total", "return total / len(g)")),
         (
             "convert the codes first",
             changed(GRADIENT, "a.float().T @ b.float()", "(a.float().T @ b.float()).int().to(torch.int8)"),
         ),
         (
-            "each block of B tokens has scales of its own",
+            "each block of B tokens has its own scales",
             changed(GRADIENT, "p, q = p.repeat", "p, q = g_scale[0], x_scale[0]\n        p, q = p.repeat"),
         ),
         (
-            "each block of B columns has scales of its own",
+            "each block of B columns has its own scales",
             changed(
                 GRADIENT,
                 "p, q = p.repeat",
@@ -131,14 +131,14 @@ ANSWERS = {
         ("u must decide", changed(KERNEL, "value + u", "value + 0.5")),
         ("where is u?", changed(KERNEL, "value + u", "value")),
         ("a whole step", changed(KERNEL, "tl.floor", "tl.ceil")),
-        ("nothing has to be subtracted", changed(KERNEL, "value + u", "value + u - 0.5")),
+        ("subtract nothing before", changed(KERNEL, "value + u", "value + u - 0.5")),
         ("add it after scaling", changed(KERNEL, "value + u", "value + u * inverse")),
         ("must be scaled", changed(KERNEL, ") * inverse", ")")),
         (
             "for negative values as well",
             changed(KERNEL, "tl.floor(value + u)", "tl.where(value < 0, -1, 1) * tl.floor(tl.abs(value) + u)"),
         ),
-        ("cut off before the noise", changed(KERNEL, "value + u", "value.to(tl.int32) + u")),
+        ("dropped before the noise", changed(KERNEL, "value + u", "value.to(tl.int32) + u")),
         ("where does yours begin?", changed(KERNEL, "tl.program_id(0) * BLOCK + ", "")),
         ("not value - u", changed(KERNEL, "value + u", "value - u")),
         (

@@ -40,16 +40,14 @@ EXERCISES = {
         cases=lambda: [(torch.tensor(each, dtype=torch.uint8),) for each in _BYTES],
         mistakes={
             "the two nibbles are swapped": lambda packed: _decoded(packed).flip(1),
-            "nibbles above 7 stand for negative codes": _by_nibble(lambda n: n),
-            "nibbles above 7 stand for negative codes, and the even column comes first": _by_nibble(
-                lambda n: n.flip(1)
-            ),
-            "the nibbles 0 to 7 are the codes 0 to 7: nothing is shifted by 8": _by_nibble(lambda n: n - 8),
-            "a nibble has four bits, and the mask keeps three": _by_nibble(lambda n: n & 7),
-            "there is a code -8 too, 1000": _by_nibble(lambda n: n - 16 * (n > 7) + (n == 8)),
+            "nibbles above 7 mean negative codes": _by_nibble(lambda n: n),
+            "nibbles above 7 mean negative codes, and the even column comes first": _by_nibble(lambda n: n.flip(1)),
+            "nibbles 0 to 7 are codes 0 to 7: there is no offset of 8": _by_nibble(lambda n: n - 8),
+            "a nibble has four bits, but the mask keeps three": _by_nibble(lambda n: n & 7),
+            "there is a code -8 too: 1000": _by_nibble(lambda n: n - 16 * (n > 7) + (n == 8)),
             "1111 is -1, and 1001 is -7: subtract 16, not 15": _by_nibble(lambda n: n - 15 * (n > 7)),
-            "the top bit is no sign beside a magnitude: 1111 is -1": _by_nibble(lambda n: (n & 7) * (1 - 2 * (n > 7))),
-            "8 stands for a negative code too: it is above 7": _by_nibble(lambda n: n - 16 * (n > 8)),
+            "this isn't sign and magnitude: 1111 is -1": _by_nibble(lambda n: (n & 7) * (1 - 2 * (n > 7))),
+            "8 means a negative code too: it is above 7": _by_nibble(lambda n: n - 16 * (n > 8)),
         },
         note="any number of bytes, and all 256 of them",
     ),
@@ -61,23 +59,21 @@ EXERCISES = {
         ],
         mistakes={
             "the two nibbles are swapped": _changed(lambda codes, at, B: codes.view(-1, 2).flip(1).flatten()),
-            "nibbles above 7 stand for negative codes": _changed(lambda codes, at, B: codes & 15),
-            "nothing is shifted by 8: the nibbles 0 to 7 are the codes 0 to 7": _changed(
-                lambda codes, at, B: (codes & 15) - 8
-            ),
-            "all programs do the part of the first: where does yours begin?": _changed(
+            "nibbles above 7 mean negative codes": _changed(lambda codes, at, B: codes & 15),
+            "there is no offset of 8: nibbles 0 to 7 are codes 0 to 7": _changed(lambda codes, at, B: (codes & 15) - 8),
+            "every program does the first one's part: where does yours begin?": _changed(
                 lambda codes, at, B: codes.where(at < 2 * B, 99)
             ),
-            "the odd columns are missing; 99 was there before": _changed(
+            "the odd columns are missing: the 99 was there before": _changed(
                 lambda codes, at, B: codes.where(at % 2 == 0, 99)
             ),
-            "the even columns are missing; 99 was there before": _changed(
+            "the even columns are missing: the 99 was there before": _changed(
                 lambda codes, at, B: codes.where(at % 2 == 1, 99)
             ),
-            "the codes of a byte lie side by side, not n apart": _changed(
+            "a byte's codes lie side by side, not n apart": _changed(
                 lambda codes, at, B: codes.view(-1, 2).T.flatten()
             ),
-            "both codes of a byte go to one place, and one is lost": lambda packed, BLOCK: torch.stack(
+            "both codes of a byte go to the same place, so one is lost": lambda packed, BLOCK: torch.stack(
                 [_decoded(packed)[:, 1], torch.full_like(_decoded(packed)[:, 1], 99)], 1
             ).flatten(),
             "program p begins at byte p * BLOCK, and BLOCK isn't always 64": _changed(
@@ -100,15 +96,17 @@ EXERCISES = {
         ],
         mistakes={
             "each group also stores an absmax": lambda c, g: 4.0,
-            "a short last group has a whole absmax too": lambda c, g: 4 + 16 / (g or c),
+            "a short last group has a full absmax too": lambda c, g: 4 + 16 / (g or c),
             "a short last group has an absmax too: round up": lambda c, g: 4 + 16 * (c // (g or c)) / c,
-            "where the groups fill the row, there is no other": lambda c, g: 4 + 16 * (c // (g or c) + 1) / c,
+            "where groups fill the row exactly, there is no extra one": lambda c, g: 4 + 16 * (c // (g or c) + 1) / c,
             "an absmax has 16 bits, not 32": lambda c, g: 4 + 32 * -(-c // (g or c)) / c,
-            "a part of a bit counts too: don't round": lambda c, g: float(4 + 16 * -(-c // (g or c)) // c),
+            "fractions of a bit count too: don't round": lambda c, g: float(4 + 16 * -(-c // (g or c)) // c),
             "a short last group isn't padded with codes": lambda c, g: (4 * (g or c) + 16) * -(-c // (g or c)) / c,
             "an absmax has 16 bits": lambda c, g: 4 + 2 * -(-c // (g or c)) / c,
-            "each group has an absmax, not only the row": lambda c, g: 4 + 16 / c,
-            "that is all bits of the row: divide by its weights": lambda c, g: 4.0 * c + 16 * -(-c // (g or c)),
+            "each group has an absmax, not just each row": lambda c, g: 4 + 16 / c,
+            "those are all the row's bits: divide by its number of weights": lambda c, g: (
+                4.0 * c + 16 * -(-c // (g or c))
+            ),
             "those are bytes": lambda c, g: 0.5 + 2 * -(-c // (g or c)) / c,
         },
         note="any even number of columns, and groups of any size, or None",

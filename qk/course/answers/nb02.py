@@ -103,7 +103,7 @@ EXERCISES = {
             "zeros are caught; what about tiny values, NaN and infinity?": _with_inverse(lambda a, i: a != 0),
             "127 / infinity is 0, and finite; but infinity times 0 is NaN": _with_inverse(lambda a, i: i.isfinite()),
             "a block whose steps are infinite must become zeros too": lambda x: (x * (127 / _largest(x))).nan_to_num(),
-            "each block has an absmax of its own, along the last axis": lambda x: x * (127 / x.abs().amax()),
+            "each block has its own absmax, along the last axis": lambda x: x * (127 / x.abs().amax()),
             "an absmax belongs to a block, along the last axis, not to a column": lambda x: torch.where(
                 (127 / x.abs().amax(0)).isfinite() & x.abs().amax(0).isfinite(), x * (127 / x.abs().amax(0)), 0
             ),
@@ -111,10 +111,10 @@ EXERCISES = {
                 (127 / x.amax(-1, True)).isfinite() & x.amax(-1, True).isfinite(), x * (127 / x.amax(-1, True)), 0
             ),
             "127, not 128": _with_inverse_of(128),
-            "a tiny absmax made larger gives tiny steps, not zeros": lambda x: torch.where(
+            "raising a tiny absmax gives tiny steps, not zeros": lambda x: torch.where(
                 _largest(x).isfinite(), x * (127 / _largest(x).clamp(min=1e-12)), 0
             ),
-            "a block that is fine keeps its values": torch.zeros_like,
+            "a valid block keeps its values": torch.zeros_like,
             "x * 127 is infinite where x is large: divide first": lambda x: torch.where(
                 (127 / _largest(x)).isfinite() & _largest(x).isfinite(), x * 127 / _largest(x), 0
             ),
@@ -122,7 +122,7 @@ EXERCISES = {
                 (_largest(x) > 0) & _largest(x).isfinite(), x * 127 / _largest(x), 0
             ),
             "nothing is rounded yet": lambda x: _steps_of(x).round(),
-            "that is upside down: multiply by 127 / absmax": lambda x: torch.where(
+            "that's upside down: multiply by 127 / absmax": lambda x: torch.where(
                 (_largest(x) > 0) & _largest(x).isfinite(), x * (_largest(x) / 127), 0
             ),
             "absmax may be small, as long as 127 / absmax is finite": _with_inverse(
@@ -130,7 +130,7 @@ EXERCISES = {
             ),
         },
         bound=1e-6,
-        note="blocks of any size, and any float32 numbers: huge, tiny, NaN and infinite ones too",
+        note="blocks of any size, and any float32 numbers, including huge, tiny, NaN and infinite ones",
     ),
     "scale_offset": Exercise(
         expected=_offset,
@@ -144,54 +144,56 @@ EXERCISES = {
         ],
         mistakes={
             "a short last block has a scale too: round up": lambda i, j, m, n, b: i // b * (n // b) + j // b,
-            "where the blocks fill the row, there is no other": lambda i, j, m, n, b: i // b * (n // b + 1) + j // b,
+            "where blocks fill the row exactly, there is no extra one": lambda i, j, m, n, b: (
+                i // b * (n // b + 1) + j // b
+            ),
             "a row of scales is as long as there are blocks in a row": lambda i, j, m, n, b: (
                 i // b * -(-m // b) + j // b
             ),
-            "rows of elements are not rows of scales": lambda i, j, m, n, b: i * -(-n // b) + j // b,
-            "columns of elements are not columns of scales": lambda i, j, m, n, b: i // b * -(-n // b) + j,
-            "counted in scales, not in bytes": lambda i, j, m, n, b: 4 * _offset(i, j, m, n, b),
+            "a row of elements is not a row of scales": lambda i, j, m, n, b: i * -(-n // b) + j // b,
+            "a column of elements is not a column of scales": lambda i, j, m, n, b: i // b * -(-n // b) + j,
+            "count in scales, not in bytes": lambda i, j, m, n, b: 4 * _offset(i, j, m, n, b),
             "round down, not to the nearest": lambda i, j, m, n, b: round(i / b) * -(-n // b) + j // b,
             "rows of blocks come one after the other, not columns": lambda i, j, m, n, b: j // b * -(-m // b) + i // b,
             "that counts elements, not scales": lambda i, j, m, n, b: i * n + j,
-            "a row of scales is not as long as one of elements": lambda i, j, m, n, b: i // b * n + j // b,
-            "i counts rows, j columns: you swapped them": lambda i, j, m, n, b: j // b * -(-n // b) + i // b,
-            "going down a row of scales passes a whole row of them": lambda i, j, m, n, b: i // b + j // b,
+            "a row of scales is shorter than a row of elements": lambda i, j, m, n, b: i // b * n + j // b,
+            "i counts rows and j columns: you swapped them": lambda i, j, m, n, b: j // b * -(-n // b) + i // b,
+            "moving down by one block skips a whole row of scales": lambda i, j, m, n, b: i // b + j // b,
         },
-        note="any sizes, also those that end in short blocks",
+        note="any sizes, including those that end in short blocks",
     ),
     "round_codes": Exercise(
         expected=_right,
         cases=_rounding_cases,
         mistakes={
-            "this truncates: the cast cuts the fraction off": _rounded(lambda x, a: _steps(x, a).trunc()),
+            "this truncates: the cast drops the fraction": _rounded(lambda x, a: _steps(x, a).trunc()),
             "this rounds down: negative values move away from zero": _rounded(lambda x, a: _steps(x, a).floor()),
-            "ties go up here, but belong to the even neighbour": _rounded(lambda x, a: (_steps(x, a) + 0.5).floor()),
-            "adding a half before the cast is right for positive values only": _rounded(
+            "ties go up here, but should go to the even neighbor": _rounded(lambda x, a: (_steps(x, a) + 0.5).floor()),
+            "adding one half before the cast is right only for positive values": _rounded(
                 lambda x, a: (_steps(x, a) + 0.5).trunc()
             ),
-            "ties go away from zero, but belong to the even neighbour": _rounded(
+            "ties go away from zero, but should go to the even neighbor": _rounded(
                 lambda x, a: (_steps(x, a).abs() + 0.5).floor() * x.sign()
             ),
             "absmax is the largest magnitude, and may belong to a negative value": _rounded(
                 lambda x, a: _steps(x, a).round(), lambda blocks: blocks.amax(-1, keepdim=True)
             ),
-            "there is no scale here: 127 / absmax makes steps of the values": _rounded(lambda x, a: x.round()),
-            "there is no scale here, and the cast truncates": _rounded(lambda x, a: x.trunc()),
-            "that is upside down: multiply by 127 / absmax": _rounded(lambda x, a: (x * (a / 127)).round()),
-            "all programs do the block of the first: where does yours begin?": _first_only,
+            "no scale is used: 127 / absmax turns values into steps": _rounded(lambda x, a: x.round()),
+            "no scale is used, and the cast truncates": _rounded(lambda x, a: x.trunc()),
+            "that's upside down: multiply by 127 / absmax": _rounded(lambda x, a: (x * (a / 127)).round()),
+            "every program does the first one's block: where does yours begin?": _first_only,
             "x * 127 is infinite where x is large: divide first": _rounded(lambda x, a: (x * 127 / a).round()),
             "codes end at 127: absmax becomes 127, not 128": _rounded(
                 lambda x, a: (x * (128 / a)).round().clamp(max=127)
             ),
-            "divide once, 127 / absmax, and multiply: a division by a scale rounds otherwise": _rounded(
+            "divide once, 127 / absmax, then multiply: dividing by a scale rounds differently": _rounded(
                 lambda x, a: (x / (a / torch.full_like(a, 127))).round()
             ),
             "float16 is too narrow for steps: 101.49 becomes 101.5": _rounded(lambda x, a: _steps(x, a).half().round()),
-            "a floor under absmax turns blocks of small values into zeros": _rounded(
+            "a lower bound on absmax turns blocks of small values into zeros": _rounded(
                 lambda x, a: _steps(x, a.clamp(min=1e-8)).round()
             ),
-            "what was loaded beyond n became the largest: other must be 0": _with_other(1.0),
+            "what was loaded beyond n became the largest value: other must be 0": _with_other(1.0),
         },
         kernel=True,
         note="any length and BLOCK, huge and tiny numbers, and ties",

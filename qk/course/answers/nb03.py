@@ -106,12 +106,12 @@ EXERCISES = {
         mistakes={
             "a tile can start inside a block: add first, then divide": lambda c, n, q: c // q + torch.arange(n) // q,
             "a tile can cover several blocks": lambda c, n, q: torch.full((n,), c // q),
-            "the number of the tile isn't the number of the block": lambda c, n, q: torch.full((n,), c // n),
+            "a tile's number isn't a block's number": lambda c, n, q: torch.full((n,), c // n),
             "the tile starts at `column`, not at 0": lambda c, n, q: torch.arange(n) // q,
             "round down, not to the nearest": lambda c, n, q: ((c + torch.arange(n)) / q).round().long(),
             "% gives the place inside the block; which block is it?": lambda c, n, q: (c + torch.arange(n)) % q,
             "round down: the first block is 0": lambda c, n, q: -(-(c + torch.arange(n)) // q),
-            "the tile starts at `column`, in the middle of a block or not; don't count tiles": lambda c, n, q: (
+            "the tile starts at `column`, which may be mid-block; don't count tiles": lambda c, n, q: (
                 c // n + torch.arange(n) // q
             ),
             "a block is QUANT_BLOCK columns long, whatever the tile": lambda c, n, q: (c + torch.arange(n)) // n,
@@ -123,17 +123,17 @@ EXERCISES = {
         cases=lambda: [*_small_cases()],
         mistakes={
             "nothing is added to acc yet": _by(lambda sums, a, b: 0 * sums.sum(-1)),
-            "no scale is used": _by(lambda sums, a, b: sums.sum(-1)),
-            "b has scales, too": _by(lambda sums, a, b: (sums * a).sum(-1)),
-            "a has scales, too": _by(lambda sums, a, b: (sums * b).sum(-1)),
-            "each block has scales of its own: the column of a scale is the block": _by(
+            "the scales are missing": _by(lambda sums, a, b: sums.sum(-1)),
+            "b has scales too": _by(lambda sums, a, b: (sums * a).sum(-1)),
+            "a has scales too": _by(lambda sums, a, b: (sums * b).sum(-1)),
+            "each block has its own scales: a scale's column is the block": _by(
                 lambda sums, a, b: (sums * a[..., :1] * b[..., :1]).sum(-1)
             ),
             "the scales belong inside the loop: each block has its own": _by(
                 lambda sums, a, b: sums.sum(-1) * a[..., -1] * b[..., -1]
             ),
-            "only the last block is left: add to acc": _by(lambda sums, a, b: (sums * a * b)[..., -1]),
-            "a's scale belongs to a row of the tile: [:, None]": _by(_turned),
+            "only the last block survives: add to acc": _by(lambda sums, a, b: (sums * a * b)[..., -1]),
+            "a's scales belong to the rows of the tile: [:, None]": _by(_turned),
             "the last, short block is missing": _without_short,
             "a block's sum needs more than 16 bits": _by(
                 lambda sums, a, b: (((sums + 2**15) % 2**16 - 2**15) * a * b).sum(-1)
@@ -144,18 +144,18 @@ EXERCISES = {
             ),
             "float16 can't hold the scaled sums": _by(lambda sums, a, b: (sums * a * b).half().double().sum(-1)),
             "multiply by both scales, don't add them": _by(lambda sums, a, b: (sums * (a + b)).sum(-1)),
-            "each block has a scale of a of its own: its column is the block": _by(
+            "each block of a has its own scale: its column is the block": _by(
                 lambda sums, a, b: (sums * a[..., :1] * b).sum(-1)
             ),
-            "each block has a scale of b of its own: its column is the block": _by(
+            "each block of b has its own scale: its column is the block": _by(
                 lambda sums, a, b: (sums * a * b[..., :1]).sum(-1)
             ),
-            "b's scale is that of row n // QUANT_BLOCK; this takes row 0": _by(
+            "b's scale is in row n // QUANT_BLOCK; this uses row 0": _by(
                 lambda sums, a, b: (sums * a * b[:, :1]).sum(-1)
             ),
             "a block is QUANT_BLOCK columns of K, not always 32": _of_thirty_two,
-            "a's scales are cut to whole numbers": _by(lambda sums, a, b: (sums * a.trunc() * b).sum(-1)),
-            "b's scales are cut to whole numbers": _by(lambda sums, a, b: (sums * a * b.trunc()).sum(-1)),
+            "a's scales are truncated to whole numbers": _by(lambda sums, a, b: (sums * a.trunc() * b).sum(-1)),
+            "b's scales are truncated to whole numbers": _by(lambda sums, a, b: (sums * a * b.trunc()).sum(-1)),
         },
         kernel=True,
         bound=_bound,
@@ -168,11 +168,11 @@ EXERCISES = {
             "the last, short step is missing": _where(lambda k, K, B: k < K // B * B),
             "the last column is missing": _where(lambda k, K, B: k < K - 1),
             "in a full step, K % BLOCK_K is 0": _where(lambda k, K, B: k % B < K % B),
-            "only the last step is left: add them up": _where(lambda k, K, B: k >= (K - 1) // B * B),
+            "only the last step survives: add them up": _where(lambda k, K, B: k >= (K - 1) // B * B),
             "float16 can't hold the sums of a step": lambda x, w, B: sum(
                 _clipped((a.double() * b.double()).sum(1)) for a, b in zip(x.split(B), w.split(B, 1), strict=True)
             ).int(),
-            "each program has 16 channels of its own: its number says which": lambda x, w, B: (
+            "each program has its own 16 channels: its program id says which": lambda x, w, B: (
                 _one_token(x, w, B) * (torch.arange(len(w), device=w.device) < 16)
             ),
         },

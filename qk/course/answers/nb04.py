@@ -103,27 +103,27 @@ EXERCISES = {
         expected=_moved,
         cases=lambda: [(256, 1536, 128), (10, 300, 128), (1, 31, 32), (7, 64, 64), (4096, 11008, 96)],
         mistakes={
-            "what the product writes, the next kernel reads again": lambda M, N, b: 3 * M * N + 4 * M * -(-N // b),
+            "the next kernel reads what the matmul writes": lambda M, N, b: 3 * M * N + 4 * M * -(-N // b),
             "a short last block has a scale too: round up": lambda M, N, b: 5 * M * N + 4 * M * (N // b),
-            "there are scales, too": lambda M, N, b: 5 * M * N,
+            "there are scales too": lambda M, N, b: 5 * M * N,
             "a scale has four bytes": lambda M, N, b: 5 * M * N + M * -(-N // b),
             "a scale is a float32: four bytes": lambda M, N, b: 5 * M * N + 2 * M * -(-N // b),
             "a scale belongs to a block, not to each value": lambda M, N, b: 9 * M * N,
-            "each block of each row has a scale; this is one for each row": lambda M, N, b: 5 * M * N + 4 * M,
+            "each block of each row has a scale; this counts one per row": lambda M, N, b: 5 * M * N + 4 * M,
             "a block is part of one row: each row has its own": lambda M, N, b: 5 * M * N + 4 * -(-M // b) * -(-N // b),
-            "each scale of a row's blocks counts once, not the values that would fill the last block": lambda M, N, b: (
+            "count each block's scale once, not the values that would fill the last block": lambda M, N, b: (
                 (5 * b + 4) * M * -(-N // b)
             ),
-            "bfloat16 is written and read once; bias and GELU are fused: they move nothing": lambda M, N, b: (
+            "bfloat16 is written and read once; bias and GELU are fused and move nothing": lambda M, N, b: (
                 9 * M * N + 4 * M * -(-N // b)
             ),
             "a code has one byte": lambda M, N, b: 6 * M * N + 4 * M * -(-N // b),
-            "each row has blocks of its own": lambda M, N, b: 5 * M * N + 4 * -(-N // b),
-            "that is a fused kernel; here the output is written in bfloat16 and read again": lambda M, N, b: (
+            "each row has its own blocks": lambda M, N, b: 5 * M * N + 4 * -(-N // b),
+            "that's a fused kernel; here the output is written in bfloat16 and read back": lambda M, N, b: (
                 M * N + 4 * M * -(-N // b)
             ),
         },
-        note="any sizes, also where N ends in a short block",
+        note="any sizes, including those where N ends in a short block",
     ),
     "softplus_codes": Exercise(
         expected=_softplus,
@@ -133,23 +133,23 @@ EXERCISES = {
             f"softplus(-1) isn't 0: {_why}": _padded(-1.0),
             f"softplus(-5) isn't 0: {_why}": _padded(-5.0),
             f"softplus(-10) isn't 0: {_why}": _padded(-10.0),
-            "tl.abs makes 1 of -1: put there what never is the largest magnitude": lambda x, GROUP: _softplus(
+            "tl.abs turns -1 into 1: use a value that is never the largest magnitude": lambda x, GROUP: _softplus(
                 x, GROUP, 1.0
             ),
         },
         kernel=True,
-        note="any N and GROUP, and values down to a softplus of a millionth",
+        note="any N and GROUP, and for softplus values down to a millionth",
     ),
     "gated": Exercise(
         expected=_gated(),
         cases=lambda: [*_gated_cases()],
         mistakes={
             "the gate goes through SiLU, not up": _gated(gating=lambda gate, up: gate * F.silu(up)),
-            "SiLU is of the gate alone, before the product": _gated(gating=lambda gate, up: F.silu(gate * up)),
+            "SiLU applies to the gate alone, before the product": _gated(gating=lambda gate, up: F.silu(gate * up)),
             "silu(v) is v * sigmoid(v)": _gated(gating=lambda gate, up: gate.sigmoid() * up),
             "up is missing": _gated(gating=lambda gate, up: F.silu(gate)),
             "the gate isn't gated: SiLU is missing": _gated(gating=lambda gate, up: gate * up),
-            "to(tl.int8) cuts off: round first": _gated(rounding=lambda t: (t + 1e-4 * t.sign()).trunc()),
+            "to(tl.int8) truncates: round first": _gated(rounding=lambda t: (t + 1e-4 * t.sign()).trunc()),
             "a scale is absmax / 127": _gated(scaling=lambda absmax: absmax),
             "a scale is absmax / 127, not its inverse": _gated(scaling=lambda absmax: 127 / absmax),
             "sigmoid(v) is 1 / (1 + exp(-v)): mind the sign": _gated(
@@ -164,10 +164,10 @@ EXERCISES = {
             "absmax is the largest magnitude: abs is missing": _signed,
             "the scales are missing": _in_place_of(scales=torch.zeros_like),
             "the codes are missing": _in_place_of(codes=torch.zeros_like),
-            "each program has a group of its own: program_id": _first_group,
+            "each program has its own group: program_id": _first_group,
         },
         kernel=True,
         bound=[0.0, 1e-5],
-        note="any N and GROUP, negative gates, and groups of huge and of tiny values",
+        note="any N and GROUP, negative gates, and groups of huge or tiny values",
     ),
 }

@@ -54,21 +54,21 @@ EXERCISES = {
         expected=lambda M, N: (8 + 8 + 8 + 6) * M * N + 4 * M + 4 * N,
         cases=lambda: [(256, 1536), (1, 10), (7, 3), (4096, 14336)],
         mistakes={
-            "int32 to float32 is a step too: the bits change": lambda M, N: 22 * M * N + 4 * M + 4 * N,
+            "converting int32 to float32 is a step too": lambda M, N: 22 * M * N + 4 * M + 4 * N,
             "the output has two bytes": lambda M, N: 32 * M * N + 4 * M + 4 * N,
             "there is no bias": lambda M, N: 38 * M * N + 4 * M + 8 * N,
             "each step also writes a matrix": lambda M, N: 16 * M * N + 4 * M + 4 * N,
             "each step reads its matrix again, and writes another": lambda M, N: 6 * M * N + 4 * M + 4 * N,
-            "there are two multiplications, each of a matrix": lambda M, N: 22 * M * N + 4 * M,
-            "multiplying by b makes another matrix: 8 bytes, too": lambda M, N: 26 * M * N + 4 * M + 4 * N,
-            "the vectors are read, too": lambda M, N: 30 * M * N,
+            "there are two multiplications, each over a whole matrix": lambda M, N: 22 * M * N + 4 * M,
+            "multiplying by b makes another matrix: 8 more bytes": lambda M, N: 26 * M * N + 4 * M + 4 * N,
+            "the vectors are read too": lambda M, N: 30 * M * N,
             "an element of a vector has four bytes": lambda M, N: 30 * M * N + M + N,
             "the vectors are float32: four bytes": lambda M, N: 30 * M * N + 2 * M + 2 * N,
             "the sums are int32: four bytes, not bfloat16's two; the output has two": lambda M, N: (
                 28 * M * N + 4 * M + 4 * N
             ),
             "the last step, to float16, is missing": lambda M, N: 24 * M * N + 4 * M + 4 * N,
-            "each vector is read once, not for each element": lambda M, N: 38 * M * N,
+            "each vector is read once, not once per element": lambda M, N: 38 * M * N,
         },
         note="any M and N",
     ),
@@ -77,15 +77,15 @@ EXERCISES = {
         cases=lambda: [*_sliced_cases()],
         mistakes={
             "row r of g begins r * stride elements after the first": _taken_for_dense,
-            "the columns from N on are a neighbour's, and came into top": _into_the_neighbours,
+            "the columns from N on belong to a neighbor, and they got into top": _into_the_neighbours,
             "top is the largest magnitude: mind the sign": _signed,
-            "top belongs to what is stored, after the multiplication": lambda g, a, N, BLOCK: _with_top(
+            "top is taken of what is stored, after the multiplication": lambda g, a, N, BLOCK: _with_top(
                 _scaled(g, a, N, BLOCK), g[:, :N].abs().amax(1)
             ),
             "top is the largest magnitude, not the sum": lambda *case: _with_top(
                 _scaled(*case), _scaled(*case).abs().sum(1)
             ),
-            "which program is it? Each has a row of its own": lambda *case: (
+            "which program is it? Each has its own row": lambda *case: (
                 _sliced(*case) * (torch.arange(len(case[0]), device=case[0].device) == 0)[:, None]
             ),
         },
@@ -96,21 +96,23 @@ EXERCISES = {
         expected=_break_even,
         cases=lambda: [(2560, 4, 2), (13824, 4, 2), (2500, 4, 2), (3840, 1, 10), (1, 3, 1), (7, 8, 50), (10**8, 1, 1)],
         mistakes={
-            "round up: at the number before, the bytes take less": lambda N, tb, launch: launch * tb * 10**6 // (4 * N),
-            "as long as the launch is enough: where it comes out even, don't add one": lambda N, tb, launch: (
+            "round up: with one token fewer, the bytes take less time": lambda N, tb, launch: (
+                launch * tb * 10**6 // (4 * N)
+            ),
+            "as long as the launch is enough: where the division is exact, don't add one": lambda N, tb, launch: (
                 launch * tb * 10**6 // (4 * N) + 1
             ),
             "one pass reads 2 bytes, and writes 2": lambda N, tb, launch: math.ceil(launch * tb * 10**6 / (2 * N)),
             "those are the bytes of the eager line": lambda N, tb, launch: math.ceil(launch * tb * 10**6 / (36 * N)),
             "the faster the memory, the more tokens": lambda N, tb, launch: math.ceil(launch * 10**6 / (4 * N * tb)),
-            "1 TB/s is a million bytes in a µs": lambda N, tb, launch: math.ceil(launch * tb * 10**12 / (4 * N)),
-            "1 TB/s is a million bytes in a µs, not a thousand": lambda N, tb, launch: (
+            "1 TB/s is a million bytes per µs": lambda N, tb, launch: math.ceil(launch * tb * 10**12 / (4 * N)),
+            "1 TB/s is a million bytes per µs, not a thousand": lambda N, tb, launch: (
                 -(-launch * tb * 10**3 // (4 * N))
             ),
             "bandwidth is in bytes already": lambda N, tb, launch: -(-launch * tb * 8 * 10**6 // (4 * N)),
             "those are the bytes of one launch's time; a token has 4 N": lambda N, tb, launch: launch * tb * 10**6,
             "a number of tokens is an integer": lambda N, tb, launch: launch * tb * 10**6 / (4 * N),
         },
-        note="any sizes, also those that come out even, and less than one token",
+        note="any sizes, including exact divisions and less than one token",
     ),
 }

@@ -89,16 +89,16 @@ EXERCISES = {
         cases=_positions,
         note=_EVERY_L,
         mistakes={
-            "windows overlap: the next one begins two columns further": lambda p, L: (
+            "windows overlap: the next one begins two columns later": lambda p, L: (
                 p // (2 * L - 4) * L + p % (2 * L - 4)
             ),
-            "that is right in the first group; the next one begins L columns further": lambda p, L: p // 4 * 2 + p % 4,
+            "that's right in the first group; the next one begins L columns later": lambda p, L: p // 4 * 2 + p % 4,
             "columns repeat: a group of L columns becomes 2L - 4 positions": lambda p, L: p,
             "a group has 2L - 4 positions, not L": lambda p, L: p // L * L + p % L // 4 * 2 + p % 4,
             "each group begins L columns after the one before": lambda p, L: (
                 p // (2 * L - 4) * (2 * L - 4) + p % (2 * L - 4) // 4 * 2 + p % 4
             ),
-            "the first group has the number 0": lambda p, L: _column_at(p, L) - L,
+            "the first group is number 0": lambda p, L: _column_at(p, L) - L,
             "windows begin two columns apart, not three": lambda p, L: (
                 p // (2 * L - 4) * L + p % (2 * L - 4) // 4 * 3 + p % 4
             ),
@@ -108,7 +108,7 @@ EXERCISES = {
             "a group has several windows, two columns apart": lambda p, L: p // (2 * L - 4) * L + p % (2 * L - 4) % 4,
             "where in the window? p % 4 is missing": lambda p, L: p // (2 * L - 4) * L + p % (2 * L - 4) // 4 * 2,
             "that is the column within its group: add the group's first column": lambda p, L: _column_at(p, L) % L,
-            "that is right for L = 8; use L": lambda p, L: _column_at(p, 8),
+            "that's right for L = 8; use L": lambda p, L: _column_at(p, 8),
             "use integer division, //": lambda p, L: p / (2 * L - 4) * L + p % (2 * L - 4) // 4 * 2 + p % 4,
             "windows begin two columns apart, not one": lambda p, L: (
                 p // (2 * L - 4) * L + p % (2 * L - 4) // 4 + p % 4
@@ -127,16 +127,18 @@ EXERCISES = {
             "there is no window -1: the first two columns of a group lie in one": lambda c, L: _both(
                 c, L, -1, L // 2 - 2
             ),
-            "windows start anew in each group": lambda c, L: [w for w in range(L // 2 - 1) if 2 * w <= c < 2 * w + 4],
-            "give their numbers in the group": lambda c, L: [c // L * (L // 2 - 1) + w for w in _windows_over(c, L)],
+            "windows start over in each group": lambda c, L: [w for w in range(L // 2 - 1) if 2 * w <= c < 2 * w + 4],
+            "return their numbers within the group": lambda c, L: [
+                c // L * (L // 2 - 1) + w for w in _windows_over(c, L)
+            ],
             "windows begin two columns apart, and overlap": lambda c, L: [c % L // 4],
             "a column may have two windows": lambda c, L: _windows_over(c, L)[:1],
-            "a column may have two windows, this is the right one": lambda c, L: _windows_over(c, L)[-1:],
+            "a column may have two windows; this returns only the right one": lambda c, L: _windows_over(c, L)[-1:],
             "from left to right": lambda c, L: _windows_over(c, L)[::-1],
             "return a list": lambda c, L: tuple(_windows_over(c, L)),
             "that is how many there are; return their numbers": lambda c, L: len(_windows_over(c, L)),
-            "the first window has the number 0": lambda c, L: [w + 1 for w in _windows_over(c, L)],
-            "that is right for L = 8; use L": lambda c, L: _windows_over(c, 8),
+            "the first window is number 0": lambda c, L: [w + 1 for w in _windows_over(c, L)],
+            "that's right for L = 8; use L": lambda c, L: _windows_over(c, 8),
             "those are the windows that begin at the column or after it": lambda c, L: [
                 w for w in (c % L // 2, c % L // 2 + 1) if w < L // 2 - 1
             ],
@@ -178,8 +180,8 @@ EXERCISES = {
             "two codes are 16 bits: 8 bits are one code": _with_middle(lambda a, b: ((a >> 8) & 0xFFFFFF) | (b << 24)),
             "b's half is missing in window 1": _with_middle(lambda a, b: (a >> 16) & 0xFFFF),
             "a's half is missing in window 1": _with_middle(lambda a, b: b << 16),
-            "window 1 stands between windows 0 and 2": lambda words, BLOCK: _slide_words(words)[:, [0, 2, 1]],
-            "windows 0 and 2 have changed places": lambda words, BLOCK: _slide_words(words)[:, [2, 1, 0]],
+            "window 1 belongs between windows 0 and 2": lambda words, BLOCK: _slide_words(words)[:, [0, 2, 1]],
+            "windows 0 and 2 are swapped": lambda words, BLOCK: _slide_words(words)[:, [2, 1, 0]],
             "the halves don't overlap if b's is shifted to the upper end: use | and <<": _with_middle(
                 lambda a, b: ((a >> 16) & 0xFFFF) | (b & 0xFFFF)
             ),
@@ -189,20 +191,20 @@ EXERCISES = {
         expected=_ragged_codes,
         cases=_rows,
         kernel=True,
-        note="rows of any length, of values of any size, and all C columns of the output",
+        note="rows of any length, values of any size, and all C columns of the output",
         mistakes={
             "the last group is cut off: its columns up to K belong to this row": lambda x: _ragged_codes(
                 x, x.shape[1] // 8 * 8
             ),
             "the last column of the row is missing": lambda x: _ragged_codes(x, x.shape[1] - 1),
-            "write all C positions, not only K": _incomplete,
+            "write all C positions, not just K": _incomplete,
             "codes end at 127: absmax becomes 127, not 128": lambda x: _ragged_codes(
                 x, absmax=lambda part: part.abs().amax(1, keepdim=True) * 127 / 128
             ),
             "absmax is the largest magnitude, not the largest number": lambda x: _ragged_codes(
                 x, absmax=lambda part: part.amax(1, keepdim=True)
             ),
-            "a floor under absmax turns rows of small values into zeros": lambda x: _ragged_codes(
+            "a lower bound on absmax turns rows of small values into zeros": lambda x: _ragged_codes(
                 x, absmax=lambda part: part.abs().amax(1, keepdim=True).clamp(min=1e-8)
             ),
         },

@@ -129,23 +129,23 @@ EXERCISES = {
             "pair p belongs at place p: the order is reversed": _by_pairs(lambda words, p: _pairs()(words, 3 - p)),
             "that is bfloat16's constant": _by_pairs(_pairs(magic=0x43084308)),
             "a code has four bits: what does your mask keep?": _by_pairs(_pairs(mask=0x00FF00FF)),
-            "without a mask, other codes get into the number": _by_pairs(_pairs(mask=-1)),
+            "without a mask, other codes leak into the number": _by_pairs(_pairs(mask=-1)),
             "a code has four bits: how far is it to the next pair?": _by_pairs(_pairs(shift=8)),
             "a code has four bits, so a pair lies 4 p bits up, not p": _by_pairs(_pairs(shift=1)),
             "the mask must keep a code in the high half, too": _by_pairs(_pairs(mask=0x0000000F)),
-            "the pairs of a word lie side by side, not n apart": _by_pairs(
+            "a word's pairs lie side by side, not n apart": _by_pairs(
                 _pairs(), lambda pairs, B: pairs.T.contiguous().view(-1, 4)
             ),
-            "all programs do the part of the first: where does yours begin?": _by_pairs(_pairs(), _first_block),
+            "every program does the first one's part: where does yours begin?": _by_pairs(_pairs(), _first_block),
         },
         kernel=True,
-        note="any words, their number and any BLOCK",
+        note="any words, any number of them, and any BLOCK",
     ),
     "crossover": Exercise(
         expected=_crossover,
         cases=lambda: list(_FORMATS),
         mistakes={
-            "there A stops waiting for its memory; it is still the faster one": lambda a, b, w, s, o: math.ceil(
+            "that's where memory stops limiting A, which is still faster than B there": lambda a, b, w, s, o: math.ceil(
                 s * a / 16 / w
             ),
             "a multiply-add is two operations": lambda a, b, w, s, o: math.ceil(s * b / 8 / w),
@@ -153,14 +153,14 @@ EXERCISES = {
             "with that many tokens, B is still slower: round up": lambda a, b, w, s, o: int(s * b / 16 / w),
             "a whole number of tokens: round up": lambda a, b, w, s, o: s * b / 16 / w,
             "where both take the same time, B is no slower": lambda a, b, w, s, o: int(s * b / 16 / w) + 1,
-            "where they cross, it is A that multiplies, at its own speed": lambda a, b, w, s, o: math.ceil(
+            "at the crossover, A is the one limited by arithmetic, at its own speed": lambda a, b, w, s, o: math.ceil(
                 o * b / 16 / w
             ),
             "B waits for its own bits, not A's": lambda a, b, w, s, o: math.ceil(o * a / 16 / w),
             "the crossover depends on speed and bandwidth too, not on bits alone": lambda a, b, w, s, o: math.ceil(
                 b / a
             ),
-            "B waits for other_bits / 8 / bandwidth; the share of bits isn't a time": lambda a, b, w, s, o: math.ceil(
+            "B waits for other_bits / 8 / bandwidth; a ratio of bits isn't a time": lambda a, b, w, s, o: math.ceil(
                 s * a / b / w
             ),
             "A reads while it multiplies: its bits don't matter here": lambda a, b, w, s, o: math.ceil(
@@ -168,27 +168,27 @@ EXERCISES = {
             ),
             "the crossover doesn't depend on A's bits": lambda a, b, w, s, o: math.ceil(s * (b + a) / 16 / w),
         },
-        note="any formats and speeds, also where both take the same time",
+        note="any formats and speeds, including where both take the same time",
     ),
     "small_gemv": Exercise(
         expected=_gemv(),
         cases=lambda: [*_gemv_cases()],
         mistakes={
             "nothing is added to acc yet": _gemv(lambda sums, scale: 0 * sums.sum(1)),
-            "no scale is used": _gemv(lambda sums, scale: sums.sum(1)),
-            "each group has a scale of its own: its column is the group": _gemv(
+            "the scales are missing": _gemv(lambda sums, scale: sums.sum(1)),
+            "each group has its own scale: its column is the group": _gemv(
                 lambda sums, scale: (sums * scale[:, :1]).sum(1)
             ),
             "the scale belongs inside the loop: each group has its own": _gemv(
                 lambda sums, scale: sums.sum(1) * scale[:, -1]
             ),
-            "only the last group is left: add to acc": _gemv(lambda sums, scale: (sums * scale)[:, -1]),
+            "only the last group survives: add to acc": _gemv(lambda sums, scale: (sums * scale)[:, -1]),
             "a word holds eight codes, and all of them count": _gemv(keep=lambda column, n: column % 8 == 0),
             "the eighth code of each word is missing": _gemv(keep=lambda column, n: column % 8 < 7),
-            "each program has 16 rows of its own: its number says which": _only_the_first_rows,
+            "each program has its own 16 rows: its program id says which": _only_the_first_rows,
             "the last, short group is missing": _without_short,
             "codes have a sign": _unsigned_gemv,
-            "each row has scales of its own; this takes row 0's": _gemv(lambda sums, scale: (sums * scale[:1]).sum(1)),
+            "each row has its own scales; this uses row 0's": _gemv(lambda sums, scale: (sums * scale[:1]).sum(1)),
             "a row's scales lie side by side: n * groups + g": _gemv(
                 lambda sums, scale: (sums * scale.flatten().view(scale.shape[1], -1).T).sum(1)
             ),
@@ -199,7 +199,7 @@ EXERCISES = {
             "x keeps its 32 bits: float16 is too narrow": lambda x, words, scale, GROUP: _gemv()(
                 x.half().float(), words, scale, GROUP
             ),
-            "scales are cut to whole numbers": _gemv(lambda sums, scale: (sums * scale.trunc()).sum(1)),
+            "scales are truncated to whole numbers": _gemv(lambda sums, scale: (sums * scale.trunc()).sum(1)),
         },
         kernel=True,
         bound=_gemv_bound,

@@ -132,27 +132,25 @@ EXERCISES = {
         cases=_layers,
         note="any N, K and group size",
         mistakes={
-            "a row of an odd number of codes leaves half a byte empty": lambda N, K, g: _int4_bytes(
+            "a row with an odd number of codes leaves half a byte empty": lambda N, K, g: _int4_bytes(
                 N, K, g, codes=N * (K // 2)
             ),
             "rows don't share a byte": lambda N, K, g: _int4_bytes(N, K, g, codes=(N * K + 1) // 2),
-            "two codes are in a byte": lambda N, K, g: _int4_bytes(N, K, g, codes=N * K),
-            "eight codes are in four bytes, not in one": lambda N, K, g: _int4_bytes(N, K, g, codes=N * -(-K // 8)),
+            "a byte holds two codes": lambda N, K, g: _int4_bytes(N, K, g, codes=N * K),
+            "eight codes take four bytes, not one": lambda N, K, g: _int4_bytes(N, K, g, codes=N * -(-K // 8)),
             "the last group of a row may be short, and has an absmax too": lambda N, K, g: _int4_bytes(
                 N, K, g, absmax=2 * N * (K // g)
             ),
-            "each row has groups of its own": lambda N, K, g: _int4_bytes(N, K, g, absmax=2 * -(-N * K // g)),
+            "each row has its own groups": lambda N, K, g: _int4_bytes(N, K, g, absmax=2 * -(-N * K // g)),
             "float16 has two bytes": lambda N, K, g: _int4_bytes(N, K, g, absmax=4 * N * -(-K // g)),
             "an absmax has two bytes": lambda N, K, g: _int4_bytes(N, K, g, absmax=N * -(-K // g)),
             "there is an absmax for each group": lambda N, K, g: _int4_bytes(N, K, g, absmax=0),
-            "each row has an absmax for each of its groups, not only one": lambda N, K, g: _int4_bytes(
-                N, K, g, absmax=2 * N
-            ),
+            "each row has one absmax per group, not just one": lambda N, K, g: _int4_bytes(N, K, g, absmax=2 * N),
             "the bias is missing": lambda N, K, g: _int4_bytes(N, K, g, bias=0),
             "the bias is in float32": lambda N, K, g: _int4_bytes(N, K, g, bias=2 * N),
             "the bias has a value for each row, not for each column": lambda N, K, g: _int4_bytes(N, K, g, bias=4 * K),
             "the format is missing": lambda N, K, g: _int4_bytes(N, K, g, format=0),
-            "a layer has one format, not each row": lambda N, K, g: _int4_bytes(N, K, g, format=12 * N),
+            "there is one format per layer, not per row": lambda N, K, g: _int4_bytes(N, K, g, format=12 * N),
             "a layer has a bias for each of its rows": lambda N, K, g: _int4_bytes(N, K, g, bias=4),
             "an int32 has four bytes, not eight": lambda N, K, g: _int4_bytes(N, K, g, format=24),
             "a short last group isn't padded with codes": lambda N, K, g: _int4_bytes(
@@ -162,7 +160,7 @@ EXERCISES = {
                 N, K, g, absmax=2 * K * -(-N // g)
             ),
             "the format has three integers of four bytes": lambda N, K, g: _int4_bytes(N, K, g, format=3),
-            "only the codes? Absmax, bias and format have bytes too": lambda N, K, g: N * ((K + 1) // 2),
+            "only the codes? absmax, bias and format take bytes too": lambda N, K, g: N * ((K + 1) // 2),
         },
     ),
     "lookup": Exercise(
@@ -171,13 +169,13 @@ EXERCISES = {
         kernel=True,
         note="any D, any BLOCK, and scales of any size",
         mistakes={
-            "each row has a scale of its own: load that of row ids[t]": lambda ids, codes, scale, BLOCK: (
+            "each row has its own scale: load the one of row ids[t]": lambda ids, codes, scale, BLOCK: (
                 codes[ids].float() * scale[0]
             ),
-            "the scale is that of row ids[t], not of row t": lambda ids, codes, scale, BLOCK: (
+            "use the scale of row ids[t], not of row t": lambda ids, codes, scale, BLOCK: (
                 codes[ids].float() * scale[torch.arange(len(ids), device=ids.device) % len(scale)]
             ),
-            "the codes are those of row ids[t], not of row t": lambda ids, codes, scale, BLOCK: (
+            "use the codes of row ids[t], not of row t": lambda ids, codes, scale, BLOCK: (
                 codes[torch.arange(len(ids), device=ids.device) % len(codes)].float() * scale[ids]
             ),
             "use row ids[t], not row t": lambda ids, codes, scale, BLOCK: _lookup(
@@ -190,10 +188,10 @@ EXERCISES = {
                 ids, codes, scale.bfloat16().float()
             ),
             "the scale is absmax / 127 already": lambda ids, codes, scale, BLOCK: _lookup(ids, codes, scale / 127),
-            "scales can be tiny: a floor under them changes the result": lambda ids, codes, scale, BLOCK: _lookup(
+            "scales can be tiny: a lower bound on them changes the result": lambda ids, codes, scale, BLOCK: _lookup(
                 ids, codes, scale.clamp(min=1e-8)
             ),
-            "scales are no whole numbers": lambda ids, codes, scale, BLOCK: _lookup(ids, codes, scale.trunc()),
+            "scales aren't whole numbers": lambda ids, codes, scale, BLOCK: _lookup(ids, codes, scale.trunc()),
             "the scale is missing": lambda ids, codes, scale, BLOCK: codes[ids].float(),
             "multiply by the scale, don't divide": lambda ids, codes, scale, BLOCK: codes[ids].float() / scale[ids],
             "only the first BLOCK columns: program (t, b) writes the b-th block": _of_first_columns,
@@ -208,17 +206,17 @@ EXERCISES = {
         note="any number of layers and any budget",
         mistakes={
             "the others may cost as much as the budget, to the last unit": lambda c, b: _keep(c, b - 1),
-            "keep those that cost most: then few are enough": lambda c, b: _ordered(c)[::-1][
+            "keep the most costly ones: then few are enough": lambda c, b: _ordered(c)[::-1][
                 : _needed(c, b, _ordered(c)[::-1])
             ],
-            "the budget is for the others, not for those that are kept": _within_budget,
+            "the budget is for the others, not for the ones you keep": _within_budget,
             "the costs add up: one layer below the budget is not enough": _until_small,
-            "the names of those in 8 bits, not of the others": lambda c, b: _ordered(c)[_needed(c, b) :],
+            "return the names of those in 8 bits, not of the others": lambda c, b: _ordered(c)[_needed(c, b) :],
             "the most costly comes first": lambda c, b: _keep(c, b)[::-1],
-            "keep the most costly first; this keeps what doesn't fit beside the ones before": _what_does_not_fit,
-            "the budget is for the others: take a kept layer's cost from their sum": _from_the_budget,
+            "keep the most costly first; this keeps whatever no longer fits": _what_does_not_fit,
+            "the budget is for the others: subtract a kept layer's cost from their sum": _from_the_budget,
             "the others' sum counts, not their mean": lambda c, b: _keep(c, b * max(len(c), 1)),
-            "costs are numbers: as text, 9 is larger than 40": lambda c, b: (
+            "costs are numbers: compared as text, 9 is larger than 40": lambda c, b: (
                 names := sorted(c, key=lambda name: str(c[name]), reverse=True)
             )[: _needed(c, b, names)],
             "sort by cost, not by name": lambda c, b: sorted(_keep(c, b)),
@@ -228,32 +226,34 @@ EXERCISES = {
             "return a list": lambda c, b: tuple(_keep(c, b)),
             "return the names, not their costs": lambda c, b: [c[name] for name in _keep(c, b)],
             "sort by cost": lambda c, b: list(c)[: _needed(c, b)],
-            "those are all layers: stop when the others fit into the budget": lambda c, b: _ordered(c),
+            "that's every layer: stop when the others fit into the budget": lambda c, b: _ordered(c),
         },
     ),
     "second_moment": Exercise(
         expected=_second_moment,
         cases=_moments,
-        note="values of any size, and pads that hold NaN or infinity",
+        note="values of any size, and padding that holds NaN or infinity",
         mistakes={
-            "pads came in: use the mask": _of_all,
+            "padding was counted: use the mask": _of_all,
             "0 times NaN is NaN: select the tokens instead of multiplying by the mask": _of_masked,
-            "the pads are where the mask is 0": lambda x, mask: _second_moment(x, 1 - mask),
+            "padding is where the mask is 0": lambda x, mask: _second_moment(x, 1 - mask),
             "the sum, not the mean": lambda x, mask: _second_moment(x, mask) / mask.sum(),
-            "the sum, not the mean; and pads were counted": lambda x, mask: _second_moment(x, mask) / mask.numel(),
-            "an outer product for each token, and then the sum": lambda x, mask: torch.outer(
+            "the sum, not the mean; and padding was counted": lambda x, mask: _second_moment(x, mask) / mask.numel(),
+            "take an outer product per token, then sum them": lambda x, mask: torch.outer(
                 x[mask == 1].sum(0), x[mask == 1].sum(0)
             ),
-            "signs count: don't take magnitudes": lambda x, mask: _second_moment(x.abs(), mask),
-            "negative numbers count, too": lambda x, mask: x[mask == 1].clamp(min=0).T @ x[mask == 1],
+            "signs matter: don't take magnitudes": lambda x, mask: _second_moment(x.abs(), mask),
+            "negative numbers count too": lambda x, mask: x[mask == 1].clamp(min=0).T @ x[mask == 1],
             "float16 can't hold the values": lambda x, mask: (
                 (x[mask == 1].half().float().T @ x[mask == 1].half().float()).half().float()
             ),
             "all tokens count, not only as many as the shortest sentence has": lambda x, mask: _of_all(
                 x[:, : int(mask.sum(1).min())], mask
             ),
-            "not only the diagonal": lambda x, mask: _second_moment(x, mask).diagonal().diag(),
-            "inputs that vary together: [K, K]": lambda x, mask: x[mask == 1] @ x[mask == 1].T,
+            "the whole matrix is needed, not just the diagonal": lambda x, mask: (
+                _second_moment(x, mask).diagonal().diag()
+            ),
+            "it has an entry for each pair of inputs: [K, K]": lambda x, mask: x[mask == 1] @ x[mask == 1].T,
             "add up the sentences": lambda x, mask: (x * mask[..., None]).mT @ (x * mask[..., None]),
             "that is the first sentence alone": lambda x, mask: _second_moment(x[:1], mask[:1]),
             "don't subtract the mean": lambda x, mask: _second_moment(x - x[mask == 1].mean(0), mask),

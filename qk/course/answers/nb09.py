@@ -64,7 +64,7 @@ _FRACTION = Exercise(
     cases=_groups,
     bound=1e-5,
     mistakes={
-        "each square error is weighted by its entry of counts": _pick(loss=lambda e, counts: e**2),
+        "each squared error is weighted by its entry in counts": _pick(loss=lambda e, counts: e**2),
         "codes end at 7 and -7: clamp them": _pick(_clipped(low=-1e9, high=1e9)),
         "codes end at -7, not at -8": _pick(_clipped(low=-8)),
         "codes end at 7, not at 8": _pick(_clipped(high=8)),
@@ -81,9 +81,9 @@ _FRACTION = Exercise(
         "errors of both signs cancel: square each": _pick(loss=lambda e, counts: counts * e),
         "add the errors up; the largest alone doesn't count": _pick(loss=lambda e, counts: (counts * e**2).amax()),
         "negative weights have a magnitude too": _pick(_clipped(largest=torch.max)),
-        "that fraction loses most": _pick(answer=lambda f, lost: f[lost.index(max(lost))]),
+        "that is the fraction with the largest error": _pick(answer=lambda f, lost: f[lost.index(max(lost))]),
         "return the fraction, not its place": _pick(answer=lambda f, lost: lost.index(min(lost))),
-        "return the fraction, not what it loses": _pick(answer=lambda f, lost: min(lost)),
+        "return the fraction, not its error": _pick(answer=lambda f, lost: min(lost)),
         "that is the first fraction: compare them": _pick(answer=lambda f, lost: f[0]),
         "that is the last fraction: compare them": _pick(answer=lambda f, lost: f[-1]),
         "1 isn't always best, and not always among the fractions": lambda x, counts, fractions: 1.0,
@@ -132,9 +132,11 @@ _STAGE = Exercise(
         (_values(320, -4), 32, 64),
     ],  # fmt: skip
     mistakes={
-        "the second of a pair is the first minus the second, not the other way": _pairs(lambda a, b: [a + b, b - a]),
-        "both of a pair became the sum": _pairs(lambda a, b: [a + b, a + b]),
-        "both of a pair became the difference": _pairs(lambda a, b: [a - b, a - b]),
+        "the second of a pair is the first minus the second, not the other way round": _pairs(
+            lambda a, b: [a + b, b - a]
+        ),
+        "both elements of a pair became the sum": _pairs(lambda a, b: [a + b, a + b]),
+        "both elements of a pair became the difference": _pairs(lambda a, b: [a - b, a - b]),
         "sum and difference are swapped": _pairs(lambda a, b: [a - b, a + b]),
         "the pairs are swapped, not added": _pairs(lambda a, b: [b, a]),
         "neighbors are a pair only if APART is 1": lambda x, apart, block: _stage(x, 1),
@@ -147,8 +149,8 @@ _STAGE = Exercise(
         "every second run of APART is first, not every third": lambda x, apart, block: _chosen(
             x, apart, lambda i: i // apart % 3 == 0
         ),
-        "no factor here: it comes at the end": _wrong(lambda out, a, b: out * 2**-0.5),
-        "all programs do the first program's part: where does yours begin?": lambda x, apart, block: _stage(
+        "no factor here: that comes at the end": _wrong(lambda out, a, b: out * 2**-0.5),
+        "every program does the first one's part: where does yours begin?": lambda x, apart, block: _stage(
             x, apart
         ).where(torch.arange(len(x), device=x.device) < block, 99),
         "BLOCK isn't always 64": lambda x, apart, block: _stage(x, apart).where(
@@ -221,7 +223,7 @@ _GPTQ = Exercise(
         "the error is in weights, not in steps: don't divide it by the scale": lambda w, U, k, scale: _step(
             spread=lambda e, U, k: (e / scale)[:, None] * U[k, k + 1 :] / U[k, k]
         )(w, U, k, scale),
-        "column k keeps its rounded values: only later ones make up for the error": _other(
+        "column k keeps its rounded values: only later columns make up for the error": _other(
             lambda now, w, k, scale: _put(now, k, 2 * now[:, [k]] - w[:, [k]])
         ),
         "codes end at -7, not at -8": _step(end=8),
@@ -231,18 +233,18 @@ _GPTQ = Exercise(
         "column k holds codes now: multiply by the scale": _other(
             lambda now, w, k, scale: _put(now, k, now[:, [k]] / scale)
         ),
-        "all later columns change, not the next one alone": _other(
+        "all later columns change, not just the next one": _other(
             lambda now, w, k, scale: torch.cat([now[:, : k + 2], w[:, k + 2 :]], 1)
         ),
         "only column k is rounded": _other(
             lambda now, w, k, scale: torch.cat([now[:, : k + 1], (now / scale).round()[:, k + 1 :]], 1)
         ),
-        "the columns before k stay as they were": _other(
+        "the columns before k don't change": _other(
             lambda now, w, k, scale: torch.cat([(now / scale).round()[:, :k] * scale, now[:, k:]], 1)
         ),
         "each row has its own scale": lambda w, U, k, scale: _step()(w, U, k, scale[:1].expand(len(scale))),
     },
-    note="any column k, the last one too; weights beyond 7 times the scale; any magnitude",
+    note="any column k, including the last; weights beyond 7 times the scale; any magnitude",
 )
 
 EXERCISES = {"best_fraction": _FRACTION, "stage": _STAGE, "gptq_step": _GPTQ}

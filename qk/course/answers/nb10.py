@@ -34,13 +34,13 @@ _SCALES = Exercise(
     cases=_scale_cases,
     mistakes={
         "transpose: out is [groups, blocks of tokens], in this order": _squares(transpose=lambda s: s),
-        "transposed, not read off in another order: which stride has out?": _squares(
+        "transpose it, don't just read it in another order: what is out's stride?": _squares(
             transpose=lambda s: s.reshape(s.shape[::-1])
         ),
-        "the last tokens are a short block, and have a scale too": _squares(
+        "the last tokens form a short block, which has a scale too": _squares(
             groups=lambda scale, B: scale[: max(len(scale) // B, 1) * B].split(B)
         ),
-        "the last tokens are a short block: all that lie before M count": _squares(
+        "the last tokens form a short block: every one before M counts": _squares(
             groups=lambda scale, B: [rows if len(rows) == B else 0 * rows for rows in scale.split(B)]
         ),
         "what the mask leaves out must never be the largest: load 0 there": _squares(
@@ -49,12 +49,12 @@ _SCALES = Exercise(
         "take the largest scale of the block, not the smallest": _squares(lambda rows: rows.amin(0)),
         "take the largest scale of the block, not the mean": _squares(lambda rows: rows.mean(0)),
         "take the largest scale of the block, not the sum": _squares(lambda rows: rows.sum(0)),
-        "a floor under tiny scales changes them: any size, 0 included": _squares(
+        "a lower bound changes tiny scales: they may be of any size, including 0": _squares(
             lambda rows: rows.amax(0).clamp(min=1e-12)
         ),
-        "the last token is missing: rows below M are allowed": lambda scale, B: _squares(lambda rows: rows.amax(0))(
-            torch.cat([scale[:-1], 0 * scale[-1:]]), B
-        ),
+        "the last token is missing: every row below M belongs to it": lambda scale, B: _squares(
+            lambda rows: rows.amax(0)
+        )(torch.cat([scale[:-1], 0 * scale[-1:]]), B),
         "the mask compares rows with M, not with groups": lambda scale, B: _squares()(
             scale * (torch.arange(len(scale), device=scale.device) < scale.shape[1])[:, None], B
         ),
@@ -64,10 +64,10 @@ _SCALES = Exercise(
         "a block has B tokens, and each has its own scale": _squares(lambda rows: rows[0]),
         "a block's tokens are neighbors": _squares(groups=_every_nth),
         "the scales are divided by 127 already": _squares(lambda rows: rows.amax(0) / 127),
-        "all programs read the first block: where does yours begin?": _squares(
+        "every program reads the first block: where does yours begin?": _squares(
             groups=lambda scale, B: [scale[:B]] * -(-len(scale) // B)
         ),
-        "all programs read group 0: what is tl.program_id(1)?": lambda scale, B: _squares()(
+        "every program reads group 0: what is tl.program_id(1)?": lambda scale, B: _squares()(
             scale[:, :1].expand(-1, scale.shape[1]), B
         ),
         "one scale for each block, not for each of its rows": lambda scale, B: _squares()(scale, B).repeat_interleave(
@@ -76,7 +76,7 @@ _SCALES = Exercise(
         "B isn't always 32": lambda scale, B: _squares(groups=lambda s, _: [p[:32] for p in s.split(B)])(scale, B),
     },
     kernel=True,
-    note="B of 32, 64 and 128, any M and number of groups, and scales from 0 to 3e38",
+    note="any B of 32, 64 or 128, any M and number of groups, and scales from 0 to 3e38",
 )
 
 # round_by_chance(x, u, inverse, block)
@@ -116,12 +116,16 @@ _ROUNDED = Exercise(
         "negative values come out too large: in which direction does the last step round?": _rounded(
             lambda x, u, i: (x * i + u).trunc()
         ),
-        "u is 0 to 1, so rounding to nearest adds half a step too much": _rounded(lambda x, u, i: (x * i + u).round()),
-        "u is 0 to 1, so another half is half a step too much": _rounded(lambda x, u, i: (x * i + u + 0.5).floor()),
+        "u is between 0 and 1, so rounding to nearest adds half a step too much": _rounded(
+            lambda x, u, i: (x * i + u).round()
+        ),
+        "u is between 0 and 1, so another half is half a step too much": _rounded(
+            lambda x, u, i: (x * i + u + 0.5).floor()
+        ),
         "that is rounding to nearest: u must decide": _rounded(lambda x, u, i: (x * i).round()),
         "always rounding down is a bias, too: where is u?": _rounded(lambda x, u, i: (x * i).floor()),
         "rounding up adds a whole step": _rounded(lambda x, u, i: (x * i + u).ceil()),
-        "u is 0 to 1: before rounding down, nothing has to be subtracted": _rounded(
+        "u is between 0 and 1: subtract nothing before you round down": _rounded(
             lambda x, u, i: (x * i + u - 0.5).floor()
         ),
         "what is rounded down is value + u: 1 is too much": _rounded(lambda x, u, i: (x * i + u - 1).floor()),
@@ -129,10 +133,10 @@ _ROUNDED = Exercise(
         "float16 is too narrow for the sum": _rounded(lambda x, u, i: (x * i + u).half().floor()),
         "the noise is one step wide: add it after scaling": _rounded(lambda x, u, i: ((x + u) * i).floor()),
         "the values must be scaled": _rounded(lambda x, u, i: (x + u).floor()),
-        "no bias, but here it is value + u for negative values as well": _rounded(
+        "no bias, but this exercise wants value + u for negative values as well": _rounded(
             lambda x, u, i: x.sign() * ((x * i).abs() + u).floor()
         ),
-        "the fraction is cut off before the noise is added": _rounded(lambda x, u, i: ((x * i).trunc() + u).floor()),
+        "the fraction is dropped before the noise is added": _rounded(lambda x, u, i: ((x * i).trunc() + u).floor()),
         "what is rounded down is value + u, not value - u": _rounded(lambda x, u, i: (x * i - u).floor()),
         "subtracting 1 from all negative values moves whole numbers too": _rounded(
             lambda x, u, i: (x * i + u).trunc() - (x * i + u < 0).float()
@@ -142,7 +146,7 @@ _ROUNDED = Exercise(
         ),
     },
     kernel=True,
-    note="values of both signs up to 127 steps, whole numbers among them; any n and BLOCK",
+    note="values of both signs up to 127 steps, including whole numbers; any n and BLOCK",
 )
 
 # weight_gradient_of(g, g_scale, x, x_scale, B)
@@ -218,9 +222,9 @@ _GRADIENT = Exercise(
     cases=_gradient_cases,
     mistakes={
         "the codes need their scales": _gradient(skip=("g", "x")),
-        "g has scales, too": _gradient(skip=("g",)),
-        "x has scales, too": _gradient(skip=("x",)),
-        "[N, K], as the weight is": _gradient(then=lambda dw, M: dw.T),
+        "g has scales too": _gradient(skip=("g",)),
+        "x has scales too": _gradient(skip=("x",)),
+        "the result is [N, K], like the weight": _gradient(then=lambda dw, M: dw.T),
         "the sum over the tokens, not their mean": _gradient(then=lambda dw, M: dw / M),
         "int8 can't hold the sums: convert the codes first": _narrow(torch.int8),
         "int16 can't hold the sums": _narrow(torch.int16),
@@ -228,7 +232,7 @@ _GRADIENT = Exercise(
         "bfloat16 can't hold the sums: it has 8 bits": _narrow(torch.bfloat16),
         "multiply by both scales, don't add them": _by_blocks(lambda sums, p, q: sums * (p[:, None] + q)),
         "x's scale counts once, not squared": _by_blocks(lambda sums, p, q: sums * p[:, None] * q * q),
-        "the fraction is cut off: sum in float32": _by_blocks(lambda sums, p, q: (sums * p[:, None] * q).trunc()),
+        "the fraction is lost: sum in float32": _by_blocks(lambda sums, p, q: (sums * p[:, None] * q).trunc()),
         "only the first block of tokens is added": lambda g, g_scale, x, x_scale, B: _gradient()(
             g[:B], g_scale, x[:B], x_scale, B
         ),
@@ -236,10 +240,8 @@ _GRADIENT = Exercise(
             lambda codes, scale, B: _values(codes, scale, B).half().float()
         ),
         "B neighbors share a scale: repeat_interleave, not repeat": _gradient(_tiled),
-        "each block of B tokens has scales of its own": _gradient(_of_square(lambda s: s[:1].expand(len(s), -1))),
-        "each block of B columns has scales of its own": _gradient(
-            _of_square(lambda s: s[:, :1].expand(-1, s.shape[1]))
-        ),
+        "each block of B tokens has its own scales": _gradient(_of_square(lambda s: s[:1].expand(len(s), -1))),
+        "each block of B columns has its own scales": _gradient(_of_square(lambda s: s[:, :1].expand(-1, s.shape[1]))),
         "multiply by the scales": _gradient(lambda codes, scale, B: codes / _spread(scale, codes.shape, B)),
         "the last tokens count, though they don't fill a block": lambda g, g_scale, x, x_scale, B: _gradient()(
             g[: len(g) // B * B], g_scale, x[: len(x) // B * B], x_scale, B

@@ -116,36 +116,36 @@ EXERCISES = {
         expected=lambda x, BLOCK: x + 1,
         cases=lambda: [*_vectors()],
         mistakes={
-            "that is x; nothing was added": lambda x, B: x,
-            "all programs took the first block: where is program_id?": _first_of(lambda n, B: B),
+            "that's x: nothing was added": lambda x, B: x,
+            "every program took the first block: where is program_id?": _first_of(lambda n, B: B),
             "blocks overlap: program p begins at p * BLOCK": _first_of(lambda n, B: triton.cdiv(n, B) + B - 1),
-            "the last element is missing: offsets below n are allowed": _first_of(lambda n, B: n - 1),
+            "the last element is missing: every offset below n counts": _first_of(lambda n, B: n - 1),
             "program p begins at p * BLOCK, and BLOCK isn't always 32": _from(32),
             "program p begins at p * BLOCK, and BLOCK isn't always 64": _from(64),
             "that subtracts 1": lambda x, B: x - 1,
-            "that adds the program's number": lambda x, B: x + torch.arange(len(x), device=x.device) // B,
-            "that adds the element's number": lambda x, B: x + torch.arange(len(x), device=x.device),
+            "that adds the program id": lambda x, B: x + torch.arange(len(x), device=x.device) // B,
+            "that adds the element's index": lambda x, B: x + torch.arange(len(x), device=x.device),
         },
         kernel=True,
-        note="any length and BLOCK, and any float32 numbers, NaN and infinity too",
+        note="any length and BLOCK, and any float32 numbers, including NaN and infinity",
     ),
     "reverse": Exercise(
         expected=lambda x, BLOCK: x.flip(0),
         cases=lambda: [*_vectors()],
         mistakes={
-            "nothing was turned around": lambda x, B: x.clone(),
-            "each block is turned around, but stays in its place": lambda x, B: torch.cat(
+            "nothing was reversed": lambda x, B: x.clone(),
+            "each block is reversed, but stays in its place": lambda x, B: torch.cat(
                 [block.flip(0) for block in x.split(B)]
             ),
-            "the blocks change places, but in each of them nothing is turned around": lambda x, B: torch.cat(
+            "the blocks change places, but nothing within them is reversed": lambda x, B: torch.cat(
                 [block.flip(0) for block in x.flip(0).split(B)]
             ),
-            "all programs took the first block: where is program_id?": lambda x, B: torch.where(
+            "every program took the first block: where is program_id?": lambda x, B: torch.where(
                 torch.arange(len(x), device=x.device) < B, x.flip(0), 99
             ),
         },
         kernel=True,
-        note="any length and BLOCK, and any float32 numbers, NaN and infinity too",
+        note="any length and BLOCK, and any float32 numbers, including NaN and infinity",
     ),
     "add_bias": Exercise(
         expected=lambda x, bias, ROWS, COLUMNS: x + bias,
@@ -157,7 +157,7 @@ EXERCISES = {
             "each column gets the bias of its neighbor": lambda x, bias, R, C: (
                 x + bias[(torch.arange(x.shape[1], device=x.device) - 1).clamp(min=0)]
             ),
-            "x isn't always dense: use its strides": lambda x, bias, R, C: _packed(x) + bias,
+            "x isn't always contiguous: use its strides": lambda x, bias, R, C: _packed(x) + bias,
             "each program adds the first COLUMNS of the bias": lambda x, bias, R, C: (
                 x + bias[torch.arange(x.shape[1], device=x.device) % C]
             ),
@@ -169,12 +169,12 @@ EXERCISES = {
         expected=lambda x: x.amax(1),
         cases=_maximum_cases,
         mistakes={
-            "masked-off elements take part: of negative numbers, 0 is the largest": lambda x: x.amax(1).clamp(min=0),
+            "masked-off elements take part: among negative numbers, 0 is the largest": lambda x: x.amax(1).clamp(min=0),
             "that is the largest magnitude": lambda x: x.abs().amax(1),
             "that is the sum of the row": lambda x: x.sum(1),
             "that is the smallest of the row": lambda x: x.amin(1),
-            "that is where the largest is": lambda x: x.argmax(1).to(x.dtype),
-            "the last column is missing: offsets below `columns` are allowed": lambda x: (
+            "that is the largest value's position": lambda x: x.argmax(1).to(x.dtype),
+            "the last column is missing: every offset below `columns` counts": lambda x: (
                 x[:, :-1].amax(1) if x.shape[1] > 1 else x.new_full((len(x),), float("-inf"))
             ),
             "each program took row 0": lambda x: x[:1].amax(1).expand(len(x)),
@@ -194,13 +194,13 @@ EXERCISES = {
             "that is the largest value, or 0: magnitudes are wanted": lambda x, B: x.amax(1).clamp(min=0),
             "take magnitudes first, then the largest of them": lambda x, B: x.amax(1).abs(),
             "only the first BLOCK columns were looked at": lambda x, B: x[:, :B].abs().amax(1),
-            "the last tile's result replaces those before: keep the larger": lambda x, B: (
+            "the last tile's result replaces the earlier ones: keep the larger": lambda x, B: (
                 x.split(B, 1)[-1].abs().amax(1)
             ),
             "the last, short tile is missing": lambda x, B: (
                 x[:, : x.shape[1] // B * B].abs().amax(1) if x.shape[1] >= B else x.new_zeros(len(x))
             ),
-            "the last tile is missing, also where it is a whole one": lambda x, B: _in_tiles(x, B, slice(0, -1)),
+            "the last tile is missing, even when it is full": lambda x, B: _in_tiles(x, B, slice(0, -1)),
             "the first tile is missing: start at 0": lambda x, B: _in_tiles(x, B, slice(1, None)),
             "every second tile is missing: the step is BLOCK": lambda x, B: _in_tiles(x, B, slice(0, None, 2)),
             "that is the sum of the tiles' results": lambda x, B: sum(t.abs().amax(1) for t in x.split(B, 1)),
@@ -214,18 +214,18 @@ EXERCISES = {
         expected=_in_order(_grouped),
         cases=lambda: [*_matmul_cases()],
         mistakes={
-            "the product is right, but programs still go along whole rows of tiles": _in_order(
+            "the matmul is right, but programs still go along whole rows of tiles": _in_order(
                 lambda p, down, across, GROUP: (p // across, p % across)
             ),
-            "the product is right, but GROUP isn't always 4": _in_order(
+            "the matmul is right, but GROUP isn't always 4": _in_order(
                 lambda p, down, across, GROUP: _grouped(p, down, across, 4)
             ),
-            "the product is right, but a wave goes down whole columns of tiles": _in_order(
+            "the matmul is right, but a wave goes down whole columns of tiles": _in_order(
                 lambda p, down, across, GROUP: (p % down, p // down)
             ),
         },
         kernel=True,
         bound=[0.0, 0.1],  # other orders may be as good
-        note="any number of tiles, also where the last group has fewer than GROUP rows, and few bytes",
+        note="any number of tiles, including where the last group has fewer than GROUP rows, and with few bytes",
     ),
 }

@@ -165,17 +165,17 @@ EXERCISES = {
         expected=_in_steps(torch.round),
         cases=_rounding_cases,
         mistakes={
-            "the stairs below zero lie a step too high": _in_steps(lambda t: (t + 0.5).trunc()),
-            "the stairs above zero lie a step too low": _in_steps(lambda t: (t - 0.5).trunc()),
-            "the cast cuts the fraction off, and nothing rounds before it": _in_steps(torch.trunc),
+            "below zero, the staircase is one step too high": _in_steps(lambda t: (t + 0.5).trunc()),
+            "above zero, the staircase is one step too low": _in_steps(lambda t: (t - 0.5).trunc()),
+            "the cast drops the fraction, and nothing rounds before it": _in_steps(torch.trunc),
             "this rounds down": _in_steps(torch.floor),
-            "there is no scale here: multiply by 127 / absmax": lambda x: x.float().round().to(torch.int8),
-            "ties go up here, but belong to the even neighbour": _in_steps(lambda t: (t + 0.5).floor()),
-            "a floor under absmax turns rows of tiny values into zeros": lambda x: (
+            "no scale is used: multiply by 127 / absmax": lambda x: x.float().round().to(torch.int8),
+            "ties go up here, but should go to the even neighbor": _in_steps(lambda t: (t + 0.5).floor()),
+            "a lower bound on absmax turns rows of tiny values into zeros": lambda x: (
                 (x.float() * (127 / x.float().abs().amax(1, keepdim=True).clamp(min=1e-6))).round().to(torch.int8)
             ),
             "float16 is too narrow for steps": _in_steps(lambda t: t.half().round()),
-            "ties go away from zero, but belong to the even neighbour": _in_steps(
+            "ties go away from zero, but should go to the even neighbor": _in_steps(
                 lambda t: (t.abs() + 0.5).floor() * t.sign()
             ),
         },
@@ -186,10 +186,10 @@ EXERCISES = {
         expected=_restored,
         cases=lambda: [*_restore_cases()],
         mistakes={
-            "all is well where a tile is one block; where it is two, which are right?": _scaled(
+            "a tile of one block is fine; in a tile of two, which scales are right?": _scaled(
                 lambda j, tile, block: j // tile
             ),
-            "a tile may hold several blocks, and each has its scale": _scaled(
+            "a tile may hold several blocks, each with its own scale": _scaled(
                 lambda j, tile, block: j // tile * tile // block
             ),
             "counted from the start of the tile; but where does the tile start?": _scaled(
@@ -203,27 +203,25 @@ EXERCISES = {
             "float16 can't hold such scales": lambda codes, scales, tile, block: (
                 codes * _restored(torch.ones_like(codes), scales.half().float(), tile, block)
             ),
-            "each row has scales of its own": lambda codes, scales, tile, block: _restored(
-                codes, scales[:1], tile, block
-            ),
+            "each row has its own scales": lambda codes, scales, tile, block: _restored(codes, scales[:1], tile, block),
         },
         kernel=True,
-        note="any tile, larger or smaller than a block, any block size, and rows that end in short blocks",
+        note="tiles larger or smaller than a block, any block size, and rows that end in short blocks",
     ),
     "round_trips": Exercise(
         expected=_trips(lambda row, start, end, block: row[start:end]),
         cases=_trip_cases,
         mistakes={
-            "the last block is wrong: what lies behind the last column of a row?": _trips(
+            "the last block is wrong: what lies beyond the last column of a row?": _trips(
                 lambda row, start, end, block: row[start : start + block]
             ),
             "one column too many: the last one is K - 1": _trips(
                 lambda row, start, end, block: row[start : min(end + 1, start + block)]
             ),
             "the codes aren't rounded": _rounded_by(lambda steps: steps),
-            "a cast cuts the fraction off: round to nearest": _rounded_by(torch.trunc),
+            "a cast drops the fraction: round to nearest": _rounded_by(torch.trunc),
             "absmax is the largest magnitude: abs is missing": _rounded_by(torch.round, lambda part: part.amax()),
-            "what the mask leaves out must not be the largest": _trips(
+            "what the mask leaves out must not become the largest": _trips(
                 lambda row, start, end, block: F.pad(row[start:end], (0, start + block - end), value=1.0)
             ),
         },
@@ -238,29 +236,27 @@ EXERCISES = {
             "find the first wrong token and multiply its number by K; a cast after that is too late": _gathered(
                 lambda row, K: (row * K + _WRAP) % (2 * _WRAP) - _WRAP
             ),
-            "the list says which row; this takes the slot's number": _gathered(
+            "the list says which row; this uses the slot's number": _gathered(
                 lambda row, K: torch.arange(len(row), device=row.device) * K
             ),
-            "-1 is an empty slot; row 0 is none, and begins at element 0": lambda x, rows: torch.where(
+            "-1 is an empty slot, but row 0 is a real row and begins at element 0": lambda x, rows: torch.where(
                 (rows.long()[:, None] * x.shape[1] + torch.arange(x.shape[1], device=x.device)) > 0,
                 _gathered(lambda row, K: row * K)(x, rows),
                 0,
             ),
             "place has more than 16 bits, signed or not": _gathered(lambda row, K: row * K % (2 * _WRAP)),
-            "the cast cuts the fraction off: use nearest": _gathered(lambda row, K: row * K, torch.trunc),
+            "the cast drops the fraction: use nearest": _gathered(lambda row, K: row * K, torch.trunc),
             "row by row: which element does a row start with?": _gathered(lambda row, K: row),
         },
         kernel=True,
-        note="any token of the batch, empty slots anywhere, and rows of any length",
+        note="any token in the batch, empty slots anywhere, and rows of any length",
     ),
     "row_absmax": Exercise(
         expected=_combined(lambda tiles: tiles.amax(0)),
         cases=_absmax_cases,
         mistakes={
             "another order gives another result": _combined(lambda tiles: tiles[-1]),
-            "one tile of a row has a say, the others have none": lambda x, order, size: (
-                x[:, :size].float().abs().amax(1)
-            ),
+            "only one tile of a row counts, the others don't": lambda x, order, size: x[:, :size].float().abs().amax(1),
             "that is the sum of the tiles": _combined(lambda tiles: tiles.sum(0)),
             "absmax starts at 0, so that is the smallest": _combined(lambda tiles: tiles.amin(0) * 0),
             "absmax is the largest magnitude": _combined(
@@ -276,7 +272,7 @@ EXERCISES = {
         cases=_packed_cases,
         mistakes={
             "the picture: each weight comes back in its neighbour's place": _unpacked(lambda j: 4 - j % 2 * 4),
-            "nibbles above 7 stand for negative codes": _unpacked(lambda j: j % 2 * 4, low=lambda nibble: nibble),
+            "nibbles above 7 mean negative codes": _unpacked(lambda j: j % 2 * 4, low=lambda nibble: nibble),
             "a nibble has four bits: shift by 4, not by 1": _unpacked(lambda j: j % 2),
             "a nibble has four bits: shift by 4, not by 3": _unpacked(lambda j: j % 2 * 3),
             "1111 is -1, and 1001 is -7: subtract 16, not 15": _unpacked(
@@ -284,15 +280,15 @@ EXERCISES = {
             ),
             "both columns of a byte get its low nibble": _unpacked(lambda j: j * 0),
             "both columns of a byte get its high nibble": _unpacked(lambda j: j * 0 + 4),
-            "8 stands for a negative code too: it is above 7": _unpacked(
+            "8 means a negative code too: it is above 7": _unpacked(
                 lambda j: j % 2 * 4, low=lambda nibble: nibble - 16 * (nibble > 8)
             ),
             "1111 is -1: subtract 16": _unpacked(lambda j: j % 2 * 4, low=lambda nibble: nibble - 8 * (nibble > 7)),
-            "an odd row ends with half a byte, and still takes it all": _unpacked(
+            "a row of odd length ends in half a byte, but takes up a whole one": _unpacked(
                 lambda j: j % 2 * 4, stride=lambda K: K // 2
             ),
         },
         kernel=True,
-        note="any number of columns, odd ones too, and all 256 bytes",
+        note="any number of columns, even or odd, and all 256 bytes",
     ),
 }

@@ -275,7 +275,7 @@ def _gemm_int4_sm90_int8_cases(arch):
         return
     for group, block, zero in (128, None, False), (128, 128, False), (None, None, False), (64, 32, True):
         for M, out in (1000, "bf16"), (300, "f32"):
-            yield f"int4_gemm_sm90_int8({_int8_problem(M, group, block, zero, True, out)})", {"wgmma": 16}
+            yield f"int4_gemm_sm90_int8({_int8_problem(M, group, block, zero, True, out)})", {"wgmma": 8}
 
 
 def _hadamard_cases(arch):
@@ -283,6 +283,52 @@ def _hadamard_cases(arch):
     yield "hadamard_quant(bf16(8192, 4096), 256)", _LOADS
     yield "hadamard(bf16(8192, 11008), f16.dtype)", _LOADS | _STORES
     yield "hadamard_quant(f16(8192, 1000)[:, :900])", {}
+
+
+def _norm_cases(arch):
+    for x in "f16", "bf16", "f32":
+        row = f"{x}(8192, 4096), {x}(4096)"
+        yield f"rms_norm({row}, 1e-6, {x}(8192, 4096))", _LOADS | _STORES
+        yield f"rms_norm_quant({row}, 1e-6, {x}(8192, 4096))", _LOADS
+        yield f"swiglu({x}(8192, 28672))", _LOADS | _STORES
+        yield f"swiglu_quant({x}(8192, 28672))", _LOADS
+    # rows of every length: several in a tile, one, the longest that a program holds, and one that is read again
+    for K in 384, 2048, 8192, 16384, 28672:
+        yield f"rms_norm(bf16(8192, {K}), bf16({K}))", _LOADS | _STORES
+        for block in 32, 256, None:
+            operands = f"bf16(8192, {K}), f32({K}), 1e-6, bf16(8192, {K}), {block}"
+            yield f"rms_norm_quant({operands}, evens_first=True)", _LOADS
+        yield f"rms_norm_quant(f32(8192, {K}), f32({K}), 1e-6, f32(8192, {K}), None)", _LOADS
+        for x in "bf16", "f32":
+            yield f"swiglu_quant({x}(8192, {2 * K}), None, None, evens_first=True)", _LOADS
+    for block in 32, 256:
+        yield f"swiglu_quant(bf16(8192, 28672), None, {block}, scale_layout='column')", _LOADS
+    for M in 1, 16:  # fewer rows than multiprocessors
+        for K in 4096, 16384:
+            yield f"rms_norm_quant(bf16({M}, {K}), bf16({K}), 1e-6, bf16({M}, {K}), None, evens_first=True)", _LOADS
+        yield f"swiglu_quant(bf16({M}, 28672), None, None)", _LOADS
+    yield "rms_norm_quant(f32(8191, 8191), f32(8191), 1e-6, f32(8191, 8191), None)", {}
+    yield "rms_norm_quant(bf16(8191, 8191), f32(8191), 1e-6, bf16(8191, 8191))", {}
+    yield "swiglu_quant(f32(8191, 8191), f32(8191, 8191), None)", {}
+    yield "swiglu_quant(bf16(8191, 8191), bf16(8191, 8191))", {}
+
+
+def _kv_cache_cases(arch):
+    products = {} if arch == 75 else {"mma": 1, "cp.async": 1}
+    formats = ("u8", 2, True), ("i8", 1, True), ("bf16", 1, False)
+    for (codes, pack, scaled), D in itertools.product(formats, (64, 128)):
+        for x in ("bf16", "f16") if scaled else ("bf16",):
+            rows = f"8, 8, 4096, {D // pack}"
+            cache = f"{codes}({rows}), {codes}({rows}), {f'{x}(8, 8, 4096, 2)' if scaled else None}, i32(8)"
+            # float32 products hold whole rows
+            few = {"spilled": 208} if (arch, D) == (75, 128) else {}
+            yield f"decode_attention({x}(8, 32, {D}), {cache})", products | few
+            for tokens in 1, 1000:
+                new = f"{x}(8, {tokens}, 8, {D}).transpose(1, 2)"
+                yield f"write_kv({new}, {new}, {cache}, i32(8))", {}
+    # one split; two tiles of query heads; float32 out
+    cache = "u8(64, 8, 4096, 64), u8(64, 8, 4096, 64), bf16(64, 8, 4096, 2), i32(64)"
+    yield f"decode_attention(bf16(64, 72, 128), {cache}, out_dtype=f32.dtype)", products | few
 
 
 def _gelu_cases(arch):
@@ -361,7 +407,9 @@ CASES = {
     "gemm_int4.sm90": _gemm_int4_sm90_cases,
     "gemm_int4.sm90_int8": _gemm_int4_sm90_int8_cases,
     "hadamard": _hadamard_cases,
+    "kv_cache": _kv_cache_cases,
     "gelu": _gelu_cases,
+    "norm": _norm_cases,
     "dequant": _dequant_cases,
     "sparsity": _sparsity_cases,
 }

@@ -9,12 +9,17 @@ normalizes.
 All operations except attention are in three functions (`Decoder.begin`, `Layer.forward`, `Decoder.end`). torch.compile
 compiles them one by one, so that one compiled layer serves all layers. Positions are a tensor, so that a CUDA graph of
 one step serves all steps.
+
+`Layer.fused` and `Decoder.fused_end` do the same with qk's kernels between the matmuls: `rms_norm` and `swiglu`, or
+those that also quantize for the matmul that follows, if its layer takes int8.
 """
 
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional
+
+import qk
 
 
 class Shape(NamedTuple):
@@ -62,6 +67,29 @@ def _linear(inputs, outputs):
     return torch.nn.Linear(inputs, outputs, bias=False)
 
 
+def _quantization(linear, device):
+    """Options with which a kernel can quantize for a linear layer, or None if the layer takes floats."""
+    return linear.quantization(device) if hasattr(linear, "quantization") else None
+
+
+def _normalized(linear, norm, x, residual):
+    """Return linear(norm(x + residual)), and x + residual."""
+    how = _quantization(linear, x.device)
+    if how is None:
+        out, h = qk.rms_norm(x, norm.weight, norm.eps, residual)
+        return linear(out), h
+    *codes, h = qk.rms_norm_quant(x, norm.weight, norm.eps, residual, **how)
+    return linear.multiply(codes, linear.bias, x.dtype), h
+
+
+def _gated(linear, gate_up):
+    """Return linear(silu(gate) * up)."""
+    how = _quantization(linear, gate_up.device)
+    if how is None:
+        return linear(qk.swiglu(gate_up))
+    return linear.multiply(qk.swiglu_quant(gate_up, **how), linear.bias, gate_up.dtype)
+
+
 class Layer(torch.nn.Module):
     def __init__(self, shape):
         super().__init__()
@@ -79,6 +107,13 @@ class Layer(torch.nn.Module):
         x = x + self.output(self._attention(self.qkv(self.attention_norm(x)), rotation, positions, keys, values))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
         return x, self.down(functional.silu(gate) * up)
+
+    def fused(self, x, update, rotation, positions, keys, values):
+        """Do what `forward` does, with fused kernels."""
+        qkv, x = _normalized(self.qkv, self.attention_norm, update, x)
+        update = self.output(self._attention(qkv, rotation, positions, keys, values))
+        gate_up, x = _normalized(self.gate_up, self.mlp_norm, update, x)
+        return x, _gated(self.down, gate_up)
 
     def _attention(self, qkv, rotation, positions, keys, values):
         sequences, tokens, columns = qkv.shape
@@ -140,16 +175,17 @@ class Decoder(torch.nn.Module):
             variance /= 2 * self.shape.layers
         weight.normal_(0, variance**0.5, generator=generator)
 
-    def forward(self, tokens, positions, cache, compiled=lambda function: function):
+    def forward(self, tokens, positions, cache, compiled=lambda function: function, fused=False):
         """Return the logits of the last token, [sequences, vocabulary].
 
         tokens: [sequences, n], at positions [n], which follow those in the cache; n is 1, or positions begin at 0.
-        compiled: compiles a function.
+        compiled: compiles a function. fused: whether to use `Layer.fused` and `Decoder.fused_end`.
         """
+        step, end = (Layer.fused, Decoder.fused_end) if fused else (Layer.forward, type(self).end)
         x, update, rotation = compiled(Decoder.begin)(self, tokens, positions)
         for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
-            x, update = compiled(Layer.forward)(layer, x, update, rotation, positions, keys, values)
-        return compiled(type(self).end)(self, x, update)
+            x, update = compiled(step)(layer, x, update, rotation, positions, keys, values)
+        return compiled(end)(self, x, update)
 
     def begin(self, tokens, positions):
         x = self.embedding(tokens)
@@ -160,3 +196,7 @@ class Decoder(torch.nn.Module):
 
     def end(self, x, update):
         return self.head(self.norm((x + update)[:, -1]))
+
+    def fused_end(self, x, update):
+        logits, _ = _normalized(self.head, self.norm, update[:, -1], x[:, -1])
+        return logits

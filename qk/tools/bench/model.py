@@ -1,11 +1,11 @@
-"""Whole models with linear layers in bfloat16, int8 and int4: the job `model`.
+"""Whole models with linear layers in bfloat16, int8, int4, and int4 with int8 activations: the job `model`.
 
 A decoder with Llama-3-8B's shape (qk/tools/bench/decoder.py), each kind made from the same random weights, saved, and
 loaded again; and all-MiniLM-L6-v2, where it is installed. In int8 and int4 the decoder's head is quantized too, and
 embeddings are int8. All else is plain torch, the same for all kinds.
 
 A contender is a step, compiled by torch unless it is called "eager". Either way, the step is one CUDA graph, so the
-host's time doesn't count.
+host's time doesn't count. In "fused", qk's kernels also normalize, add, gate and quantize; see decoder.py.
 
     decode     shape [sequences, context]: one token each, the last of its context -> logits
     prefill    shape [sequences, context]: all tokens of the context -> logits of the last
@@ -39,7 +39,8 @@ from qk.nn import quantize_
 from qk.tools.bench import ALONE, Case, kernels_of
 from qk.tools.bench.decoder import LLAMA_3_8B, Decoder, random_cache
 
-_KINDS = "int4", "int8", "bf16"  # the smallest first: making any of them needs the memory of one in bfloat16
+# the smallest first: making any of them needs the memory of one in bfloat16
+_KINDS = "int4", "int4 int8 activations", "int8", "bf16"
 _DTYPE = torch.bfloat16
 
 
@@ -49,7 +50,8 @@ def nbytes(module):
 
 def _quantized(model, kind):
     if kind != "bf16":
-        quantize_(model, kind, embeddings=True)
+        to, activations = ("int4", "int8") if kind == "int4 int8 activations" else (kind, "float")
+        quantize_(model, to, embeddings=True, activations=activations)
     return model
 
 
@@ -77,7 +79,7 @@ def _loaded(shape, kind, file):
 
 
 def random_decoder(shape, kind):
-    """Make a decoder with random weights, the same for each kind: "bf16", "int8" or "int4".
+    """Make a decoder with random weights, the same for each of _KINDS.
 
     Returns the decoder, and seconds: "quantize_s", and "load_s" (None if the disk has no room for it).
     """
@@ -93,23 +95,27 @@ def random_decoder(shape, kind):
     return model.requires_grad_(False), ({} if kind == "bf16" else {"quantize_s": quantize_s}) | {"load_s": load_s}
 
 
-def _case(op, shape, models, inputs, run, read, worst, cached=0, pace=ALONE, **others):
+def _case(op, shape, models, inputs, run, read, worst, cached=0, pace=ALONE, fused=False, **others):
     """Make the case of one step.
 
     models() returns {kind: (model, seconds)}. run(model, how, *inputs) makes the step; how compiles a function, or
-    returns it as it is. read: bytes of a model's weights that a step reads. worst: the largest error that int4 may
-    have; with normal values, its codes put each matmul off by 11 %. cached: bytes of the cache. others: fields of Case.
+    returns it as it is. fused: whether run(..., fused=True) makes it with fused kernels. read: bytes of a model's
+    weights that a step reads. worst: the largest error that int4 may have; with normal values, its codes put each
+    matmul off by 11%. cached: bytes of the cache. others: fields of Case.
     """
     compiled = functools.cache(functools.partial(torch.compile, fullgraph=True, dynamic=False))
     contenders, kinds = {}, {}
 
-    def step(kind, how=lambda function: function):
-        return torch.no_grad()(lambda *tensors: run(models()[kind][0], how, *tensors))
+    def step(kind, how=lambda function: function, **options):
+        return torch.no_grad()(lambda *tensors: run(models()[kind][0], how, *tensors, **options))
 
     for kind in reversed(_KINDS):
         name = kind if kind == "bf16" else f"qk {kind}"
-        kinds |= {name: kind, f"{name} eager": kind}
-        contenders |= {name: (step(kind, compiled), step("bf16")), f"{name} eager": (step(kind), step("bf16"))}
+        steps = {name: step(kind, compiled), f"{name} eager": step(kind)}
+        if fused and kind != "bf16":
+            steps[f"{name} fused"] = step(kind, compiled, fused=True)
+        kinds |= dict.fromkeys(steps, kind)
+        contenders |= {name: (call, step("bf16")) for name, call in steps.items()}
 
     def more(name, outcome):
         model, seconds = models()[kinds[name]]
@@ -136,10 +142,10 @@ def _decoder_case(models, shape, op, sequences, context, kv_heads=None, pace=ALO
     flops = 2 * matrices * sequences * new if new > 1 else 0
     return _case(
         op, (sequences, context), models, inputs,
-        run=lambda model, how, *tensors: model(*tensors, how),
+        run=lambda model, how, *tensors, **options: model(*tensors, how, **options),
         read=lambda model: nbytes(model) - nbytes(model.embedding),
         worst=0.3, cached=sequences * context * cached.cached * _DTYPE.itemsize,
-        bytes=matrices, flops=flops, rates={"tokens_per_s": sequences * new}, pace=pace,
+        bytes=matrices, flops=flops, rates={"tokens_per_s": sequences * new}, pace=pace, fused=kv_heads is None,
     )  # fmt: skip
 
 
