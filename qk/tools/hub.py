@@ -39,6 +39,12 @@ EXAMPLES = {
     "square_quant": "randn(130, 256)",
     "weight_quant": "randn(130, 256)",
     "weight_dequant": "codes(130, 256), scale(2, 2)",
+    "rms_norm": "randn(5, 256), randn(256), 1e-6, randn(5, 256)",
+    "rms_norm_quant": "randn(5, 256), randn(256), 1e-6, randn(5, 256)",
+    "swiglu": "randn(5, 256)",
+    "swiglu_quant": "randn(5, 256)",
+    "write_kv": "*[randn(2, 2, 3, 64)] * 2, codes(2, 2, 8, 64), codes(2, 2, 8, 64), scale(2, 2, 8, 2).half(), ints(0, 4)",
+    "decode_attention": "randn(2, 4, 64), *[codes(2, 2, 8, 64)] * 2, scale(2, 2, 8, 2).half(), ints(8, 3)",
     "hadamard": "randn(5, 256)",
     "hadamard_quant": "randn(5, 256)",
     "int8_gelu": "codes(5, 256), scale(5, 2)",
@@ -117,6 +123,10 @@ def bytes_(*shape):
 
 def scale(*shape):
     return randn(*shape).float().abs() / 100 + 0.001
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
 def prune(w):

@@ -108,7 +108,7 @@ def test_a_folder_loads_offline(loader, folder, tmp_path):
 # one function of each file
 SOME = [
     "quantize_int4", "int4_gemm", "square_quant", "act_quant", "hadamard_quant", "int8_gelu_backward", "dequant_bias",
-    "slide_weight", "int8_addmm_quant",
+    "slide_weight", "int8_addmm_quant", "swiglu_quant", "decode_attention",
 ]  # fmt: skip
 
 
