@@ -94,7 +94,7 @@ def _microseconds(us):
 
 def _not_measured(what):
     fig, ax = subplots(9, 1.2)
-    text = f"No measurement of {what} is recorded here. On a GPU, python -m qk bench makes one."
+    text = f"No measurement of {what} is recorded here.\nOn a GPU, python -m qk bench makes one."
     ax.text(0.5, 0.5, text, ha="center", va="center")
     ax.set_axis_off()
     ax.set_title(f"{what}: not measured")
