@@ -84,6 +84,7 @@ from .int8 import (  # noqa: E402
     weight_quant,
     weight_quant_ref,
 )
+from .kv_cache import decode_attention, decode_attention_ref, write_kv, write_kv_ref  # noqa: E402
 from .linear import (  # noqa: E402
     compress_slide,
     compress_slide_ref,
@@ -122,6 +123,8 @@ __all__ = [
     "backend",
     "compress_slide",
     "compress_slide_ref",
+    "decode_attention",
+    "decode_attention_ref",
     "dense_linear",
     "dense_linear_ref",
     "dequant_bias",
@@ -179,6 +182,8 @@ __all__ = [
     "weight_dequant_ref",
     "weight_quant",
     "weight_quant_ref",
+    "write_kv",
+    "write_kv_ref",
 ]
 
 

@@ -97,7 +97,8 @@ def _quantize_groups(x, absmax, inverse, GROUPS: tl.constexpr, dtype: tl.constex
     return tl.reshape(codes, x.shape)
 
 
-# M, and numbers that follow from it, change from call to call: don't compile again for 1 and for multiples of 16
+# Triton compiles a kernel again for integers that are 1 or multiples of 16. Not for these: they follow from M, which
+# changes from call to call.
 @triton.jit(do_not_specialize=["M", "scale_rows"], do_not_specialize_on_alignment=["stride_sk"])
 def _quantize_int8_kernel(
     x_ptr,

@@ -21,14 +21,12 @@ Everything after h is computed in float32 and rounded once, to out's dtype or to
 blocks, so it reads each value once. Only rows longer than a program can hold are read again, from the cache.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 
 from .core.activations import activate, activate_ref
-from .core.checks import BLOCKS, FLOATS, SCALE_LAYOUTS, check_evens_first, check_one_of, check_tensor
+from .core.checks import BLOCKS, FLOATS, SCALE_LAYOUTS, check_evens_first, check_number, check_one_of, check_tensor
 from .core.launch import INTERPRETING, TileConfig, cdiv, launch, next_power_of_2, tile_shape
 from .core.matrices import as_matrix, empty_scale, put_evens_first, with_contiguous_rows
 from .core.numerics import (
@@ -114,10 +112,9 @@ def _load_sum(
 
 
 @triton.jit
-def _weighted(h, weight_ptr, column, K):
-    """h * weight in float32, for a tile of h."""
-    offs = column + tl.arange(0, h.shape[1])[None, :]
-    return to_float32(h) * to_float32(tl.load(weight_ptr + offs, mask=offs < K, other=0.0))
+def _load_weight(weight_ptr, column, K, BLOCK: tl.constexpr):
+    offs = column + tl.arange(0, BLOCK)[None, :]
+    return tl.load(weight_ptr + offs, mask=offs < K, other=0.0)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -149,14 +146,16 @@ def _rms_norm_kernel(
     squares = tl.zeros((ROWS, BLOCK), tl.float32)
     peaks = tl.zeros((ROWS, 1), tl.int32)
     h = tl.zeros((ROWS, BLOCK), x_ptr.dtype.element_ty)
+    weight = tl.zeros((1, BLOCK), weight_ptr.dtype.element_ty)
     for i in range(TILES):
         column = tl.cast(i, tl.int64) * BLOCK
+        weight = _load_weight(weight_ptr, column, K, BLOCK)  # before all warps wait for the mean
         h = _load_sum(x_ptr, residual_ptr, row, column, M, K, stride_xm, stride_rm, ROWS, BLOCK)
         if h_ptr is not None:
             store_tile(h_ptr, row, column, M, K, K, 1, h)
         squares += to_float32(h) * to_float32(h)
         if PEAKS:
-            peaks = tl.maximum(peaks, _group_maxima(_weighted(h, weight_ptr, column, K), 1))
+            peaks = tl.maximum(peaks, _group_maxima(to_float32(h) * to_float32(weight), 1))
     mean = tl.sum(squares, 1, keep_dims=True) / K
     inverse_rms = 1.0 / tl.sqrt_rn(mean + eps)
 
@@ -165,8 +164,9 @@ def _rms_norm_kernel(
     for i in range(TILES):
         column = tl.cast(i, tl.int64) * BLOCK
         if TILES > 1:
+            weight = _load_weight(weight_ptr, column, K, BLOCK)
             h = _load_sum(x_ptr, residual_ptr, row, column, M, K, stride_xm, stride_rm, ROWS, BLOCK)
-        y = _weighted(h, weight_ptr, column, K) * inverse_rms
+        y = to_float32(h) * to_float32(weight) * inverse_rms
         _store(y, bits, out_ptr, scale_ptr, row, column, M, K, groups, stride_sm, stride_sk, QUANT_BLOCK, EVENS_FIRST)
 
 
@@ -219,8 +219,7 @@ def _add_rms_norm(
 def _check_rms_norm(x, weight, eps, residual):
     check_tensor("x", x, FLOATS, "[..., K]")
     check_tensor("weight", weight, FLOATS, x.shape[-1:], like=("x", x))
-    if type(eps) not in (float, int) or not 0 <= eps < math.inf:
-        raise ValueError(f"eps is {eps!r}; it takes a number of at least 0")
+    check_number("eps", eps, 0)
     if residual is not None:
         check_tensor("residual", residual, (x.dtype,), x.shape, like=("x", x))
 
@@ -230,9 +229,10 @@ def rms_norm(x, weight, eps=1e-6, residual=None):
     """Divide each row by its root mean square, and multiply it by weight; first add a residual, if there is one.
 
     The sum x + residual is rounded to x's dtype, and the norm reads the rounded values, as in transformers. The rest is
-    computed in float32 and rounded once, as in torch.nn.functional.rms_norm. (LlamaRMSNorm of transformers also rounds
-    between the division and the multiplication.) Compared with `rms_norm_ref`, sums have another order, so the last
-    bit of a result may differ. A row with NaN becomes NaN. In a row with Inf, that becomes NaN and the rest 0.
+    computed in float32 and rounded once, as in torch.nn.functional.rms_norm. LlamaRMSNorm of transformers rounds twice:
+    before it multiplies by weight, and after. Sums have another order than in `rms_norm_ref`, so the last bit of a
+    result may differ. A row with NaN becomes NaN. In a row with Inf, that becomes NaN and the rest 0. As in torch, a
+    row whose squares overflow float32, with values around 1e19, becomes 0 or NaN.
 
     Args:
         x: [..., K] float16, bfloat16 or float32, any strides. It is copied first if no view [M, K] has contiguous rows.
@@ -463,14 +463,14 @@ def swiglu_quant(gate, up=None, block_size=128, *, scale_layout="row", evens_fir
     return _swiglu_quant(gate, up, block_size, scale_layout, evens_first)
 
 
-def _normalized(x, weight, eps, residual):
+def _normalized_ref(x, weight, eps, residual):
     """Returns the normalized rows in float32, and x + residual."""
     h = x.detach() if residual is None else (x.detach().float() + residual.detach().float()).to(x.dtype)
     mean = h.float().square().mean(-1, keepdim=True)
     return h.float() * weight.detach().float() * (mean + eps).rsqrt(), h
 
 
-def _quantized(y, block_size, scale_layout, evens_first):
+def _quantized_ref(y, block_size, scale_layout, evens_first):
     if block_size is None:
         # one more column of zeros, since a row without columns has no maximum
         codes, scale = quantize_ref(torch.nn.functional.pad(y, (0, 1)), -1)
@@ -481,7 +481,7 @@ def _quantized(y, block_size, scale_layout, evens_first):
 
 
 def rms_norm_ref(x, weight, eps=1e-6, residual=None):
-    out, h = _normalized(x, weight, eps, residual)
+    out, h = _normalized_ref(x, weight, eps, residual)
     out = out.to(x.dtype)
     return out if residual is None else (out, h)
 
@@ -489,8 +489,8 @@ def rms_norm_ref(x, weight, eps=1e-6, residual=None):
 def rms_norm_quant_ref(
     x, weight, eps=1e-6, residual=None, block_size=128, *, scale_layout="row", evens_first=False
 ):  # fmt: skip
-    y, h = _normalized(x, weight, eps, residual)
-    q, scale = _quantized(y, block_size, scale_layout, evens_first)
+    y, h = _normalized_ref(x, weight, eps, residual)
+    q, scale = _quantized_ref(y, block_size, scale_layout, evens_first)
     return (q, scale) if residual is None else (q, scale, h)
 
 
@@ -504,4 +504,4 @@ def swiglu_ref(gate, up=None):
 
 
 def swiglu_quant_ref(gate, up=None, block_size=128, *, scale_layout="row", evens_first=False):
-    return _quantized(_gated_ref(gate, up), block_size, scale_layout, evens_first)
+    return _quantized_ref(_gated_ref(gate, up), block_size, scale_layout, evens_first)

@@ -18,6 +18,7 @@ from qk.core import replay
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")  # numpy's, out of the interpreter
 K = 70
+NO_INTEGERS = [16.0, True, "16", torch.tensor(16), [16]]
 BF16, INT8 = (torch.bfloat16,), (torch.int8,)
 FACTORS = (*FLOATS, torch.float64)
 CODES = (torch.int8, torch.float8_e4m3fn)
@@ -44,6 +45,26 @@ def named(names, values, **more):
     return dict(zip(names.split(), values, strict=True)) | more
 
 
+def cache(M):
+    """An int4 cache of M sequences and 9 places, full of tokens."""
+    kv = randn(M, 2, 9, 64, dtype=torch.float16, seed=M)
+    packed, absmax = qk.quantize_int4(kv.flatten(0, 2))
+    packed, absmax = packed.view(M, 2, 9, 32), absmax.view(M, 2, 9, 1)
+    lengths = torch.arange(M, dtype=torch.int32, device=DEVICE) % 7
+    return {
+        "keys": packed,
+        "values": packed.flip(2),
+        "absmax": torch.cat((absmax, absmax.flip(2)), 3),
+        "lengths": lengths,
+    }
+
+
+def written(keys, values, absmax, **others):
+    """`write_kv`, as a function that also returns what it writes to."""
+    copies = [x.detach().clone() for x in (keys, values, absmax)]
+    return *copies, qk.write_kv(**dict(zip(("keys", "values", "absmax"), copies, strict=True)), **others)
+
+
 class Row(NamedTuple):
     """call: makes the arguments of a good call, for a number of rows. dtypes: those that its tensors take.
 
@@ -58,6 +79,13 @@ class Row(NamedTuple):
     wrong: dict = {}
 
 
+CACHE = {
+    "keys": (*FLOATS, torch.int8, torch.uint8),
+    "values": (torch.uint8,),
+    "absmax": FLOATS,
+    "lengths": (torch.int32,),
+}
+CACHE_SHAPES = dict.fromkeys(CACHE)
 GEMM = {"a": INT8, "a_scale": (torch.float32,), "b": INT8, "b_scale": (torch.float32,)}
 GEMM_SHAPES = {"a": "[..., K]", "a_scale": None, "b": "[N, K]", "b_scale": None}
 TABLE = {
@@ -203,6 +231,26 @@ TABLE = {
         {"gemm_output": "[M, N]", "scale_a": None, "scale_b": None, "bias": None},
         wrong=dict.fromkeys(("scale_a", "scale_b"), [1j, 1e39, -3.5e38, 10**400]),
     ),
+    "write_kv": Row(
+        lambda M: (
+            {"k": randn(M, 2, 2, 64, dtype=torch.float16), "v": randn(M, 2, 2, 64, dtype=torch.float16, seed=1)}
+            | cache(M)
+            | {"counts": torch.ones(M, dtype=torch.int32, device=DEVICE)}
+        ),
+        {"k": FLOATS[:2], "v": FLOATS[:2]} | CACHE | {"counts": (torch.int32,)},
+        {"k": "[B, H, T, D]", "v": None} | CACHE_SHAPES | {"counts": None},
+        plan=False,
+    ),
+    "decode_attention": Row(
+        lambda M: (
+            {"q": randn(M, 6, 64, dtype=torch.float16)}
+            | cache(M)
+            | {"scale": 0.1, "max_length": 8, "out_dtype": BF16[0]}
+        ),
+        {"q": FLOATS[:2]} | CACHE,
+        {"q": "[B, H, D]"} | CACHE_SHAPES,
+        wrong={"scale": ["1", True, [1.0], torch.ones(1)], "max_length": [*NO_INTEGERS, -1]},
+    ),
     "prune_slide": Row(lambda N: {"w": w(N), "L": 8}, {"w": (*FLOATS, torch.int8)}, {"w": "[N, K]"}, plan=False),
     "slide_weight": Row(
         lambda N: {"w": pruned(N), "L": 8}, {"w": (*FLOATS, *CODES)}, {"w": "[N, K]"}, plan=False, wrong={"w": [w]}
@@ -236,10 +284,9 @@ SLIDE_WEIGHT = qk.compress_slide(pruned(20))
 SEED = torch.tensor([-5], device=DEVICE)
 PUBLIC = [name for name in qk.__all__ if not name.endswith("_ref") and name not in ("backend", "device")]
 every = pytest.mark.parametrize("name", PUBLIC)
-OPTIONAL = ("bias", "residual", "up")
+OPTIONAL = ("bias", "counts", "residual", "up")
 
 NO_TENSORS = [1.5, True, "x", [[1.0, 2.0]], np.ones((4, K), np.float16)]
-NO_INTEGERS = [16.0, True, "16", torch.tensor(16), [16]]
 NO_BLOCKS = [0, 16, 33, 512, -32, 32.0, True, "32", torch.tensor(32), np.array([32, 64]), [32]]
 NO_TEXTS = [0, True, b"row", ["row"], np.array(["row"]), torch.int32]
 NO_DTYPES = [torch.uint8, torch.float64, torch.float8_e5m2, "float16", np.float16, 16, True, np.ones(2)]
@@ -298,7 +345,7 @@ def tensors_of(call):
 
 def of_tensors(name, M):
     """-> a function of tensors alone, and those for M rows."""
-    function, call = getattr(qk, name), TABLE[name].call(M)
+    function, call = written if name == "write_kv" else getattr(qk, name), TABLE[name].call(M)
     tensors = tensors_of(call)
     rest = {name: value for name, value in call.items() if name not in tensors}
 
@@ -340,7 +387,7 @@ def test_reference(name):
     if name == "sparse_linear":
         call["sw"] = qk.compress_slide_ref(pruned(20))
     # float32 sums may differ in the last bits
-    inexact = "int8_gemm_quant", "int8_addmm_quant", "int8_gelu", "int8_gelu_backward"
+    inexact = "int8_gemm_quant", "int8_addmm_quant", "int8_gelu", "int8_gelu_backward", "decode_attention"
     if name not in (*inexact, "rms_norm", "rms_norm_quant", "swiglu", "swiglu_quant"):
         assert_same(function(**call), reference(**call))
 
@@ -547,7 +594,7 @@ def test_the_message_says_what_it_got_and_takes(call, parts):
 @every
 def test_cpu_and_meta_tensors(name):
     row, (work, tensors) = TABLE[name], of_tensors(name, 4)
-    if not row.plan and name not in ("dense_linear", "sparse_linear", "compress_slide"):
+    if not row.plan and name not in ("dense_linear", "sparse_linear", "compress_slide", "write_kv"):
         pytest.skip("torch computes it, on any device")
     with pytest.raises(ValueError, match=" is on meta") as error:
         work(*(value.to("meta") for value in tensors))
@@ -592,7 +639,7 @@ def test_a_second_call_is_replayed(name):
     elif TABLE[name].plan:
         assert kept == 1, "one for the whole call, operators included"
     else:
-        assert (kept > 0) == (name in ("dense_linear", "sparse_linear", "compress_slide"))
+        assert (kept > 0) == (name in ("dense_linear", "sparse_linear", "compress_slide", "write_kv"))
     for seed in range(3):
         # other numbers, elsewhere in memory, replayed
         others = [value.flip(0) if seed % 2 else value.clone() for value in tensors]

@@ -133,7 +133,7 @@ def test_equals_the_reference_and_float64(shape, dtype):
 @pytest.mark.parametrize("block_size", [*BLOCKS, None])
 @pytest.mark.usefixtures("poison")
 def test_layouts_of_codes_and_scales(block_size):
-    for K, scale_layout, evens_first in itertools.product((384, 352, 1000), ("row", "column"), (False, True)):
+    for K, scale_layout, evens_first in itertools.product((352, 200), ("row", "column"), (False, True)):
         if evens_first and K % 32:
             continue
         x, residual = randn(5, K, dtype=torch.bfloat16), randn(5, K, dtype=torch.bfloat16, seed=1)
@@ -311,13 +311,13 @@ def test_the_residual_stream_is_a_new_tensor():
 
 
 # elements, columns, elements of a thread: several rows in a tile; and several tiles in a row, cut off and not
-@pytest.mark.parametrize("config", [(4096, 4096, 128), (256, 64, 8), (64, 64, 2)], ids=str)
+@pytest.mark.parametrize("config", [(4096, 4096, 128), (256, 64, 8)], ids=str)
 @pytest.mark.usefixtures("poison")
 def test_any_tiles(config, configure):
-    x, residual, weight = randn(5, 1000), randn(5, 1000, seed=1), weight_of(1000)
-    x[3, 500] = NAN
+    x, residual, weight = randn(5, 500), randn(5, 500, seed=1), weight_of(500)
+    x[3, 200] = NAN
     configure(norm, *config)
-    for K in (384, 40, 1000):
+    for K in (384, 40, 500):
         for given in (None, residual[:, :K]):
             assert_rms_norm(x[:, :K], weight[:K], 1e-6, given, (None, 32, 64))
         assert_swiglu(x[:, :K], residual[:, :K], (None, 32, 64))

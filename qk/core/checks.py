@@ -43,6 +43,13 @@ def check_integer(name, value, least, most=None):
         raise ValueError(f"{name} is {value!r}; it takes {takes}")
 
 
+def check_number(name, value, least):
+    """Check that a value is a finite int or float of at least `least`."""
+    ok = isinstance(value, (int, float, torch.SymFloat)) and not isinstance(value, bool)
+    if not ok or not least <= value < float("inf"):
+        raise ValueError(f"{name} is {value!r}; it takes a number of at least {least}")
+
+
 def _fits(x, shape):
     """Whether x has this shape: sizes, or text such as "[..., K]" or "[N, K]"."""
     if isinstance(shape, str):

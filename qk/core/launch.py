@@ -7,7 +7,7 @@
 Triton compiles a kernel once for each combination of dtypes, alignments, classes of integers and constexprs. That
 combination, collected by `_signature`, is the cache's key. It holds no sizes, so a new sequence length is found, too.
 
-This needs private parts of torch and Triton, which only `_compiled_launch` and `_tensor_maps` use. If a release changes
+This needs private parts of torch and Triton, which only `_compiled_launch` and what it calls use. If a release changes
 them, every launch goes through the documented `kernel[grid]`, and tests/core/test_launch.py fails.
 """
 
@@ -34,8 +34,14 @@ current_device = getattr(torch._C, "_cuda_getDevice", None)
 raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # the current stream of a device, by its index
 _MOST_MAPS = 1024  # tensor maps that a launch remembers
 _launches = {}
-_thread = threading.local()  # .record: this thread's launches, noted for `replay`
 REMEMBER = True  # False: every launch goes through Triton, for tools that compile without a GPU
+
+
+class _Thread(threading.local):
+    record = None  # this thread's launches, noted for `replay`
+
+
+_thread = _Thread()
 
 
 def cdiv(x, y):
@@ -170,8 +176,7 @@ class _Launch(NamedTuple):
     kernel: object  # kept alive, so that no other kernel gets its id
     run: Callable
     index: int  # of the device
-    function: int
-    metadata: object
+    between: tuple  # what `run` takes between the stream and the arguments
     rest: list  # constexprs, which the launcher skips
     places: list  # of TMA descriptors among the arguments, the last first
     tensor_maps: Callable | None
@@ -186,7 +191,7 @@ class _Launch(NamedTuple):
         """Launch with addresses in place of tensors, and expansions in place of descriptors."""
         x, y, z = (*grid, 1, 1)[:3]
         stream = raw_stream(self.index)
-        self.run(x, y, z, stream, self.function, self.metadata, None, None, None, *values, *self.rest)
+        self.run(x, y, z, stream, *self.between, *values, *self.rest)
 
     def map_of(self, i, args):
         """Returns a function from an address to the tensor map that argument i, a descriptor, would have there."""
@@ -224,10 +229,33 @@ def _compiled_launch(kernel, compiled, index, args, options):
         run, tensor_maps = compiled.run, None
         if places:
             run, tensor_maps = _tensor_maps(compiled, args, places, rest)
-        function, metadata = compiled.function, compiled.packed_metadata
-        return _Launch(kernel, run, index, function, metadata, rest, places, tensor_maps)
+        run, between = _bare(run, (compiled.function, compiled.packed_metadata, None, None, None))
+        return _Launch(kernel, run, index, between, rest, places, tensor_maps)
     except (AttributeError, ImportError, KeyError, TypeError):
         return None
+
+
+def _bare(run, between):
+    """Returns Triton's launcher without the Python around it, and what it takes between the stream and the arguments.
+
+    The Python allocates scratch memory, if the kernel needs some. Otherwise it adds constants, which we find by letting
+    it call a function that notes them.
+    """
+    bare = getattr(run, "launch", None)
+    if bare is None or getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 0):
+        return run, between
+    taken, observed, argument = [], copy.copy(run), object()
+    observed.launch = lambda *all: taken.append(all)
+    observed(1, 2, 3, 4, *between, argument)
+    *first, last = taken.pop()
+    if first[:4] != [1, 2, 3, 4]:
+        return run, between
+    if last is argument:
+        return bare, tuple(first[4:])
+    if isinstance(last, list | tuple) and [*last] == [argument]:  # since Triton 3.7: the arguments as one sequence
+        constants = first[4:]
+        return lambda x, y, z, stream, *args: bare(x, y, z, stream, *constants, args), ()
+    return run, between
 
 
 def _tensor_maps(compiled, args, places, rest):
@@ -284,7 +312,7 @@ def temporary(x, shape, dtype):
 
 def recording():
     """The Record of the call that this thread is in, or None."""
-    return getattr(_thread, "record", None)
+    return _thread.record
 
 
 @contextlib.contextmanager

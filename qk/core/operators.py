@@ -18,7 +18,7 @@ from .replay import listened, replayed
 _LIBRARIES = globals().get("_LIBRARIES", [])
 
 
-def operator(fake, *depends, check=None, fills=True):
+def operator(fake, *depends, check=None, fills=True, mutates=()):
     """Register a function as the operator <namespace>::<name>. Returns a function that calls it.
 
     The operator has the function's annotated parameters. The parameters after these are the outputs, which the function
@@ -30,13 +30,14 @@ def operator(fake, *depends, check=None, fills=True):
         depends: as in `replayed`.
         check: takes the arguments and raises an error if their device can't run the call, on which `fake` has no say.
         fills: False for a function that allocates its output itself.
+        mutates: names of the parameters that the function writes to.
     """
 
     def register(function):
         implementation = _filling(function, fake, check) if fills else function
         if fills:  # calls through the dispatcher, such as those of torch.compile's code, are replayed as well
             implementation = replayed(*depends, passed_by=lambda: False)(implementation)
-        overload = _registered(function, implementation, fake)
+        overload = _registered(function, implementation, fake, mutates)
 
         @functools.wraps(function)
         def call(*args):
@@ -99,7 +100,7 @@ def _filling(function, fake, check):
     return filling
 
 
-def _registered(function, implementation, fake):
+def _registered(function, implementation, fake, mutates=()):
     """Register an operator. Returns its overload."""
     name = function.__name__.lstrip("_")
     package = __name__.removesuffix(".core.operators").replace(".", "_")
@@ -108,7 +109,7 @@ def _registered(function, implementation, fake):
         if not torch._C._jit_get_schemas_for_operator(f"{namespace}::{name}"):
             break
     library = torch.library.Library(namespace, "FRAGMENT")
-    library.define(name + torch.library.infer_schema(implementation, mutates_args=()))
+    library.define(name + torch.library.infer_schema(implementation, mutates_args=mutates))
     library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
     _LIBRARIES.append(library)

@@ -9,6 +9,7 @@ launches alone, 15 and 25 us replayed.
 """
 
 import functools
+import itertools
 import os
 from typing import NamedTuple
 
@@ -71,7 +72,9 @@ def _replayed(function, depends, passed_by):
     def call(*args, **kwargs):
         if launch.INTERPRETING or passed_by() or launch.recording() is not None or not launch.remembers():
             return function(*args, **kwargs)
-        key, tensors = [*kwargs, torch.get_default_dtype(), *[depend() for depend in depends]], []
+        key, tensors = [*kwargs, torch.get_default_dtype()], []
+        for depend in depends:
+            key.append(depend())
         try:
             for value in (*args, *kwargs.values()):
                 kind = value.__class__
@@ -100,8 +103,10 @@ def _replayed(function, depends, passed_by):
 
 class _Call(NamedTuple):
     device: int
-    allocated: list  # (shape, stride, dtype) of results, then of temporaries
-    results: int  # how many; 0: the function returns one tensor, not a tuple
+    results: list  # (shape, stride, dtype) of each
+    single: bool  # the function returns one tensor, not a tuple
+    size: int  # bytes that temporaries need
+    offsets: list  # where each of them begins
     steps: list  # (launch, grid, arguments, places), as `_step` returns
 
     def __call__(self, tensors):
@@ -111,14 +116,18 @@ class _Call(NamedTuple):
             return self._here(tensors)
 
     def _here(self, tensors):
-        new = [_empty_strided(*each) for each in self.allocated]
-        addresses = [tensor.data_ptr() for tensor in (*tensors, *new)]
+        results = [_empty_strided(*each) for each in self.results]
+        addresses = [tensor.data_ptr() for tensor in (*tensors, *results)]
+        if self.offsets:
+            memory = _empty_strided((self.size,), (1,), torch.uint8)
+            start = memory.data_ptr()
+            addresses += [start + offset for offset in self.offsets]
         for compiled, grid, values, places in self.steps:
             values = values.copy()
             for place, number, tensor_map in places:
                 values[place] = addresses[number] if tensor_map is None else tensor_map(addresses[number])
             compiled.go(grid, values)
-        return tuple(new[: self.results]) if self.results else new[0]
+        return results[0] if self.single else tuple(results)
 
 
 def _call_of(tensors, results, record):
@@ -140,8 +149,10 @@ def _call_of(tensors, results, record):
         steps = [_step(numbers, *each) for each in record.launches]
     except (AttributeError, KeyError):  # this Triton launches differently, or a kernel got the address of a copy
         return None
-    allocated = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in new]
-    return _Call(new[0].get_device(), allocated, 0 if single else len(results), steps)
+    # temporaries share one allocation, each aligned as torch aligns tensors on a GPU
+    *offsets, size = itertools.accumulate((-(-x.nbytes // 512) * 512 for x in temporaries), initial=0)
+    results = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in results]
+    return _Call(new[0].get_device(), results, single, size, offsets, steps)
 
 
 def _step(numbers, compiled, grid, args):

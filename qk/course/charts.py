@@ -15,6 +15,7 @@ from qk.course.figures import (
     DASHED,
     GREEN,
     GREY,
+    INDIGO,
     INK,
     ORANGE,
     PLAIN,
@@ -55,12 +56,14 @@ _IMPLEMENTATIONS = {
     "qk": ("qk", BLUE),
     "qk int8": ("qk, int8 in blocks of 128", BLUE),
     "qk int4": ("qk, int4 weights in groups of 128", SKY),
+    "qk int8 activations": ("qk, int4 weights, int8 activations", INDIGO),
     "naive": ("naive kernel", VERMILION),
     "eager": ("eager torch", INK),
     "compile": ("torch.compile", ORANGE),
     "bf16": ("bf16, cuBLAS", GREY),
     "matmul": ("dense matmul, cuBLAS", GREY),
     "cublas fp8": ("FP8 in blocks, cuBLAS", PURPLE),
+    "cublas fp8 per token": ("FP8 per token, cuBLAS", PURPLE),
     "_int_mm": ("torch._int_mm, no scales", GREEN),
 }
 

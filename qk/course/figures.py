@@ -19,6 +19,7 @@ __all__ = [
     "BLUE",
     "GREEN",
     "GREY",
+    "INDIGO",
     "ORANGE",
     "PURPLE",
     "SKY",
@@ -51,6 +52,7 @@ __all__ = [
 ]
 
 BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
+INDIGO = "#332288"
 GREY = "#999999"
 INK = "#222222"
 CYCLE = BLUE, ORANGE, GREEN, PURPLE

@@ -1,15 +1,15 @@
-"""Multiply float16, bfloat16 or int8 activations by packed int4 weights, which stay packed.
+"""Multiply float16 or bfloat16 activations by packed int4 weights, which stay packed.
 
-    out[m, n] = bias[n] + sum over groups of (x[m, group] . (code[n, group] - zero_point)) * (absmax[n, group] / 7)
+    out[m, n] = bias[n] + sum over groups of (x[m, group] . code[n, group]) * (absmax[n, group] / 7)
 
 The codes enter the tensor cores as exact small integers, and no weight is ever rounded to 16 bits: a group's products
-are summed in float32, or in int32 with int8 activations, and the sum is multiplied by the group's scale.
+are summed in float32, and the sum is multiplied by the group's scale. Activations may also be int8 codes, whose
+products are summed in int32. If there is a zero_point, it is subtracted from a group's codes.
 
 This file holds the checks, the table of implementations and the reference. Each implementation has a file of its own:
 `sm90.py` for Hopper, `sm75.py` for float16 on a T4, and `portable.py` for everything else, the interpreter included.
 """
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -63,10 +63,12 @@ def _as_words(packed):
     return packed if packed.dtype == torch.int32 else packed.view(torch.int32)
 
 
+_ACTIVATIONS = (torch.float16, torch.bfloat16, torch.int8)
+
+
 # torch.compile and torch.export don't trace this: a comparison would bound a dynamic size in their graphs
 def _check_sizes(x, packed, *_):
-    *leading, K = x.shape
-    if max(math.prod(leading), packed.shape[0], K) > LARGEST_SIZE:
+    if max(x.shape[:-1].numel(), packed.shape[0], x.shape[-1]) > LARGEST_SIZE:
         shapes = f"x has shape {list(x.shape)}, packed {list(packed.shape)}"
         raise ValueError(f"{shapes}; they take up to {LARGEST_SIZE} rows or columns")
 
@@ -89,17 +91,9 @@ def _int4_gemm(
     run(problem)
 
 
-def _check_activations(x, x_scale, block_size, evens_first, group_size):
+def _check_int8(x, x_scale, block_size, evens_first, group_size):
     """Check what only int8 activations have."""
     *leading, K = x.shape
-    check_one_of("evens_first", evens_first, (False, True))
-    if x.dtype != torch.int8:
-        for name, value in (("x_scale", x_scale), ("block_size", block_size)):
-            if value is not None:
-                raise ValueError(f"{name} is given; with x of {x.dtype} it takes None")
-        if evens_first:
-            raise ValueError(f"evens_first is True; with x of {x.dtype} it takes False")
-        return
     if x_scale is None:
         raise ValueError("x_scale is None; with x of torch.int8 it takes the scales of the codes")
     check_one_of("block_size", block_size, (*BLOCKS, None))
@@ -118,16 +112,14 @@ def int4_gemm(
 ):  # fmt: skip
     """Multiply x by a packed weight: x @ dequantize_int4(packed, absmax, K, group_size).T + bias.
 
-    x may hold int8 codes, as `quantize_per_token` and `act_quant` return them. Their products are then summed as exact
-    integers, and x stands for x * x_scale.
-
     Args:
-        x: float16, bfloat16 or int8 [..., K].
+        x: float16 or bfloat16 [..., K]. Or int8 codes, as `quantize_per_token` and `act_quant` return them: they stand
+            for x * x_scale, and their products are summed as exact integers.
         packed: the weight's codes as `quantize_int4` packs them, uint8 [N, ceil(K / 2)] or int32 [N, ceil(K / 8)].
         absmax: float16, bfloat16 or float32 [N, ceil(K / group_size)]; [N, 1] if group_size is None.
         bias: float16, bfloat16 or float32 [N], or None.
         group_size: columns that share an absmax: 32, 64, 128 or 256, or None for one absmax per row.
-        out_dtype: float16, bfloat16 or float32. None is x's dtype, or float16 for int8.
+        out_dtype: float16, bfloat16 or float32. None is x's dtype. For int8 x, it is float16.
         x_scale: for int8, float32 [..., ceil(K / block_size)]; [..., 1] if block_size is None. Otherwise None.
         block_size: columns that share an x_scale: 32, 64, 128 or 256, or None for one scale per row of x.
         zero_point: int8 or uint8 like absmax, integers from -8 to 15, or None. A weight is then
@@ -136,13 +128,13 @@ def int4_gemm(
             Hopper that saves a copy of x.
 
     Returns:
-        [..., N]. With float32 output the relative Frobenius error is below 5e-6 (1e-6 for int8), as long as the sum of
-        a group's codes times x stays below 3.4e38. An absmax that is NaN or infinite makes its column of the output NaN
-        and changes nothing else; so does an x_scale that is NaN with its row.
+        [..., N]. With float32 output the relative Frobenius error is below 5e-6, as long as the sum of a group's codes
+        times x stays below 3.4e38. For int8 it is below 1e-6. An absmax that is NaN or infinite makes its column of the
+        output NaN and changes nothing else. An x_scale that is NaN does that to its row.
 
     Raises:
-        ValueError: for a bad dtype, shape, device or option, more than 2**31 - 4096 rows or columns, or K over 131071
-            for int8 with neither groups nor blocks.
+        ValueError: for a bad dtype, shape, device or option, or more than 2**31 - 4096 rows or columns. For int8 with
+            neither groups nor blocks, K may not exceed 131071.
 
     Any strides work. But if rows of x or packed don't start at multiples of 16 bytes (for packed, where K isn't
     divisible by 32), every call makes a copy: with a large weight, make that copy once. Where K is split, a call
@@ -150,7 +142,7 @@ def int4_gemm(
     MiB of codes. On Hopper it needs one copy of x. Below compute capability 8.0 bfloat16 is multiplied in float32,
     exactly.
     """
-    check_tensor("x", x, (torch.float16, torch.bfloat16, torch.int8), "[..., K]")
+    check_tensor("x", x, _ACTIVATIONS, "[..., K]")
     check_tensor("packed", packed, (torch.uint8, torch.int32), "[R, C]", like=("x", x))
     check_one_of("group_size", group_size, (*BLOCKS, None), " (a group is a row)")
     K = x.shape[-1]
@@ -165,9 +157,13 @@ def int4_gemm(
         check_tensor("zero_point", zero_point, (torch.int8, torch.uint8), (N, groups), like=("x", x))
     if bias is not None:
         check_tensor("bias", bias, FLOATS, (N,), like=("x", x))
-    _check_activations(x, x_scale, block_size, evens_first, group_size)
+    check_one_of("evens_first", evens_first, (False, True))
+    if x.dtype == torch.int8:
+        _check_int8(x, x_scale, block_size, evens_first, group_size)
+    elif x_scale is not None or block_size is not None or evens_first:
+        raise ValueError(f"x has dtype {x.dtype}; with x_scale, block_size or evens_first it takes torch.int8")
     if out_dtype is None:
-        out_dtype = torch.float16 if x.dtype == torch.int8 else x.dtype
+        out_dtype = x.dtype if x_scale is None else torch.float16
     check_one_of("out_dtype", out_dtype, FLOATS)
     x, absmax, bias = x.detach(), absmax.detach(), None if bias is None else bias.detach()
     x_scale = None if x_scale is None else x_scale.detach()
@@ -182,7 +178,7 @@ def int4_gemm_ref(
 ):  # fmt: skip
     K = x.shape[-1]
     if out_dtype is None:
-        out_dtype = torch.float16 if x.dtype == torch.int8 else x.dtype
+        out_dtype = x.dtype if x_scale is None else torch.float16
     pack = 8 if packed.dtype == torch.int32 else 2
     shifts = 4 * torch.arange(pack, device=packed.device, dtype=torch.int32)
     nibbles = (packed.int()[:, :, None] >> shifts) & 15

@@ -57,8 +57,7 @@ class Tile(NamedTuple):
     descriptors: bool = False  # load x and the weight by TMA, where the GPU has it
 
 
-# "decode" is M <= 16, "small" M <= 64, "medium" M <= 512. Not timed: these compile without spills. "float" is for GPUs
-# below capability 8.0, where Triton's only tl.dot is float32.
+# "decode" is M <= 16, "small" M <= 64, "medium" M <= 512. Not timed: these compile without spills.
 _CONFIGS = {
     90: {
         "decode": Tile(16, 64, 128, group_m=1, warps=4, stages=5, programs=4),
@@ -78,6 +77,7 @@ _CONFIGS = {
         "medium": Tile(128, 64, 64, group_m=4, warps=8, stages=3, programs=1),
         "large": Tile(128, 64, 64, group_m=8, warps=8, stages=3, programs=0, scratch=64),
     },
+    # below capability 8.0, where Triton's only tl.dot is float32
     "float": {
         "decode": Tile(16, 32, 32, group_m=1, warps=4, stages=1, programs=4),
         "small": Tile(32, 64, 32, group_m=1, warps=4, stages=1, programs=2),
@@ -96,11 +96,11 @@ def _choose(p):
     (M, K), N = p.x.shape, p.out.shape[1]
     arch = gpu(p.x.device).arch
     known = "float" if arch < 80 else arch if arch in _CONFIGS else 80
-    # The second axis of a grid ends at 65535 programs, and each unpacks 1024 columns to the scratch buffer.
-    size = "decode" if M <= 16 else "small" if M <= 64 else "medium" if M <= 512 or K > 65535 * 1024 else "large"
+    size = "decode" if M <= 16 else "small" if M <= 64 else "medium" if M <= 512 else "large"
     config = _CONFIGS[known][size]
-    if p.x_scale is not None:  # codes are unpacked in the loop
-        config = config._replace(scratch=0, descriptors=False)
+    # The second axis of a grid ends at 65535 programs, and each unpacks 1024 columns to the scratch buffer.
+    if config.scratch and (p.x_scale is not None or K > 65535 * 1024):
+        config = config._replace(scratch=0, descriptors=False)  # codes are unpacked in the loop
     dot_k = _dot_columns(p, config)
     if INTERPRETED.value:  # few large programs: each costs a millisecond
         block_m, block_n = (min(max(next_power_of_2(size), 16), 256) for size in (M, N))
@@ -115,10 +115,10 @@ def _choose(p):
 def _to_halves(one, offset, magic, kind):
     """Write PTX that unpacks a word of eight codes into four pairs of 16-bit numbers, columns 2 p and 2 p + 1.
 
-    offset: minus the number of a code that is 0. The operand $5 is added to its bits, which subtracts the zero point.
+    offset: minus the number of a code that is 0.
     """
     lines = ["{", ".reg .b32 s, t, one, offset, magic;", "shr.u32 s, $4, 4;"]
-    lines.append(f"mov.b32 one, {one}; add.s32 offset, $5, {offset}; mov.b32 magic, {magic};")
+    lines.append(f"mov.b32 one, {one}; mov.b32 offset, {offset}; mov.b32 magic, {magic};")
     for p in range(4):
         lines.append(f"prmt.b32 t, $4, s, 0x{4 + p}{4 + p}{p}{p};")
         lines.append("lop3.b32 t, t, 0x000f000f, magic, 0x6a;")  # (t & mask) ^ magic
@@ -126,8 +126,15 @@ def _to_halves(one, offset, magic, kind):
     return tl.constexpr("\n".join([*lines, "}"]))
 
 
+def _less_zero(ptx):
+    """Subtract a zero point, too. Operand $5 holds it twice, and adding it to an offset's bits makes that larger."""
+    return tl.constexpr(ptx.value.replace("mov.b32 offset,", "add.s32 offset, $5,"))
+
+
 _TO_FLOAT16 = _to_halves("0x3c003c00", "0xe408e408", "0x64086408", "f16x2")  # 1024 + 8, -1032
 _TO_BFLOAT16 = _to_halves("0x3f803f80", "0xc308c308", "0x43084308", "bf16x2")  # 128 + 8, -136
+_TO_FLOAT16_ZERO = _less_zero(_TO_FLOAT16)
+_TO_BFLOAT16_ZERO = _less_zero(_TO_BFLOAT16)
 _FOUR_WORDS = tl.constexpr((tl.int32,) * 4)
 # columns 0, 2, 4, 6 and 1, 3, 5, 7, then in their order; $3 holds four times the zero point plus 8
 _TO_INT8 = tl.constexpr(
@@ -144,88 +151,116 @@ _TWO_WORDS = tl.constexpr((tl.int32,) * 2)
 
 @triton.jit
 def _unpack(words, zero, dtype: tl.constexpr):
-    """Unpack int32 words [R, W] into codes [R, 8 W] of a dtype, less their zero points, int32 [R, 1 or W]."""
+    """Unpack int32 words [R, W] into codes [R, 8 W] of a dtype.
+
+    zero: zero points to subtract, (int32 [R, 1 or W],), or ().
+    """
     if INTERPRETED or dtype == tl.float32:
         nibbles = (words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
-        codes = (nibbles ^ 8) - 8 - zero[:, :, None]
+        codes = (nibbles ^ 8) - 8
+        if len(zero) > 0:
+            codes -= zero[0][:, :, None]
         return to_dtype(tl.reshape(codes.to(tl.float32), (words.shape[0], words.shape[1] * 8)), dtype)
     elif dtype == tl.int8:
-        zero = tl.broadcast_to((zero + 8) * 0x01010101, words.shape)
-        first, last = tl.inline_asm_elementwise(
-            _TO_INT8, "=&r,=&r,r,r", [words, zero], dtype=_TWO_WORDS, is_pure=True, pack=1
-        )  # fmt: skip
-        fours = tl.join(first, last)
-        # this way, the compiler sees that a register's bytes stay where they are
-        even = tl.join(fours.to(tl.int8), (fours >> 16).to(tl.int8))
-        odd = tl.join((fours >> 8).to(tl.int8), (fours >> 24).to(tl.int8))
-        return tl.reshape(tl.join(even, odd), (words.shape[0], words.shape[1] * 8))
+        return _unpack_int8(words, zero)
     else:
-        p0, p1, p2, p3 = tl.inline_asm_elementwise(
-            _TO_FLOAT16 if dtype == tl.float16 else _TO_BFLOAT16,
-            "=&r,=&r,=&r,=&r,r,r", [words, tl.broadcast_to(zero * 0x00010001, words.shape)],
-            dtype=_FOUR_WORDS, is_pure=True, pack=1,
-        )  # fmt: skip
+        if len(zero) == 0:
+            p0, p1, p2, p3 = tl.inline_asm_elementwise(
+                _TO_FLOAT16 if dtype == tl.float16 else _TO_BFLOAT16,
+                "=&r,=&r,=&r,=&r,r", [words], dtype=_FOUR_WORDS, is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            p0, p1, p2, p3 = tl.inline_asm_elementwise(
+                _TO_FLOAT16_ZERO if dtype == tl.float16 else _TO_BFLOAT16_ZERO,
+                "=&r,=&r,=&r,=&r,r,r", [words, tl.broadcast_to(zero[0] * 0x00010001, words.shape)],
+                dtype=_FOUR_WORDS, is_pure=True, pack=1,
+            )  # fmt: skip
         pairs = tl.join(tl.join(p0, p2), tl.join(p1, p3))
-        # as above
+        # this way, the compiler sees that a register's halves stay where they are
         low = pairs.to(tl.int16).to(dtype, bitcast=True)
         high = (pairs >> 16).to(tl.int16).to(dtype, bitcast=True)
         return tl.reshape(tl.join(low, high), (words.shape[0], words.shape[1] * 8))
 
 
 @triton.jit
-def _group_scales(
-    groups, in_rows, rows, k, end, GROUP: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constexpr
-):  # fmt: skip
-    """Load the scale and the zero point of each row, for DOTS dots of DOT_K columns each, from column k on.
+def _unpack_int8(words, zero):
+    """`_unpack` for int8."""
+    eight = tl.full((1, 1), 8, tl.int32)
+    if len(zero) > 0:
+        eight += zero[0]
+    four = tl.broadcast_to(eight * 0x01010101, words.shape)
+    first, last = tl.inline_asm_elementwise(
+        _TO_INT8, "=&r,=&r,r,r", [words, four], dtype=_TWO_WORDS, is_pure=True, pack=1
+    )  # fmt: skip
+    fours = tl.join(first, last)
+    # as in `_unpack`, for bytes
+    even = tl.join(fours.to(tl.int8), (fours >> 16).to(tl.int8))
+    odd = tl.join((fours >> 8).to(tl.int8), (fours >> 24).to(tl.int8))
+    return tl.reshape(tl.join(even, odd), (words.shape[0], words.shape[1] * 8))
 
-    groups: pointers to each row's first absmax and their stride along K, and the same of zero points if there are any.
+
+@triton.jit
+def _groups(
+    ptrs, stride, in_rows, rows, k, end, SCALES: tl.constexpr, GROUP: tl.constexpr, DOT_K: tl.constexpr,
+    DOTS: tl.constexpr,
+):  # fmt: skip
+    """Load each row's scale [BLOCK_N] for each of DOTS dots, which have DOT_K columns each, from column k on.
+
+    ptrs, stride: pointers to each row's first absmax, and the stride along K. SCALES: False loads zero points, [R, 1].
     """
-    scales = ()
+    values = ()
     for i in tl.static_range(DOTS):
         first = k + i * DOT_K
-        group = tl.full((), 0, tl.int64)
-        if GROUP is not None:
-            group = (first // GROUP).to(tl.int64)
-        # columns beyond the end have no scales
-        mask = in_rows < tl.where(first < end, rows, 0)
-        scale = seventh(to_float32(tl.load(groups[0] + group * groups[1], mask=mask, other=0.0)))
-        zero = tl.zeros(in_rows.shape, tl.int32)
-        if len(groups) > 2:
-            zero = tl.load(groups[2] + group * groups[3], mask=mask, other=0).to(tl.int32)
-        scales += ((scale, zero),)
-    return scales
+        if i == 0 or GROUP is not None:
+            group = tl.full((), 0, tl.int64)
+            if GROUP is not None:
+                group = (first // GROUP).to(tl.int64)
+            # columns beyond the end have none
+            value = tl.load(ptrs + group * stride, mask=in_rows < tl.where(first < end, rows, 0), other=0)
+            value = seventh(to_float32(value)) if SCALES else value.to(tl.int32)[:, None]
+        values += (value,)
+    return values
 
 
 @triton.jit
 def _load_columns(
-    x, first, mask, offs_k, k, K, CODES: tl.constexpr, DESCRIPTORS: tl.constexpr, EVEN_K: tl.constexpr
+    x, first, mask, offs_k, k, K, CODES: tl.constexpr, DESCRIPTORS: tl.constexpr, EVEN_K: tl.constexpr,
+    FLOAT_DOT: tl.constexpr,
 ):  # fmt: skip
-    """Load columns k + CODES * offs_k of the rows from `first` on, 0 beyond the matrix. x: pointers or a descriptor."""
+    """Load columns k + CODES * offs_k of some rows of x, with 0 beyond the matrix.
+
+    first: the first of the rows. DESCRIPTORS: x is a TMA descriptor; otherwise it holds pointers.
+    """
     if DESCRIPTORS:
-        return x.load([first, k // CODES])
+        tile = x.load([first, k // CODES])
     elif EVEN_K:
-        return tl.load(x + k // CODES, mask=mask[:, None], other=0)
+        tile = tl.load(x + k // CODES, mask=mask[:, None], other=0)
     else:
-        return tl.load(x + k // CODES, mask=mask[:, None] & (offs_k * CODES < K - k)[None, :], other=0)
+        tile = tl.load(x + k // CODES, mask=mask[:, None] & (offs_k * CODES < K - k)[None, :], other=0)
+    return to_float32(tile) if FLOAT_DOT and CODES == 1 else tile
 
 
 @triton.jit
 def _add_scaled(
     acc, sums, scale, x_scale_ptrs, mask_m, k, K, stride_xb, WHOLE: tl.constexpr, X_BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Add the sums of a dot, [BLOCK_N, BLOCK_M], times its scales. WHOLE: scales come at the end."""
-    if WHOLE:
-        acc += sums.to(tl.int32)
+    """Add the sums of a dot, [BLOCK_N, BLOCK_M], times its scales. WHOLE: scales come at the end.
+
+    The launch fuses no multiplication and addition but those of tl.fma.
+    """
+    if x_scale_ptrs is None:
+        return tl.fma(sums, scale[:, None], acc)
+    elif WHOLE:
+        return acc + sums.to(tl.int32)
     else:
         factor = scale[:, None]
         sums = sums.to(tl.float32)
         if X_BLOCK is not None:
             x_ptrs = x_scale_ptrs + (k // X_BLOCK).to(tl.int64) * stride_xb
             sums *= factor
-            factor = tl.load(x_ptrs, mask=mask_m & (k < K), other=0.0)[None, :]
-        # an explicit fma: the launch fuses no other multiplication and addition
-        acc = tl.fma(sums, factor, acc)
-    return acc
+            # not k < K alone: Triton 3.9's interpreter takes the number for an int32
+            factor = tl.load(x_ptrs, mask=mask_m & (k < tl.full(mask_m.shape, K, tl.int32)), other=0.0)[None, :]
+        return tl.fma(sums, factor, acc)
 
 
 @triton.jit
@@ -238,7 +273,7 @@ def _scaled(acc, scale, x_scale_ptrs, mask_m, WHOLE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])  # not compiled anew for each kind of M
 def _int4_gemm_kernel(
-    x_ptr,  # a TMA descriptor if DESCRIPTORS, like w_ptr
+    x_ptr,  # if DESCRIPTORS, a TMA descriptor, like w_ptr
     w_ptr,  # int32 words of eight codes; if DENSE, codes in x's dtype
     absmax_ptr,
     zero_ptr,  # None: no zero points
@@ -257,11 +292,9 @@ def _int4_gemm_kernel(
     FLOAT_DOT: tl.constexpr,  # multiply in float32
     EVEN_K: tl.constexpr,  # iterations end where K ends
     SPLIT: tl.constexpr,  # split > 1
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr, STAGES: tl.constexpr,
     DOT_K: tl.constexpr,  # columns of a dot
     DOTS: tl.constexpr,  # in an iteration
-    GROUP_M: tl.constexpr,
-    STAGES: tl.constexpr,
     EARLY: tl.constexpr,  # may start before the previous kernel ends: see launch.launch
 ):  # fmt: skip
     wait_if_early(EARLY)
@@ -281,36 +314,36 @@ def _int4_gemm_kernel(
     x_ptrs = x_ptr if DESCRIPTORS else x_ptr + offs_m[:, None] * stride_xm + offs_k[None, :]
     w_ptrs = w_ptr if DESCRIPTORS else w_ptr + in_rows.to(tl.int64)[:, None] * stride_wn + offs_w[None, :]
     x_scale_ptrs = x_scale_ptr if x_scale_ptr is None else x_scale_ptr + offs_m * stride_xsm
-    groups = (absmax_ptr + offs_n * stride_an, stride_ag)
-    if zero_ptr is not None:
-        groups += (zero_ptr + offs_n * stride_zn, stride_zg)
+    absmax_ptrs = absmax_ptr + offs_n * stride_an
+    zero_ptrs = zero_ptr if zero_ptr is None else zero_ptr + offs_n * stride_zn
 
     begin = part * steps * STEP
     end = tl.minimum(K - begin, steps * STEP) + begin
-    AHEAD: tl.constexpr = 1 if GROUP is None else DOTS
-    scales = _group_scales(groups, in_rows, rows, begin, end, GROUP, DOT_K, AHEAD)
+    scales = _groups(absmax_ptrs, stride_ag, in_rows, rows, begin, end, True, GROUP, DOT_K, DOTS)
+    zeros = ()
+    if zero_ptr is not None:
+        zeros = _groups(zero_ptrs, stride_zg, in_rows, rows, begin, end, False, GROUP, DOT_K, DOTS)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.int32 if WHOLE else tl.float32)
     for k0 in tl.range(begin, end, STEP, num_stages=STAGES):
         if GROUP is not None:  # an iteration ahead
-            next_scales = _group_scales(groups, in_rows, rows, k0 + STEP, end, GROUP, DOT_K, DOTS)
+            next_scales = _groups(absmax_ptrs, stride_ag, in_rows, rows, k0 + STEP, end, True, GROUP, DOT_K, DOTS)
+            if zero_ptr is not None:
+                next_zeros = _groups(zero_ptrs, stride_zg, in_rows, rows, k0 + STEP, end, False, GROUP, DOT_K, DOTS)
         for i in tl.static_range(DOTS):
             k = k0 + i * DOT_K
-            x = _load_columns(x_ptrs, first_m, mask_m, offs_k, k, K, 1, DESCRIPTORS, EVEN_K)
-            w = _load_columns(w_ptrs, first_row, mask_n, offs_w, k, K, CODES, DESCRIPTORS, EVEN_K)
-            if FLOAT_DOT:
-                x = to_float32(x)
-            scale, zero = scales[0] if GROUP is None else scales[i]
+            x = _load_columns(x_ptrs, first_m, mask_m, offs_k, k, K, 1, DESCRIPTORS, EVEN_K, FLOAT_DOT)
+            w = _load_columns(w_ptrs, first_row, mask_n, offs_w, k, K, CODES, DESCRIPTORS, EVEN_K, FLOAT_DOT)
             if not DENSE:
-                w = _unpack(w, zero[:, None], x.dtype)
-            elif FLOAT_DOT:
-                w = to_float32(w)
+                w = _unpack(w, zeros[i : i + 1], x.dtype)
             sums = tl.dot(w, tl.trans(x), input_precision="ieee", out_dtype=SUM)
-            acc = _add_scaled(acc, sums, scale, x_scale_ptrs, mask_m, k, K, stride_xsb, WHOLE, X_BLOCK)
+            acc = _add_scaled(acc, sums, scales[i], x_scale_ptrs, mask_m, k, K, stride_xsb, WHOLE, X_BLOCK)
         if GROUP is not None:
             scales = next_scales
+            if zero_ptr is not None:
+                zeros = next_zeros
 
     if x_scale_ptr is not None and X_BLOCK is None:
-        acc = _scaled(acc, scales[0][0], x_scale_ptrs, mask_m, WHOLE)
+        acc = _scaled(acc, scales[0], x_scale_ptrs, mask_m, WHOLE)
     if SPLIT:
         out_ptr += part.to(tl.int64) * M * N
     elif bias_ptr is not None:
@@ -354,11 +387,11 @@ def _unpack_int4_gemm_kernel(
     offs_r = first_n + offs_r.to(tl.int64)
     mask = mask_r[:, None] & (offs_w < words)[None, :]
     packed = tl.load(w_ptr + offs_r[:, None] * stride_wn + offs_w[None, :], mask=mask, other=0)
-    zero = tl.zeros((1, 1), tl.int32)
+    zero = ()
     if zero_ptr is not None:
         group = offs_w.to(tl.int64) * 8 // (words * 8 if GROUP is None else GROUP)
         zero_ptrs = zero_ptr + offs_r[:, None] * stride_zn + group[None, :] * stride_zg
-        zero = tl.load(zero_ptrs, mask=mask, other=0).to(tl.int32)
+        zero = (tl.load(zero_ptrs, mask=mask, other=0).to(tl.int32),)
     offs_k = tl.program_id(1) * (8 * WORDS) + tl.arange(0, 8 * WORDS)
     codes_ptrs = codes_ptr + (offs_r - first_n)[:, None] * stride_cn + offs_k[None, :]
     codes = _unpack(packed, zero, codes_ptr.dtype.element_ty)
@@ -381,12 +414,11 @@ def int4_gemm_portable(problem, config=None):
     config: a Tile to use instead of the table's.
     """
     p = problem
-    x = undo_evens_first(p.x) if p.evens_first else p.x
-    x = with_aligned_rows(x)[:, : x.shape[1]]
-    (M, N), K = p.out.shape, x.shape[1]
+    (M, N), K = p.out.shape, p.x.shape[1]
+    x = with_aligned_rows(undo_evens_first(p.x) if p.evens_first else p.x)[:, :K]
     c, dot_k = _choose(p) if config is None else (config, _dot_columns(p, config))
-    zero_strides = (0, 0) if p.zero_point is None else p.zero_point.stride()
-    x_scale_strides = (0, 0) if p.x_scale is None else p.x_scale.stride()
+    stride_zn, stride_zg = p.zero_strides
+    stride_xsm, stride_xsb = (0, 0) if p.x_scale is None else p.x_scale.stride()
     early = M <= 16
     rows = N
     if c.scratch:
@@ -397,17 +429,18 @@ def int4_gemm_portable(problem, config=None):
     split, steps = (1, max(cdiv(K, c.step), 1)) if c.scratch else _split(c, tiles, K, x.device)
     parts = temporary(x, (split, M, N), torch.float32) if split > 1 else p.out
     descriptors = c.descriptors and gpu(x.device).capability[0] in (9, 10) and _MatrixMap is not None and K > 0
+    x_ = _MatrixMap(x, [M, K], [x.stride(0), 1], [c.block_m, dot_k]) if descriptors else x
     for first in range(0, N, rows):
         here = min(rows, N - first)
         if c.scratch and K > 0:
             launch(
                 x.device, _unpack_int4_gemm_kernel, (cdiv(here, 16), cdiv(columns, 1024)),
-                p.words, p.zero_point, codes, first, here, columns // 8, p.words.stride(0), *zero_strides, columns,
+                p.words, p.zero_point, codes, first, here, columns // 8,
+                p.words.stride(0), stride_zn, stride_zg, columns,
                 GROUP=p.group_size, ROWS=16, WORDS=128, num_warps=4,
             )  # fmt: skip
-        x_, w = x, codes if c.scratch else p.words
+        w = codes if c.scratch else p.words
         if descriptors:
-            x_ = _MatrixMap(x, [M, K], [x.stride(0), 1], [c.block_m, dot_k])
             width, box = (K, dot_k) if c.scratch else (cdiv(K, 8), dot_k // 8)
             w = _MatrixMap(w, [here, width], [w.stride(0), 1], [c.block_n, box])
         launch(
@@ -415,7 +448,7 @@ def int4_gemm_portable(problem, config=None):
             x_, w, p.absmax, p.zero_point, p.x_scale, None if split > 1 else p.bias, parts,
             M, N, K, first, here, split, steps,
             x.stride(0), columns if c.scratch else p.words.stride(0), p.absmax.stride(0), p.group_stride,
-            *zero_strides, *x_scale_strides,
+            stride_zn, stride_zg, stride_xsm, stride_xsb,
             GROUP=p.group_size, X_BLOCK=p.block_size, DENSE=c.scratch > 0, DESCRIPTORS=descriptors,
             FLOAT_DOT=gpu(x.device).arch < 80 or INTERPRETED.value, EVEN_K=K % c.step == 0, SPLIT=split > 1,
             BLOCK_M=c.block_m, BLOCK_N=c.block_n, DOT_K=dot_k, DOTS=c.step // dot_k, GROUP_M=c.group_m,

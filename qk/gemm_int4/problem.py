@@ -6,9 +6,9 @@ import torch
 
 
 class Int4Problem(NamedTuple):
-    """out = x @ dequantize_int4(words, absmax).T + bias for tensors that `qk/gemm_int4/__init__.py` has checked."""
+    """out = x @ dequantize_int4(words, absmax).T + bias, for tensors that `int4_gemm` has checked."""
 
-    x: torch.Tensor  # float16, bfloat16 or int8 [M, K], any strides
+    x: torch.Tensor  # [M, K], any strides; int8 if there is an x_scale, else float16 or bfloat16
     words: torch.Tensor  # int32 [N, >= K / 8], eight codes each, in rows that start at multiples of 16 bytes
     absmax: torch.Tensor  # [N, groups]
     bias: torch.Tensor | None  # contiguous [N]
@@ -22,3 +22,7 @@ class Int4Problem(NamedTuple):
     @property
     def group_stride(self):
         return 0 if self.group_size is None else self.absmax.stride(1)
+
+    @property
+    def zero_strides(self):
+        return (0, 0) if self.zero_point is None else self.zero_point.stride()

@@ -291,11 +291,11 @@ def int4_gemm_sm75(problem, config=None):
     config = config or _choose(M, N, gpu(x.device).multiprocessors)
     mt, nt, wm, wn, wk = _CONFIGS[config] if isinstance(config, str) else config
     step = min(p.group_size or _STEP, _STEP)
-    zero_strides = (0, 0) if p.zero_point is None else p.zero_point.stride()
+    stride_zn, stride_zg = p.zero_strides
     launch(
         x.device, _int4_gemm_sm75_kernel, (cdiv(M, 8 * mt * wm) * cdiv(N, 16 * nt * wn),),
         x, p.words, p.absmax, p.zero_point, p.bias, p.out, M, N, K,
-        x.stride(0), p.words.stride(0), p.absmax.stride(0), p.group_stride, *zero_strides,
+        x.stride(0), p.words.stride(0), p.absmax.stride(0), p.group_stride, stride_zn, stride_zg,
         GROUP=p.group_size, STEP=step, EVEN_K=K % (step * wk) == 0, MT=mt, NT=nt, WM=wm, WN=wn, WK=wk, GROUP_M=8,
         num_warps=wm * wn * wk,
     )  # fmt: skip

@@ -608,12 +608,13 @@ def int4_gemm_sm90(problem, config=None):
     stages = c.stages * c.columns // (dots * dot_k)
     x, stride, token_scale, stride_xs, scale_desc, waits = order_and_scales(p, c.block_m, dot_k, not c.permute)
     rows = 64 if c.share_k else 64 * c.wgs
+    stride_zn, stride_zg = p.zero_strides
     launch(
         x.device, _int4_gemm_sm90_kernel, (min(multiprocessors, cdiv(M, c.block_m) * cdiv(N, rows)),),
         descriptor(x, M, x.shape[1], stride, (c.block_m, dot_k)),
         descriptor(p.words, N, cdiv(K, 8), p.words.stride(0), (rows, PART.value)), scale_desc,
         p.absmax, p.zero_point, token_scale, p.bias, p.out, M, N, K,
-        p.absmax.stride(0), p.group_stride, *((0, 0) if p.zero_point is None else p.zero_point.stride()), stride_xs,
+        p.absmax.stride(0), p.group_stride, stride_zn, stride_zg, stride_xs,
         GROUP=p.group_size or 0, SCALED_DOTS=(p.block_size or dot_k) // dot_k, WGS=c.wgs, SHARE_K=c.share_k,
         PERMUTE=c.permute, BLOCK_M=c.block_m, DOT_K=dot_k, DOTS=dots,
         AT_ONCE=max(min(128, 4096 // c.block_m) // dot_k, 1), STAGES=stages, GROUP_M=c.group_m,

@@ -349,6 +349,7 @@ def int4_gemm_sm90_int8(problem, config=None):
     dot_k = min(p.group_size or 128, p.block_size or 128, 128)
     x, stride, token_scale, stride_xs, scale_desc, waits = order_and_scales(p, 128, dot_k, True)
     rows, out, tma_out = 128 * c.pieces, p.out, False
+    stride_zn, stride_zg = p.zero_strides
     if N * out.itemsize % 16 == 0 and out.data_ptr() % 16 == 0:
         out, tma_out = descriptor(out, M, N, N, (128, 64)), True
     launch(
@@ -356,7 +357,7 @@ def int4_gemm_sm90_int8(problem, config=None):
         descriptor(x, M, x.shape[1], stride, (128, dot_k)),
         descriptor(p.words, N, cdiv(K, 8), p.words.stride(0), (rows, c.columns // 8)), scale_desc, out,
         p.absmax, p.zero_point, token_scale, p.bias, M, N, K,
-        p.absmax.stride(0), p.group_stride, *((0, 0) if p.zero_point is None else p.zero_point.stride()), stride_xs,
+        p.absmax.stride(0), p.group_stride, stride_zn, stride_zg, stride_xs,
         GROUP=p.group_size or 0, SCALED_DOTS=(p.block_size or dot_k) // dot_k, PIECES=c.pieces, DOT_K=dot_k,
         DOTS=c.columns // dot_k, STAGES=c.stages, GROUP_M=c.group_m, TMA_OUT=tma_out,
         WAITS=waits, early=True, num_warps=4,

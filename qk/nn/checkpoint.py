@@ -40,18 +40,24 @@ class Entry(NamedTuple):
     Attributes:
         dtype: a torch.dtype, or the file's name for it where torch has none.
         size: in bytes.
-        load: returns the tensor, on the CPU, in memory that nothing else uses. Of a dtype without a torch.dtype it
-            returns the bytes, uint8 [size].
+        fill: reads the tensor into memory, uint8 [size] on the CPU.
     """
 
     name: str
     shape: tuple
     dtype: object
     size: int
-    load: Callable
+    fill: Callable
 
-    def read(self, device="cpu"):
-        return self.load().to(device)
+    def read(self, device="cpu", memory=None):
+        """Read the tensor. Of a dtype without a torch.dtype it returns the bytes, uint8 [size].
+
+        Args:
+            memory: uint8 [size] on the CPU, where the tensor is read. None: new memory.
+        """
+        memory = torch.empty(self.size, dtype=torch.uint8, device="cpu") if memory is None else memory
+        self.fill(memory)
+        return (memory.view(self.dtype).view(self.shape) if isinstance(self.dtype, torch.dtype) else memory).to(device)
 
 
 class Checkpoint(NamedTuple):
@@ -151,32 +157,41 @@ def _open_index(index):
 def _open_safetensors(file):
     from safetensors import SafetensorError, safe_open  # here, since nothing else of the package needs it
 
-    own = True
     try:
-        try:
-            handle = safe_open(file, "pt", backend="pread")
-        except TypeError:  # an older safetensors, which maps the file into memory
-            handle, own = safe_open(file, "pt"), False
-        names = handle.offset_keys() if hasattr(handle, "offset_keys") else handle.keys()
-        slices = {name: handle.get_slice(name) for name in names}
-        return {name: _entry(handle, name, slice, own) for name, slice in slices.items()}, handle.metadata() or {}
-    except (SafetensorError, OSError) as error:
+        with safe_open(file, "pt"):  # which checks the header, and that its tensors fill the file
+            pass
+        with open(file, "rb") as opened:
+            (size,) = struct.unpack("<Q", opened.read(8))
+            header = json.loads(opened.read(size))
+    except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(f"{file.name} is no safetensors file, or it is damaged: {error}") from None
+    metadata = header.pop("__metadata__", {})
+    entries = {}
+    for name, tensor in header.items():
+        begin, end = tensor["data_offsets"]
+        dtype, fill = _DTYPES.get(tensor["dtype"], tensor["dtype"]), _filler(file, name, 8 + size + begin)
+        entries[name] = Entry(name, tuple(tensor["shape"]), dtype, end - begin, fill)
+    return entries, metadata
 
 
-def _entry(handle, name, slice, own):
-    """own: whether a tensor has memory of its own, and isn't part of a mapped file."""
-    shape, kind = tuple(slice.get_shape()), slice.get_dtype()
-    dtype = _DTYPES.get(kind, kind)
-    size = math.prod(shape) * (dtype.itemsize if isinstance(dtype, torch.dtype) else 1)
+def _filler(file, name, start):
+    """Returns a function that reads the bytes of a file from `start` on into memory."""
 
-    def read():
+    def fill(memory):
+        # not through a map of the file: if the file shrinks, that would end the process
         try:
-            return handle.get_tensor(name) if own else handle.get_tensor(name).clone()
-        except Exception as error:  # the file has changed since it was opened
+            with open(file, "rb", buffering=0) as opened:
+                opened.seek(start)
+                view, done = memoryview(memory.numpy()), 0
+                while done < len(view):
+                    step = opened.readinto(view[done:])
+                    if not step:
+                        raise ValueError("the file has changed since it was opened")
+                    done += step
+        except (OSError, ValueError) as error:
             raise ValueError(f"{name} can't be read: {error}") from None
 
-    return Entry(name, shape, dtype, size, read)
+    return fill
 
 
 class _Bytes:
@@ -252,7 +267,7 @@ def _open_gguf(file):
         if name in found or start + offset < end or start + offset + size > len(data):
             raise ValueError(f"{file.name} is damaged: {name} is there twice, or overlaps another, or passes the end")
         end = start + offset + size
-        found[name] = Entry(name, shape, dtype, size, _gguf_load(data, start + offset, shape, dtype, size))
+        found[name] = Entry(name, shape, dtype, size, _gguf_filler(data, start + offset))
     return Checkpoint(file.parent, found, {}, metadata, True)
 
 
@@ -269,11 +284,9 @@ def _gguf_info(source):
     return name, shape, dtype, offset, math.prod(shape) // block * size
 
 
-def _gguf_load(data, start, shape, dtype, size):
-    def load():
-        if not size:
-            return torch.empty(shape if isinstance(dtype, torch.dtype) else 0, dtype=torch.uint8)
-        read = torch.frombuffer(data, dtype=torch.uint8, count=size, offset=start).clone()
-        return read.view(dtype).view(shape) if isinstance(dtype, torch.dtype) else read
+def _gguf_filler(data, start):
+    def fill(memory):
+        if memory.numel():
+            memory.copy_(torch.frombuffer(data, dtype=torch.uint8, count=memory.numel(), offset=start))
 
-    return load
+    return fill

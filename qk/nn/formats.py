@@ -16,6 +16,7 @@ code = q - 8, which flips a nibble's top bit, zero_point = zero - 8, and absmax 
 float16 or bfloat16 has few enough bits to be exact, and so has the product of the difference and the scale.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ __all__ = ["FORMATS", "MARKS", "Format", "Refused", "Scratch", "check_entry", "d
 _FLIP = 0x88888888 - 2**32  # the top bit of each nibble in an int32
 _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word each of its eight rows is
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
-_CHUNK = 2**18  # words that stay in a CPU's cache
+_CHUNK = 2**15  # eights of words that stay in a CPU's cache
 
 
 class Refused(ValueError):
@@ -60,10 +61,13 @@ def _check_bits(config, key="bits"):
         raise Refused(f"has codes of {config.get(key)} bits; it takes 4")
 
 
-def _nibbles(words, rows, order=range(8)):
-    """Unpack int32 [A, B] that hold eight rows each into int8 [rows, B], 0 .. 15. order: the nibble of each row."""
-    shifts = 4 * torch.tensor(list(order), dtype=torch.int32, device=words.device)
-    return ((words[:, None, :] >> shifts[:, None]) & 15).to(torch.int8).flatten(0, 1)[:rows]
+def _nibbles(words, order=range(8)):
+    """Unpack int32 [A, B] that hold eight columns each into int8 [A, 8 B], 0 .. 15. order: each column's nibble."""
+    # a copy, whose strides are the usual ones even if a dimension is 1
+    halves = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    codes = torch.stack((halves & 15, halves >> 4), -1).view(*words.shape, 8)
+    codes = codes if order == range(8) else codes[..., list(order)]
+    return codes.view(torch.int8).flatten(1)
 
 
 def _flipped(words, columns):
@@ -76,7 +80,7 @@ def _flipped(words, columns):
 
 def _int4(packed, scale, zero, order=None):
     """The buffers of an `Int4Linear`, and a remark. zero: int8 [N, groups], 0 .. 15, or None, where it is 8."""
-    absmax = scale.float() * 7
+    absmax = scale.float().mul_(7) if scale.dtype != torch.float32 else scale * 7
     notes = []
     if scale.dtype == torch.float32 and not torch.equal(absmax / torch.full_like(absmax, 7), scale):
         notes.append("float32 scales, some rounded in the last bit")
@@ -86,25 +90,42 @@ def _int4(packed, scale, zero, order=None):
         notes.append("zero points")
     if order is not None:
         notes.append("columns in another order")
-    buffers = {"packed": packed, "absmax": absmax, "zero_point": None if zero is None else zero - 8, "order": order}
+    buffers = {"packed": packed, "absmax": absmax, "zero_point": None if zero is None else zero.sub_(8), "order": order}
     return buffers, ", ".join(notes)
 
 
 class Scratch:
-    """Memory for a copy of a layer's codes, the same for all layers: new memory takes longer than the copy."""
+    """Memory for one layer after the other: on a CPU, getting new memory takes longer than a copy."""
 
     def __init__(self):
-        self._memory = torch.empty(0, dtype=torch.int32)
+        self._memory = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
 
-    def copy(self, words):
-        """Copy contiguous words to the scratch memory. Returns the copy."""
-        if self._memory.numel() < words.numel() or self._memory.device != words.device:
-            self._memory = torch.empty_like(words).view(-1)
-        return self._memory[: words.numel()].view(words.shape).copy_(words)
+    def _bytes(self, number, size, pinned=False):
+        if self._memory[number].numel() < size:
+            self._memory[number] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        return self._memory[number][:size]
 
-    def transpose(self, words):
-        """Transpose contiguous words [A, B] in their own memory. Returns them, [B, A]."""
-        return words.view(words.shape[::-1]).copy_(self.copy(words).t())
+    def read(self, entry, device):
+        """Read a tensor, which the caller may overwrite. It is gone when the next one is read."""
+        # a GPU copies from pinned memory several times as fast
+        return entry.read(device, self._bytes(0, entry.size, torch.device(device).type == "cuda"))
+
+    def empty_like(self, words):
+        """Memory of the same shape and dtype. It is gone when the next one is asked for."""
+        if not words.is_cpu:
+            return torch.empty_like(words)
+        return self._bytes(1, words.nbytes).view(words.dtype).view(words.shape)
+
+
+def _transposed(words):
+    """Transpose contiguous words [A, B] of 32 bits into new memory."""
+    (A, B), size = words.shape, words.numel()
+    if not words.is_cpu or not size:
+        return words.t().contiguous()
+    # of torch's ways to transpose on a CPU, only that of a channel shuffle uses vector instructions: it takes half the
+    # time of a copy
+    channels = words.view(torch.float32).as_strided((1, size, 1, 1), (size, 1, size, size))
+    return torch.native_channel_shuffle(channels, A).view(torch.int32).view(B, A)
 
 
 def _order(groups, columns, size):
@@ -116,21 +137,32 @@ def _order(groups, columns, size):
     return None if torch.equal(sorted_groups, groups) else order
 
 
-def _ordered(words, order):
-    """Gather the columns of words [K / 8, N] in another order, as words [K / 8, N]."""
-    padding = torch.arange(len(order), 8 * len(words), device=order.device)
-    out, order = torch.zeros_like(words), torch.cat((order, padding)).view(-1, 8)
-    for part, sources in zip(*(x.split(_rows_at_once(words)) for x in (out, order)), strict=True):
-        for j, source in enumerate(sources.unbind(1)):
-            codes = words[source // 8].bitwise_right_shift_((4 * (source % 8)).to(torch.int32)[:, None])
-            part |= codes.bitwise_and_(15).bitwise_left_shift_(4 * j)
-    return out
+def _transpose_nibbles(words):
+    """Exchange nibble i of row j with nibble j of row i, in place, in each eight rows of int32 [A, 8, B]."""
+    A, _, B = words.shape
+    rows = max(1, _CHUNK // max(B, 1)) if words.is_cpu else max(A, 1)
+    memory = words.new_empty(4 * B * min(A, rows))
+    for part in words.split(rows):
+        for distance, mask in ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F)):
+            top, bottom = part.view(part.shape[0], 4 // distance, 2, distance, B).unbind(2)
+            change = memory[: top.numel()].view(top.shape)
+            torch.bitwise_right_shift(top, 4 * distance, out=change).bitwise_xor_(bottom).bitwise_and_(mask)
+            bottom.bitwise_xor_(change)
+            top.bitwise_xor_(change.bitwise_left_shift_(4 * distance))
 
 
-def _rows_at_once(words):
-    """How many rows of words to convert at once: on the CPU as many as its cache holds."""
-    rows = max(words.shape[0], 1)
-    return max(1, _CHUNK * rows // max(words.numel(), 1)) if words.device.type == "cpu" else rows
+def _ordered(words, order, scratch):
+    """Gather the columns of words [K / 8, N] in another order, as words [K / 8, N]. Overwrites words.
+
+    Two exchanges of nibbles, with eight parts of a row in place of eight rows, make each column's codes lie together.
+    """
+    (A, N), B = words.shape, cdiv(words.shape[1], 8)
+    even = (words if N == 8 * B else torch.nn.functional.pad(words, (0, 8 * B - N))).view(A, 8, B)
+    _transpose_nibbles(even)
+    gathered, padding = scratch.empty_like(even), torch.arange(len(order), 8 * A, device=order.device)
+    torch.index_select(even.view(8 * A, B), 0, torch.cat((order, padding)), out=gathered.view(8 * A, B))
+    _transpose_nibbles(gathered)
+    return gathered.view(A, 8 * B)[:, :N].contiguous()
 
 
 def _pack_quantized(parts, shape, config):
@@ -161,11 +193,12 @@ def _pack_quantized(parts, shape, config):
         order = None if K and bool((columns == -1).all()) else _order(columns, K, size)
 
     def read(device, scratch):
-        words = parts["weight_packed"].read(device)
         on = None if order is None else order.to(device)
-        if on is not None:
-            words = scratch.transpose(_ordered(scratch.transpose(words), on))
-        zeros = None if zero is None else _nibbles(zero.read(device), N)
+        if on is None:
+            words = parts["weight_packed"].read(device)
+        else:
+            words = _transposed(_ordered(_transposed(scratch.read(parts["weight_packed"], device)), on, scratch))
+        zeros = None if zero is None else _nibbles(zero.read(device).t()).t()[:N].contiguous()
         return _int4(_flipped(words, K), parts["weight_scale"].read(device), zeros, on)
 
     return size, read
@@ -191,24 +224,14 @@ def _gptq(parts, shape, config):
         order = _order(parts["g_idx"].read(), K, size)
 
     def read(device, scratch):
-        words = parts["qweight"].read(device)
+        words = scratch.read(parts["qweight"], device)
         on = None if order is None else order.to(device)
-        words = words if on is None else _ordered(words, on)
-        zero = _nibbles(parts["qzeros"].read(device).t(), N)
-        zero = (zero + 1) & 15 if version == "gptq" else zero
-        return _int4(_flipped(scratch.transpose(words), K), parts["scales"].read(device).t().contiguous(), zero, on)
+        words = _transposed(words if on is None else _ordered(words, on, scratch))
+        zero = _nibbles(parts["qzeros"].read(device)).t().contiguous()
+        zero = zero.add_(1).bitwise_and_(15) if version == "gptq" else zero
+        return _int4(_flipped(words, K), parts["scales"].read(device).t().contiguous(), zero, on)
 
     return size, read
-
-
-def _transpose_nibbles(words):
-    """Exchange nibble i of row j with nibble j of row i, in place, in each eight rows of int32 [A, 8, B]."""
-    for distance, mask in ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F)):
-        pairs = words.view(words.shape[0], 4 // distance, 2, distance, words.shape[2])
-        top, bottom = pairs.unbind(2)
-        change = (top >> 4 * distance).bitwise_xor_(bottom).bitwise_and_(mask)
-        bottom ^= change
-        top ^= change.bitwise_left_shift_(4 * distance)
 
 
 def _awq(parts, shape, config):
@@ -230,15 +253,14 @@ def _awq(parts, shape, config):
         raise ValueError("has no qzeros, though it has zero points")
 
     def read(device, scratch):
-        words = parts["qweight"].read(device).view(K // 8, 8, N // 8)
-        for chunk in words.split(_rows_at_once(words)):
-            _transpose_nibbles(chunk)
-        rows = scratch.copy(scratch.transpose(words.view(K // 8, N))).view(8, N // 8, K // 8)
-        words = words.view(N // 8, 8, K // 8)
-        torch.stack([rows[nibble] for nibble in _AWQ_NIBBLES], 1, out=words)
+        words = scratch.read(parts["qweight"], device).view(K // 8, 8, N // 8)
+        _transpose_nibbles(words)
+        words = words.view(K // 8, N)
+        rows = scratch.empty_like(words).view(N, K // 8).copy_(words.t()).view(8, N // 8, K // 8)
+        words = torch.stack([rows[nibble] for nibble in _AWQ_NIBBLES], 1)
         zero = None
         if "qzeros" in parts:
-            zero = _nibbles(parts["qzeros"].read(device).t(), N, _AWQ_NIBBLES)
+            zero = _nibbles(parts["qzeros"].read(device), _AWQ_NIBBLES).t().contiguous()
         return _int4(_flipped(words.view(N, K // 8), K), parts["scales"].read(device).t().contiguous(), zero)
 
     return size, read
@@ -302,7 +324,7 @@ def _gguf_q4_0(parts, shape, config):
     check_entry(parts["weight"], ("Q4_0",), shape)
 
     def read(device, scratch):
-        words, scale = _q4_0(parts["weight"].read(device), shape)
+        words, scale = _q4_0(scratch.read(parts["weight"], device), shape)
         return _int4(_flipped(words, K), scale, None)
 
     return 32, read
@@ -311,12 +333,12 @@ def _gguf_q4_0(parts, shape, config):
 def dequantized(entry):
     """Returns an `Entry` that reads a tensor in Q4_0 as float32, for an embedding."""
 
-    def load():
-        words, scale = _q4_0(entry.load(), entry.shape)
-        codes = _nibbles(words.t(), entry.shape[1]).t().float() - 8
-        return codes * scale.float().repeat_interleave(32, 1)
+    def fill(memory):
+        words, scale = _q4_0(entry.read(), entry.shape)
+        codes = _nibbles(words).float() - 8
+        torch.mul(codes, scale.float().repeat_interleave(32, 1), out=memory.view(torch.float32).view(entry.shape))
 
-    return entry._replace(dtype=torch.float32, load=load)
+    return entry._replace(dtype=torch.float32, size=4 * math.prod(entry.shape), fill=fill)
 
 
 class Format(NamedTuple):

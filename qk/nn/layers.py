@@ -247,11 +247,13 @@ def output_dtype(x, columns, name="x"):
     Raises:
         ValueError: if the layer can't take x.
     """
-    device = x.device.type if isinstance(x, torch.Tensor) else None
-    dense = device in ("cuda", "cpu") and x.dtype in FLOATS and not x.is_nested
-    if not dense or not x.ndim or x.shape[-1] != columns:
+    is_cuda = isinstance(x, torch.Tensor) and x.is_cuda
+    dense = (is_cuda or isinstance(x, torch.Tensor) and x.is_cpu) and x.dtype in FLOATS and not x.is_nested
+    shape = x.shape if dense else ()
+    if not shape or shape[-1] != columns:
         check_tensor(name, x, FLOATS, "[..., K]")
         raise ValueError(f"{name} has shape {list(x.shape)}; it takes [..., {columns}]")
+    device = "cuda" if is_cuda else "cpu"
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 

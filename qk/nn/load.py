@@ -18,10 +18,12 @@ from torch.overrides import TorchFunctionMode
 from ..core.checks import listed
 from .calibration import progress_bar
 from .checkpoint import open_checkpoint
+from .experts import is_experts
 from .formats import Scratch
+from .header import KINDS, note_in_config, saved_state
 from .kinds import linear_kinds, weight_shape
 from .layers import FORWARD_HOOKS, QuantizedModule, TiedInt8Linear
-from .plan import DTYPE_NAMES, KINDS, VERSION, Slot, plan
+from .plan import Slot, plan
 from .report import Report, Row, bytes_of, rows_of_others
 
 __all__ = ["load", "save"]
@@ -118,6 +120,7 @@ def load(path, model=None, *, rename=None, device=None, progress=True):
     try:
         for settings, key, value in changes:
             settings[key] = value
+        note_in_config(model)
         size = sum(entry.size for entry in checkpoint.tensors.values())
         return model, Report(rows, size, bytes_of(model), rows_of_others(model, _linears(model), True))
     except BaseException:
@@ -144,7 +147,8 @@ def _read(model, layers, slots, device, progress):
             tensor = _read_slot(item, where(item.tensor))
             changes += [(settings, key, tensor) for settings, key in item.places]
         elif item.old not in made:
-            made[item.old] = item.read(where(item.old.weight), scratch)
+            weight = item.old.gate_up_proj if is_experts(item.old) else item.old.weight
+            made[item.old] = item.read(where(weight), scratch)
     for name, old in model.named_modules(remove_duplicate=False):
         parent, _, key = name.rpartition(".")
         if old in made and model.get_submodule(parent) not in made:
@@ -156,7 +160,7 @@ def _read(model, layers, slots, device, progress):
         if old in made:
             new, error, note = made[old]
             kinds, size = (type(old).__name__, type(new).__name__), (sizes[old], bytes_of(new))
-            rows.append(Row(name, *kinds, weight_shape(new), error, *size, None, None, note))
+            rows.append(Row(name, *kinds, weight_shape(old), error, *size, None, None, note))
         elif isinstance(old, linear_kinds()):
             kind, size = type(old).__name__, bytes_of(old)
             rows.append(Row(name, kind, kind, weight_shape(old), None, size, size, None, None, "float"))
@@ -192,31 +196,13 @@ def save(model, path):
         raise ValueError(f"model is a {type(model).__name__}; it takes a torch.nn.Module")
     from safetensors.torch import save_file
 
-    path, layers, heads = Path(path), {}, {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, TiedInt8Linear):
-            heads[f"{name}.table"] = name, module
-        elif isinstance(module, QuantizedModule) and name not in heads:
-            if type(module).__name__ not in KINDS:
-                raise ValueError(f"{name} is a {type(module).__name__}; it takes {listed(KINDS)}")
-            settings = {"kind": type(module).__name__, "dtype": module.dtype, **module.settings()}
-            layers[name] = {key: DTYPE_NAMES.get(value, value) for key, value in settings.items()}
-    for name, module in heads.values():
-        table = next(other for other in layers if model.get_submodule(other) is module.table)
-        layers[name] = {"kind": type(module).__name__, "table": table}
+    path = Path(path)
+    kept, header = saved_state(model)
+    for name, settings in header["layers"].items():
+        if settings["kind"] not in (*KINDS, TiedInt8Linear.__name__):
+            raise ValueError(f"{name} is a {settings['kind']}; it takes {listed(KINDS)}")
     file = path if path.suffix == ".safetensors" else path / "model.safetensors"
     file.parent.mkdir(parents=True, exist_ok=True)
-    kept, tied, seen = {}, {}, {}
-    for name, tensor in model.state_dict().items():
-        if name.rpartition(".")[0] in heads:
-            continue
-        place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-        first = seen.setdefault(place, name) if tensor.numel() else name
-        if first == name:
-            kept[name] = tensor.contiguous()
-        else:
-            tied[name] = first
-    header = {"version": VERSION, "layers": layers, "tied": tied}
     partial = file.with_name(f".{file.name}.partial")
     try:
         save_file(kept, partial, {"format": "pt", "qk": json.dumps(header)})

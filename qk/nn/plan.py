@@ -9,16 +9,15 @@ import torch
 
 from ..core.checks import FLOATS, check_one_of
 from .formats import FORMATS, MARKS, Refused, check_entry, dequantized
+from .header import DTYPE_NAMES, KINDS, VERSION
 from .kinds import linear_kinds, weight_shape
 from .layers import Int4Linear, Int8Embedding, Int8Linear, QuantizedLinear, TiedInt8Linear
+from .plan_experts import experts_in, plan_experts
 
-__all__ = ["DTYPE_NAMES", "KINDS", "VERSION", "Layer", "Slot", "plan"]
+__all__ = ["Layer", "Slot", "by_layer", "check_header", "check_saved", "fail", "plan", "saved_layer"]
 
-KINDS = {kind.__name__: kind for kind in (Int4Linear, Int8Linear, Int8Embedding)}
-DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in FLOATS}
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _FLOATS = (*FLOATS, torch.float64)
-VERSION = 1
 _SHOWN = 4  # problems that an error names
 
 
@@ -39,7 +38,7 @@ class Slot(NamedTuple):
     entries: list
 
 
-def _fail(problems):
+def fail(problems):
     """Raise a ValueError with the first few of these problems, if there are any."""
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
@@ -158,12 +157,16 @@ def _plan_tied(old, parts, settings, tables):
     return make
 
 
-def _plan_own(name, old, parts, settings, tables):
-    """Plan a layer that `save` wrote. tables: the new embeddings by name, to which it adds its own."""
-    if not isinstance(old, (torch.nn.Embedding, *linear_kinds(), QuantizedLinear, Int8Embedding)):
-        raise ValueError(f"is a {type(old).__name__} in the model; it takes a linear layer or an embedding")
-    if settings.get("kind") == TiedInt8Linear.__name__:
-        return _plan_tied(old, parts, settings, tables)
+def saved_layer(old, settings):
+    """Make the layer that `save` described, without values, on the meta device.
+
+    Args:
+        old: the model's layer in its place.
+        settings: what the file says about it.
+
+    Raises:
+        ValueError: these settings describe no layer, or one that doesn't fit there.
+    """
     for key in settings:
         if key.endswith("dtype"):
             check_one_of(f"its {key}", settings[key], tuple(_DTYPES))
@@ -181,6 +184,11 @@ def _plan_own(name, old, parts, settings, tables):
         raise ValueError(f"has settings that an {kind.__name__} doesn't take: {error}") from None
     if weight_shape(new) != tuple(weight_shape(old)):
         raise ValueError(f"has shape {list(weight_shape(new))}, and the model's layer {list(weight_shape(old))}")
+    return new
+
+
+def check_saved(new, parts):
+    """Check that a file's tensors, a dict of `Entry`, are those of a layer that `saved_layer` made."""
     wanted = new.state_dict()
     if wanted.keys() != parts.keys():
         raise ValueError(f"has {sorted(parts)}; it takes {sorted(wanted)}")
@@ -189,11 +197,20 @@ def _plan_own(name, old, parts, settings, tables):
     if (found := parts["format"].read().tolist()) != new.format_numbers:
         raise ValueError(f"has the format {found}, and its settings say {new.format_numbers}")
 
-    if kind is Int8Embedding:
+
+def _plan_own(name, old, parts, settings, tables):
+    """Plan a layer that `save` wrote. tables: the new embeddings by name, to which it adds its own."""
+    if not isinstance(old, (torch.nn.Embedding, *linear_kinds(), QuantizedLinear, Int8Embedding)):
+        raise ValueError(f"is a {type(old).__name__} in the model; it takes a linear layer or an embedding")
+    if settings.get("kind") == TiedInt8Linear.__name__:
+        return _plan_tied(old, parts, settings, tables)
+    new = saved_layer(old, settings)
+    check_saved(new, parts)
+    if isinstance(new, Int8Embedding):
         tables[name] = new
 
     def make(device, scratch):
-        buffers = {key: parts[key].read(device) for key in wanted if key not in ("bias", "format")}
+        buffers = {key: parts[key].read(device) for key in new.state_dict() if key not in ("bias", "format")}
         bias = parts["bias"].read(device) if "bias" in parts else None
         return new.fill(old, device, bias, **buffers), None, "saved by qk"
 
@@ -211,6 +228,15 @@ def _plan_layers(model, quantized, plan_one):
         A list of `Layer`, and what is wrong with others.
     """
     modules, layers, planned, problems = dict(model.named_modules(remove_duplicate=False)), [], {}, []
+    experts, quantized = experts_in(model, quantized)
+    for name, parts in experts.items():
+        try:
+            read = plan_experts(modules[name], parts, plan_one)
+        except ValueError as error:
+            problems.append(f"{name} {error}")
+            continue
+        entries = [entry for _, layer in parts.values() for entry in layer.values()]
+        layers.append(Layer(name, modules[name], entries, read))
     for name, parts in quantized.items():
         old = modules.get(name)
         try:
@@ -298,7 +324,7 @@ def _renamed(tensors, rename):
     return renamed
 
 
-def _by_layer(entries):
+def by_layer(entries):
     """Group entries by layer: for each name of a layer, a dict of its parts."""
     groups = {}
     for name, entry in entries.items():
@@ -307,15 +333,21 @@ def _by_layer(entries):
     return groups
 
 
-def _plan_of_own(own, entries):
-    """Check what `save` wrote. Returns the entries, the quantized layers, and a function that plans one."""
+def check_header(own):
+    """Check what a file or a config says about the layers that `save` wrote. Returns layers, and tied names."""
     layers, tied = own.get("layers"), own.get("tied", {})
     if own.get("version") != VERSION or not isinstance(layers, dict) or not isinstance(tied, dict):
         raise ValueError(f"the checkpoint was saved by another version of qk; it takes version {VERSION}")
     if not all(isinstance(settings, dict) for settings in layers.values()):
         raise ValueError("the checkpoint's header is damaged: it describes layers by something else than settings")
+    return layers, tied
+
+
+def _plan_of_own(own, entries):
+    """Check what `save` wrote. Returns the entries, the quantized layers, and a function that plans one."""
+    layers, tied = check_header(own)
     entries = {**entries, **{name: entries[kept] for name, kept in tied.items() if kept in entries}}
-    groups = _by_layer(entries)
+    groups = by_layer(entries)
     tables, last = {}, TiedInt8Linear.__name__  # which need the embeddings
     quantized = {
         name: groups.get(name, {}) for name in sorted(layers, key=lambda name: layers[name].get("kind") == last)
@@ -326,7 +358,7 @@ def _plan_of_own(own, entries):
 def _plan_of_gguf(model, entries):
     """As `_plan_of_own`, for a GGUF file. Embeddings are dequantized."""
     modules, entries, quantized = dict(model.named_modules(remove_duplicate=False)), dict(entries), {}
-    for layer, parts in _by_layer(entries).items():
+    for layer, parts in by_layer(entries).items():
         weight = parts.get("weight")
         if weight is None or isinstance(weight.dtype, torch.dtype):
             continue
@@ -340,7 +372,7 @@ def _plan_of_gguf(model, entries):
 def _plan_of_others(config, entries):
     """As `_plan_of_own`, for safetensors of other libraries."""
     format_of = _layers_of(config)
-    quantized = {layer: parts for layer, parts in _by_layer(entries).items() if MARKS & parts.keys()}
+    quantized = {layer: parts for layer, parts in by_layer(entries).items() if MARKS & parts.keys()}
     return entries, quantized, lambda name, old, parts: _plan_foreign(old, parts, *format_of(name))
 
 
@@ -354,8 +386,8 @@ def plan(checkpoint, model, rename):
     else:
         entries, quantized, plan_one = _plan_of_others(checkpoint.config, entries)
     layers, problems = _plan_layers(model, quantized, plan_one)
-    _fail(problems)
+    fail(problems)
     left = {name: entry for name, entry in entries.items() if name.rpartition(".")[0] not in quantized}
     slots, problems = _plan_slots(model, left, {layer.old for layer in layers})
-    _fail(problems)
+    fail(problems)
     return layers, slots

@@ -20,6 +20,7 @@ from ..core.checks import FLOATS, check_integer, check_one_of, check_tensor
 from ..core.numerics import INTERPRETED
 from .calibration import LayerStatistics, check_moment, progress_bar
 from .experts import QuantizedExperts, is_experts, linears_of
+from .header import note_in_config
 from .kinds import as_linear, linear_kinds, weight_shape
 from .layers import (
     FORWARD_HOOKS,
@@ -458,7 +459,7 @@ def _check_model(model, kinds):
             raise ValueError(f"model is quantized already, {has}; it takes one that is not")
 
 
-def _check_options(to, block_size, group_size, embeddings, rotate, activations):
+def check_options(to, block_size, group_size, embeddings, rotate, activations):
     if not callable(to):
         check_one_of("to", to, ("int8", "int4"), ", or a function of a layer's name and the layer")
     check_block_size(block_size)
@@ -524,7 +525,7 @@ def quantize_(
     that is too much, quantize one part of the model after another. If kernels are compiled, a model on the CPU is
     quantized on the GPU, layer by layer.
     """
-    _check_options(to, block_size, group_size, embeddings, rotate, activations)
+    check_options(to, block_size, group_size, embeddings, rotate, activations)
     skip, force = checked_skip(skip), checked_skip(force, "force")
     tokens = _TOKENS if measure is True else 0 if measure is False else measure
     check_integer("measure", tokens, 0)
@@ -568,16 +569,21 @@ def _is_head(job):
 
 @contextlib.contextmanager
 def replacing(model, jobs, modules):
-    """Put modules in place of the jobs' layers. If the body fails or is interrupted, put the layers back."""
+    """Put modules in place of the jobs' layers. If the body fails or is interrupted, put the layers back.
+
+    A transformers model's config says what is quantized.
+    """
     changes = list(_changes(model, jobs, modules))
     before = [settings[key] for settings, key, _ in changes]
     try:
         for settings, key, value in changes:
             settings[key] = value
+        note_in_config(model)
         yield
     except BaseException:
         for (settings, key, _), value in zip(changes, before, strict=True):
             settings[key] = value
+        note_in_config(model)
         raise
 
 

@@ -7,6 +7,7 @@ its reference. It imports torch and Triton only, runs compiled or with TRITON_IN
     python -m qk copy act_quant                               print it
     python -m qk copy int8_gemm --arch sm90 --out gemm.py     a GEMM for one instruction set
     python -m qk copy int8 gelu --full --out kernels.py       whole files, with operators and torch.compile support
+    python -m qk copy act_quant --hub act-quant               a folder for Hugging Face `kernels`: see hub.py
 """
 
 import argparse
@@ -25,10 +26,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
+from . import hub
 from .simplify import Known, Places, replaced, simplified
 
 PACKAGE = Path(__file__).parents[1]
-MODULES = ("int4", "gemm_int4", "int8", "hadamard", "gelu", "norm", "dequant", "sparsity", "gemm", "linear")
+MODULES = ("int4", "gemm_int4", "int8", "hadamard", "gelu", "norm", "dequant", "sparsity", "kv_cache", "gemm", "linear")
 WIDTH = 120
 
 
@@ -262,7 +264,7 @@ def _body(where, numbers, names):
     return text
 
 
-def _public(names, whole):
+def public_functions(names, whole):
     """Return the public functions that these names stand for, or raise ValueError.
 
     Args:
@@ -297,7 +299,7 @@ def full(*names):
     Args:
         names: of MODULES, or of public functions.
     """
-    known, public = functions(), _public(names, True)
+    known, public = functions(), public_functions(names, True)
     needed = _needed([(known[name], each) for name in public for each in (name, f"{name}_ref")], _module)
     modules = _ordered(needed)
     renamed = _clashes(modules, needed, _module)
@@ -306,6 +308,11 @@ def full(*names):
     text = f'{_origin(modules, " ".join([*names, "--full"]))}\n"""{docstring}\n"""\n\n'
     text += f"{_import_section(_imports(modules, needed))}\n\n{_all(public)}"
     return text + "".join(_body(where, needed[where], renamed[where]) for where in modules)
+
+
+def to_hub(names, folder, force=False):
+    """Write a folder that Hugging Face `kernels` loads, with a full copy. See `hub.write`."""
+    return hub.write(folder, full(*names), public_functions(names, True), names, force)
 
 
 # In place of the package's own. A copy launches as Triton documents it, and its checks say less.
@@ -356,9 +363,13 @@ _TEMPLATES = {
     ("core.checks", "check_tensor"): _CHECK_TENSOR,
     ("core.checks", "check_one_of"): _CHECK_ONE_OF,
     ("core.checks",): _VERSION,
+    ("gemm_int4", "_ACTIVATIONS"): "_ACTIVATIONS = (torch.float16, torch.bfloat16)\n",
 }
 # Written for faster launches. In a copy, what does the same in Triton will do.
 _RENAMED = {"INTERPRETING": "INTERPRETED", "cdiv": "triton.cdiv", "next_power_of_2": "triton.next_power_of_2"}
+_CLEARER = {"divide": "div_rn_of_normals"}  # names that say more to a reader who sees one kernel only
+# Operators with one scale per row, which is there even if rows have no columns. Outputs of others are empty together.
+_PER_ROW = ("_hadamard_quant", "_quant_slide")
 
 
 class _Plan(NamedTuple):
@@ -367,19 +378,23 @@ class _Plan(NamedTuple):
     pins: dict  # {parameter of a public function: its only value}
     dropped: tuple = ()  # functions that only the left out modes call
     word: str = ""  # docstrings lose the sentences that have it
+    elsewhere: str = ""  # as `word`, about GPUs that the portable kernels aren't for
     fields: bool = False  # whether attributes of these names, such as a problem's, have the same values
 
 
 _PLANS = {
     "int8": _Plan({"evens_first": False}),  # what int4_gemm reads on Hopper
     "norm": _Plan({"evens_first": False, "scale_layout": "row"}),
-    "gemm": _Plan({"path": None, "exact": True}, word="Hopper"),
+    "gemm": _Plan({"path": None, "exact": True}, elsewhere="Hopper"),
     "gemm_int4": _Plan(
         {"x_scale": None, "block_size": None, "zero_point": None, "evens_first": False},
-        word="512 tokens|Hopper|Below compute|int8|zero_point",
+        dropped=("_check_int8", "_unpack_int8"),
+        word="int8|x_scale|zero_point",
+        elsewhere="512 tokens|Hopper|Below compute",
         fields=True,
     ),
     "int4": _Plan({"zero_point": None}),
+    "kv_cache": _Plan({"tile": None}, fields=True),
     "gelu": _Plan({}, dropped=("_launch_square", "_squares", "_has_squares", "quantize_squares_ref"), word="quare"),
 }
 
@@ -441,7 +456,7 @@ def _plain_operator(text, checks):
     if "fills" in options:
         return "\n".join([*head, *rest]) + "\n"
     head.append(f"    {', '.join(outputs)} = {decorator.args[0].id}({', '.join(arguments)})")
-    sizes = " or ".join(f"{each}.numel()" for each in outputs)
+    sizes = " or ".join(f"{each}.numel()" for each in outputs[: 2 if node.name in _PER_ROW else 1])
     if isinstance(body[0], ast.If) and ast.unparse(body[0].test) == f"{outputs[0]}.numel()":
         return "\n".join([*head, *rest, f"    return {', '.join(outputs)}"]) + "\n"
     if any(isinstance(each, ast.Return) for part in body for each in ast.walk(part)):
@@ -486,7 +501,7 @@ def _direct(text, module, arch):
             continue
         supports, run = arches(module)[arch]
         given, first = ", ".join(map(places.segment, call.args)), places.segment(call.args[0])
-        device = f"torch.cuda.get_device_capability({'x' if first == 'x' else f'{first}.a'}.device)"
+        device = f"torch.cuda.get_device_capability({'x' if first == 'x' else f'{first}.out'}.device)"
         exactly = arch == "sm90"  # instructions that no other GPU has
         takes = f"of capability {'.'.join(map(str, _capability(arch)))}{'' if exactly else ' or more'}"
         unfit = f"{device} {'!=' if exactly else '<'} {_capability(arch)}"
@@ -554,10 +569,11 @@ def _plain_module(name, arch):
         if _is_operator(item.node):
             text = _plain_operator(text, checks)
         text = re.sub(r"^(def \w+[(].*), [*]_[)]:", r"\1):", text, flags=re.M)  # what a check takes and ignores
-        text = _renamed(text, _RENAMED)
+        text = _renamed(text, _RENAMED | _CLEARER)
         tree = ast.parse(text)
         uses = {inner.id for inner in ast.walk(tree) if isinstance(inner, ast.Name)}
-        items.append(item._replace(text=text, uses=uses, node=tree.body[-1]))
+        binds = {_CLEARER.get(name, name) for name in item.binds}
+        items.append(item._replace(text=text, binds=binds, uses=uses, node=tree.body[-1]))
     relative["INTERPRETED"] = "core.numerics"
     if name == "core.numerics":
         del relative["INTERPRETED"]
@@ -602,7 +618,7 @@ def short(*names, arch=None):
         names: of MODULES, or of public functions.
         arch: of the GEMMs' `arches`; None is "sm80", which runs on most GPUs.
     """
-    known, public = functions(), _public(names, False)
+    known, public = functions(), public_functions(names, False)
     asked = [where for where in MODULES if where in {known[name] for name in public}]
     for where in asked if arch else ():
         if arch not in arches(where):
@@ -622,17 +638,15 @@ def short(*names, arch=None):
         for i in needed[where]:
             text = read(where).items[i].text
             parts.append(_renamed(text, renamed[where]) if renamed[where] else text)
-    pins, dropped = {}, []
+    pins, dropped, words = {}, [], []
     for where in asked:
         plan = _PLANS.get(where, _Plan({}))
         pins |= {(root, name): [value] for root in roots for name, value in plan.pins.items()}
         pins |= {name: [value] for name, value in plan.pins.items()} if plan.fields else {}
         dropped += plan.dropped
-        if plan.word and target == "sm80":
-            inside = r"(?:[^.]|[.]\d)*"
-            parts = [
-                re.sub(rf"(?<=[.])\s+(?=[A-Z]){inside}?(?:{plan.word}){inside}[.](?=\s)", "", part) for part in parts
-            ]
+        words += [plan.word] if plan.word else []
+        words += [plan.elsewhere] if plan.elsewhere and target == "sm80" else []
+        parts = [_without_sentences(part, "|".join(words)) for part in parts]
         if arches(where):
             # of those that have sm80's instructions, many have the shared memory of capability 8.6
             capability = _capability(target.replace("80", "86"))
@@ -643,12 +657,51 @@ def short(*names, arch=None):
                 for name in read(where).items[i].binds}  # fmt: skip
     facts = Known(pins, _given(modules), constants, set(dropped), verbatim)
     text = simplified("\n\n".join(parts), roots, facts)
-    text = _assembled(_laid_out(text), roots)
+    text = text if re.search(r"[.]split[(]", text) else text.replace(_VERSION.strip(), "")
+    text = _assembled(_laid_out(_without_stale_notes(text, "\n\n".join(parts), "|".join(words))), roots)
     command = " ".join([*names, *(["--arch", arch] if arch else [])])
     head = f'{_origin(asked, command)}\n"""{_about(asked, text)}\n"""\n\n'
     head += f"{_import_section(_used(text, modules, read))}\n\n{_all(public)}"
     between = "" if ast.parse(text).body and isinstance(ast.parse(text).body[0], ast.Assign) else "\n"
     return f"{head}\n{between}{text}"
+
+
+def _without_sentences(text, words):
+    """Remove the sentences that have one of some words, except for those that begin a text."""
+    if not words:
+        return text
+    inside = r"(?:[^.]|[.]\d)*"
+    text = re.sub(rf"(?<=[.])\s+(?=[A-Z]){inside}?(?:{words}){inside}[.](?=\s|$)", "\0", text)
+    lines = text.split("\n")
+    for first in [i for i, line in enumerate(lines) if "\0" in line][::-1]:  # wrap the rest of the paragraph again
+        own = re.match(" *", lines[first])[0]
+        item = re.match(rf"{own}\w+: ", lines[first])  # the name of a parameter
+        indent, last = own + 4 * " " * bool(item), first + 1
+        while last < len(lines) and re.match(rf"{indent}(?!\w+: )[^ \"#]", lines[last]):
+            last += 1
+        rest = " ".join(line.strip() for line in lines[first:last])
+        lines[first:last] = textwrap.wrap(rest, WIDTH, initial_indent=own, subsequent_indent=indent) or [""]
+    return "\n".join(lines).replace("\0", "")
+
+
+def _without_stale_notes(text, before, words):
+    """Remove clauses of comments on parameters and fields about what the text no longer has.
+
+    Clauses end with a semicolon. They are about some words, or about a name in capitals that the text had before.
+    """
+    had, has = ({*re.findall(r"\b[A-Z][A-Z_]+\b", _without_comments(each))} for each in (before, text))
+    stale = "|".join(filter(None, (words, *(rf"\b{name}\b" for name in sorted(had - has)))))
+    lines = text.split("\n")
+    for i, line in enumerate(lines if stale else ()):
+        found = re.fullmatch(r"(    [^#\"]*(?:,|: [^#\"=]*(?:=[^#\"]*)?))  # (.*)", line)
+        if found:
+            clauses = [each for each in found[2].split("; ") if not re.search(stale, each)]
+            lines[i] = f"{found[1]}  # {'; '.join(clauses)}" if clauses else found[1]
+    return "\n".join(lines)
+
+
+def _without_comments(text):
+    return re.sub(r'"""(?s:.*?)"""|#.*', "", text)
 
 
 def _laid_out(text):
@@ -676,9 +729,12 @@ def _with_short_comments(text):
     return "\n".join(result)
 
 
+_ENDS = "):", "):  # fmt: skip"  # of a header
+
+
 def _joined_header(node, lines):
     """Put a function's header on one line if it fits and has no comment."""
-    if lines[node.lineno - 1].endswith("(") and lines[node.lineno + 1] == "):":
+    if lines[node.lineno - 1].endswith("(") and lines[node.lineno + 1] in _ENDS:
         joined = f"{lines[node.lineno - 1]}{lines[node.lineno].strip().removesuffix(',')}):"
         if len(joined) <= WIDTH and "#" not in joined:
             return [*lines[: node.lineno - 1], joined, *lines[node.lineno + 2 :]]
@@ -779,7 +835,7 @@ def _packed_header(node, lines):
     while lines[last].lstrip().startswith("#"):
         last -= 1
     header = lines[node.lineno : last]
-    if lines[last] != "):" or not all(re.fullmatch(r" {4}[^,()#]+,(  # .*)?", line) for line in header):
+    if lines[last] not in _ENDS or not all(re.fullmatch(r" {4}[^()#]+,(  # .*)?", line) for line in header):
         return lines
     packed = []
     for line in header:
@@ -830,7 +886,7 @@ def _about(asked, text):
             gone = any(name in known and f"def {name}(" not in text for name in named)
             dropped = gone or "qk/" in paragraph or ".py`" in paragraph or "`path" in paragraph
             if not dropped:
-                kept.append(paragraph)
+                kept.append(_without_sentences(paragraph, _PLANS.get(where, _Plan({})).word))
         first, _, rest = "\n\n".join(kept).partition("\n")
         parts.append(f"{first}\n{textwrap.dedent(rest)}" if rest else first)
     return "\n\n\n".join(parts)
@@ -875,7 +931,8 @@ def _parser():
         "--arch", choices=_all_arches(), help="for a GEMM: the kernel for one instruction set (default: sm80)"
     )
     parser.add_argument("--full", action="store_true", help="add operators, torch.compile support and the fast launch")
-    parser.add_argument("--force", action="store_true", help="overwrite FILE if it exists")
+    parser.add_argument("--hub", type=Path, metavar="DIR", help="write a folder that Hugging Face kernels loads")
+    parser.add_argument("--force", action="store_true", help="overwrite FILE, or write into DIR, if it exists")
     parser.add_argument("--list", action="store_true", help="print what can be copied")
     return parser
 
@@ -889,9 +946,14 @@ def main(argv=None):
         return 0
     if not args.names:
         parser.error("it takes the name of a kernel or a file; --list prints them")
+    if args.hub and (args.out or args.arch):
+        parser.error("--hub writes a folder with the kernels of all GPUs: it takes no --out and no --arch")
     if args.full and args.arch:
         parser.error("--arch is for short copies: a full one has the kernels of all GPUs")
     try:
+        if args.hub:
+            print(f"{args.hub}: {to_hub(args.names, args.hub, args.force)} files")
+            return 0
         problem = args.out and _shadows(args.out)
         if problem:
             raise ValueError(f"--out is {str(args.out)!r}; {problem}")
@@ -904,7 +966,7 @@ def main(argv=None):
         with args.out.open("w" if args.force else "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        parser.error(f"{str(args.out)!r} exists: give another name, or --force")
+        parser.error(f"{str(args.hub or args.out)!r} exists: give another name, or --force")
     except (ValueError, OSError) as error:
         parser.error(str(error))
     print(f"{args.out}: {len(text.splitlines())} lines")

@@ -443,6 +443,8 @@ class _Pass(Places):
             if node.func.id in ("min", "max") and len(node.args) > 1:
                 result = _combined({"min": min, "max": max}[node.func.id], *map(self.value, node.args))
                 return SOMETHING if result is UNKNOWN else result
+            if node.func.id == "len" and (result := _combined(len, self.value(node.args[0]))) is not UNKNOWN:
+                return result
             plain = {"jit", "triton.jit"}
             if node.func.id in self.functions and plain.issuperset(
                 map(ast.unparse, self.functions[node.func.id].node.decorator_list)
@@ -494,6 +496,8 @@ class _Pass(Places):
 
     def _value_Subscript(self, node):
         base, index = self.value(node.value), self.value(node.slice)
+        if isinstance(node.slice, ast.Slice) and base == [()]:
+            return base
         if isinstance(base, list) and not isinstance(index, list):
             if len(base) == 1 and isinstance(base[0], dict):
                 return _join([each] for each in base[0].values())
@@ -693,11 +697,9 @@ class _Pass(Places):
         truths = [self.truth(each) for each in node.values]
         if truths[0] is stops:
             return self._put(node, node.values[0], self._grouped(node.values[0], node))
-        if stops in truths:
-            return
         last = node.values[-1]
-        kept = [each for each, truth in zip(node.values, truths, strict=True) if truth is None]
-        kept = kept if truths[-1] is None or self._is_test(node) else [*kept, last]
+        kept = [each for each, truth in zip(node.values, truths, strict=True) if truth is not (not stops)]
+        kept = kept if last in kept or self._is_test(node) else [*kept, last]
         if not kept or len(kept) == len(node.values):
             return
         if len(kept) == 1:
@@ -737,14 +739,17 @@ class _Pass(Places):
             self._put(node, node.right, self._grouped(node.right, node))
 
     def _edit_Call(self, node):
-        """Simplify min(x, x), max(x, x), and table.get(key) of a known key."""
+        """Remove what min or max gets twice, and look up table.get(key) of a known key."""
         if getattr(node.func, "attr", "") == "get":
             ok, value = _known(self.value(node))
             if ok and type(value) is int:
                 self.propose((*self.at(node), str(value)))
-        if isinstance(node.func, ast.Name) and node.func.id in ("min", "max") and len(node.args) == 2:
-            if self.segment(node.args[0]) == self.segment(node.args[1]):
+        if isinstance(node.func, ast.Name) and node.func.id in ("min", "max") and not node.keywords:
+            texts = list(map(self.segment, node.args))
+            if len(texts) > 1 and len(set(texts)) == 1:
                 self._put(node, node.args[0])
+            elif len(set(texts)) < len(texts):
+                self.propose((*self.at(node), f"{node.func.id}({', '.join(dict.fromkeys(texts))})"))
 
     def _edit_Expr(self, node):
         """Remove calls of functions that are empty by now, and assertions that hold."""
@@ -773,7 +778,8 @@ class _Pass(Places):
                         self.propose((*self.at(node), value.id))
 
     def _constants_of(self, function, verbatim):
-        """Replace names that have one value by that value."""
+        """Replace names that have one value by that value, also where the docstring is about a number in capitals."""
+        numbers = {}
         for name, loads in function.loads.items():
             assigned = function.assigned.get(name, [])
             if name in function.foreign or (name not in function.parameters and not assigned):
@@ -785,6 +791,8 @@ class _Pass(Places):
             if verbatim and (checks or name in function.parameters and isinstance(value, float)):
                 continue
             text = f'"{value}"' if isinstance(value, str) else repr(value)
+            if type(value) is int and name.isupper():
+                numbers[name] = text
             if isinstance(value, torch.dtype) and function.node.decorator_list:
                 text = text.replace("torch", "tl" if "triton" in ast.unparse(function.node.decorator_list[0]) else "gl")
             for node in loads:
@@ -796,6 +804,12 @@ class _Pass(Places):
                 if isinstance(parent, ast.Attribute) or (isinstance(value, int | float) and value and text[0] == "-"):
                     continue
                 self.propose((*self.at(node), text))
+        first = function.node.body[0]
+        if numbers and _is_docstring(first):
+            old = self.segment(first)
+            new = re.sub(rf"\b({'|'.join(numbers)})\b(?!( None)?:)", lambda found: numbers[found[0]], old)
+            if new != old:
+                self.propose((*self.at(first), new))
 
     def pure(self, node):
         for each in _walk(node):
@@ -938,6 +952,8 @@ class _Pass(Places):
         if expression:
             value = body[0].value
             text = " ".join(self._with(*self.at(value), replacements).split())
+            if len(self.lines[call.lineno - 1]) - len(self.segment(call)) + len(text) > 120:
+                return
             if "#" in self.data[slice(*self._lines_of(self._header_line(body[0]) + 1, body[0].end_lineno))].decode():
                 return
             self.inlined |= {caller, function}

@@ -44,7 +44,7 @@ def doubled(monkeypatch):
         replay, "_empty_strided", lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype)
     )
     kernel, outside = Kernel(), []
-    compiled = launch._Launch(kernel, kernel.run, -1, 7, (4, 1, 0), [False], [], None)
+    compiled = launch._Launch(kernel, kernel.run, -1, (7, (4, 1, 0), None, None, None), [False], [], None)
 
     def double(x, n=None, *, more=None, copies=False, computes=False):
         if not isinstance(x, torch.Tensor):
@@ -135,6 +135,26 @@ def test_what_is_not_remembered(doubled):
         with pytest.raises(ValueError, match="^x is a "):
             doubled(wrong)
         doubled(x, wrong)  # without a hash, as the second argument
+
+
+def test_temporaries_share_one_allocation(monkeypatch):
+    monkeypatch.setattr(launch, "current_device", lambda: -1)
+    allocated, launched = [], []
+
+    def empty(shape, stride, dtype):
+        allocated.append(torch.empty_strided(shape, stride, dtype=dtype))
+        return allocated[-1]
+
+    monkeypatch.setattr(replay, "_empty_strided", empty)
+    x, codes, scale, out = torch.ones(3), torch.ones(700, dtype=torch.int8), torch.ones(5), torch.ones(2, 2).t()
+    compiled = launch._Launch(None, lambda *args: launched.append(args[4:]), -1, (), [], [], None)
+    monkeypatch.setattr(launch, "raw_stream", lambda device: 0)
+    record = launch.Record([(compiled, (1,), (x, codes, scale, out))], [codes, scale, out])
+    call = replay._call_of([x], out, record)
+    got = call([x])
+    assert got is allocated[0] and got.stride() == (1, 2) and len(allocated) == 2 and allocated[1].nbytes == 1536
+    start = allocated[1].data_ptr()
+    assert launched == [(x.data_ptr(), start, start + 1024, got.data_ptr())]
 
 
 def test_calls_are_bounded_and_hold_no_tensor(doubled, monkeypatch):
@@ -340,6 +360,41 @@ def test_another_triton_launches_by_itself(compiled_launches):
     for _ in range(3):
         launch.launch(compiled_launches, kernel, (3,), x, 30, BLOCK=16)
     assert len(kernel.calls) == 3 and not kernel.direct
+
+
+class Wrapper:
+    """Triton's launcher: Python that adds constants, around C. `one`: since Triton 3.7, arguments are one sequence."""
+
+    def __init__(self, one, scratch):
+        self.one, self.global_scratch_size, self.direct, self.calls = one, scratch, [], 0
+
+    def launch(self, *args):
+        self.direct.append(args)
+
+    def __call__(self, x, y, z, stream, function, *args):
+        self.calls += 1
+        self.launch(x, y, z, stream, function, False, *args[:4], *([args[4:]] if self.one else args[4:]))
+
+
+@pytest.mark.parametrize("one", [False, True])
+@pytest.mark.parametrize("scratch", [0, 64])
+def test_the_launcher_s_python_is_left_out_unless_it_allocates(one, scratch):
+    wrapper, between = Wrapper(one, scratch), (7, (4, 1, 0), None, None, None)
+    run, more = launch._bare(wrapper, between)
+    before = wrapper.calls
+    run(3, 2, 1, 5, *more, 8, 9)
+    passed = ((8, 9),) if one else (8, 9)
+    assert wrapper.direct[-1] == (3, 2, 1, 5, 7, False, *between[1:], *passed)
+    assert wrapper.calls == before + bool(scratch) and len(wrapper.direct) == 1
+
+
+def test_another_launcher_is_called_as_it_is():
+    class Other(Wrapper):
+        def __call__(self, x, y, z, *args):
+            self.launch((x, y, z), *args)
+
+    for run in (Other(False, 0), Launched().run):
+        assert launch._bare(run, (7,)) == (run, (7,))
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="of the interpreter's lock")

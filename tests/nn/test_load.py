@@ -202,19 +202,19 @@ def test_pack_quantized(tmp_path, K, inner, rows, size, symmetric, dtype):
     assert {row.note.startswith("compressed-tensors, 4 bits") for row in report.rows} == {True}
 
 
-@pytest.mark.parametrize("K", [96, 99])
-def test_pack_quantized_with_an_order_of_columns(tmp_path, K):
+@pytest.mark.parametrize(("N", "K"), [(40, 96), (45, 99), (3, 64)])
+def test_pack_quantized_with_an_order_of_columns(tmp_path, N, K):
     helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
-    codes, zeros, scales = numbers(3, 40, K, 32)
+    codes, zeros, scales = numbers(3, N, K, 32)
     group_of = torch.arange(K)[torch.randperm(K, generator=torch.Generator().manual_seed(1))] // 32
     tensors = {
         "up.weight_packed": helpers.pack_to_int32((codes - 8).to(torch.int8), 4),
         "up.weight_zero_point": helpers.pack_to_int32((zeros - 8).to(torch.int8), 4, packed_dim=0),
         "up.weight_scale": scales,
         "up.weight_g_idx": group_of.to(torch.int32),
-        "up.weight_shape": torch.tensor([40, K]),
+        "up.weight_shape": torch.tensor([N, K]),
     }
-    model = empty(K, 40, 8)
+    model = empty(K, N, 8)
     tensors |= plain(model, "norm.weight", "norm.bias", "up.bias", "down.weight")
     weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
     groups = {"group_0": {"targets": ["re:u.*"], "weights": weights}}
@@ -938,3 +938,88 @@ def test_one_layer_in_two_places(tmp_path):
     model = Two(64, 32, 8)
     model.again = model.up
     refused(tmp_path, "is a layer that has another name, too, and the checkpoint has two layers", model)
+
+
+def sparse(seed=0):
+    """A small mixture of experts, on the meta device but for what it computes itself, and its experts' name."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, intermediate_size=96,
+        vocab_size=40, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=32, dtype="float16",
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    return transformers.Qwen3MoeForCausalLM._from_config(config).eval(), "model.layers.0.mlp.experts"
+
+
+EXPERTS = {
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32},
+}
+
+
+def write_experts(folder, method, names=("gate_proj", "up_proj", "down_proj")):
+    """A checkpoint with each expert's layers. Returns it, and a model with the weights that its codes stand for."""
+    model, place = sparse()
+    tensors = {name: x.contiguous() for name, x in model.state_dict().items() if "experts" not in name}
+    gate_up, down = (model.get_parameter(f"{place}.{name}").data for name in ("gate_up_proj", "down_proj"))
+    for e in range(4):
+        for number, part in enumerate(names):
+            weight = (gate_up[e, :32], gate_up[e, 32:], down[e])[number]
+            (N, K), seed = weight.shape, 10 * e + number
+            codes, zeros, scales = numbers(seed, N, K, 32, symmetric=part == "up_proj")
+            group_of = torch.arange(K) // 32
+            if method == "gptq":
+                group_of = group_of[torch.randperm(K, generator=torch.Generator().manual_seed(e))]
+                tensors |= gptq(f"{place}.{e}.{part}", codes, zeros, scales, group_of)
+            else:
+                tensors |= awq(f"{place}.{e}.{part}", codes, zeros, scales)
+            weight.copy_(values(codes, zeros, scales, group_of))
+    return write(folder, tensors, EXPERTS[method]), model.to(DEVICE)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.arange(20, device=DEVICE).view(2, 10)).logits.float()
+
+
+@pytest.mark.parametrize("method", EXPERTS)
+def test_experts(tmp_path, method):
+    """Layers of each expert in the file, fused ones in the model: gate and up become one, with the same values."""
+    folder, want = write_experts(tmp_path / "in", method)
+    model, place = sparse(seed=1)
+    loaded, report = load(folder, model, device=DEVICE)
+    experts = loaded.get_submodule(place)
+    (row,) = [row for row in report.rows if row.name == place]
+    assert (row.was, row.now, row.shape) == ("Qwen3MoeExperts", "QuantizedExperts", (4, 64, 64))
+    assert row.note.startswith({"gptq": "GPTQ", "awq": "AWQ"}[method]) and "zero points" in row.note
+    assert experts.gate_up[0].order is None or method == "gptq"
+    restored = copy.deepcopy(loaded)
+    dequantize_(restored)
+    for name in ("gate_up_proj", "down_proj"):
+        assert same(restored.get_parameter(f"{place}.{name}").data, want.get_parameter(f"{place}.{name}").data)
+    assert torch.linalg.norm(logits(loaded) - logits(want)) < 0.01 * torch.linalg.norm(logits(want))
+    save(loaded, tmp_path / "own")  # and what `save` makes of it
+    again, report = load(tmp_path / "own", device=DEVICE)
+    assert same(logits(again), logits(loaded)) and place in [row.name for row in report.rows]
+    assert repr(again) == repr(loaded)
+
+
+def test_experts_that_do_not_fit(tmp_path):
+    folder, _ = write_experts(tmp_path, "gptq")
+    (model, place), tensors = sparse(), load_file(folder / "model.safetensors")
+    part = f"{place}.2.up_proj"
+    missing = {name: x for name, x in tensors.items() if not name.startswith(part)}
+    more = tensors | {name.replace(".2.", ".4."): x.clone() for name, x in tensors.items() if name.startswith(part)}
+    order = tensors | {f"{part}.g_idx": tensors[f"{part}.g_idx"].flip(0).contiguous()}
+    shape = tensors | {f"{part}.qweight": torch.zeros(8, 40, dtype=torch.int32)}
+    for wrong, match in (
+        (missing, f"{place} has 4 experts in the model, and the checkpoint has no up.2"),
+        (more, f"{place} has 4 experts in the model, and the checkpoint has up.4"),
+        (order, "has gate and up with columns in different orders"),
+        (shape, "has up.2, which .*qweight has shape \\[8, 40\\]; it takes \\[8, 32\\]"),
+    ):
+        save_file(wrong, folder / "model.safetensors", {"format": "pt"})
+        refused(folder, match, model)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    model.get_submodule(place).is_concatenated = False
+    refused(folder, "is a Qwen3MoeExperts; it takes experts without biases, whose gate comes before up", model)

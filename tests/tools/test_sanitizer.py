@@ -103,6 +103,20 @@ def norm():
         qk.swiglu(both), qk.swiglu(x, both[:, K:])
 
 
+def kv_cache():
+    """Every format and size of head, one split and several, with lengths at the ends of tiles and of the cache."""
+    for bits, D, B in itertools.product((4, 8, 16), (64, 128), (1, 70)):
+        codes = {4: torch.uint8, 8: torch.int8, 16: torch.float16}[bits]
+        keys, values = (torch.zeros(B, 2, 300, D // 2 if bits == 4 else D, device="cuda", dtype=codes) for _ in "kv")
+        absmax = None if bits == 16 else torch.zeros(B, 2, 300, 2, device="cuda", dtype=torch.float16)
+        lengths = (torch.arange(B, device="cuda") * 8 % 290).int()
+        new = qk.write_kv(randn(B, 2, 9, D), randn(B, 2, 9, D), keys, values, absmax, lengths)
+        new = qk.write_kv(randn(B, 2, 1, D), randn(B, 2, 1, D), keys, values, absmax, new, torch.ones_like(new))
+        for heads, max_length in (2, None), (24, 100):
+            qk.decode_attention(randn(B, heads, D), keys, values, absmax, new, max_length=max_length)
+            qk.decode_attention(randn(B, heads, D), keys, values, absmax, new.fill_(300))
+
+
 def gelu():
     for shape, block_size in itertools.product(MATRICES, (32, 128)):
         qk.int8_gelu(*qk.act_quant(randn(*shape), block_size), block_size)
@@ -238,6 +252,7 @@ def exchange(programs=1, wait=True):
 CASES = {
     function.__name__: function
     for function in (int4, int8, hadamard, norm, gelu, dequant_bias, slide, parts, hand_over, exchange)
+    for function in (int4, int8, hadamard, kv_cache, gelu, dequant_bias, slide, parts, hand_over, exchange)
 }
 INT4_GEMM = {f"int4_gemm {M}": functools.partial(int4_gemm, M) for M in (1, 9, 17, 65, 600)}
 INT4_GEMM |= {f"int4_int8_gemm {M}": functools.partial(int4_int8_gemm, M) for M in (1, 65, 300)}

@@ -313,6 +313,22 @@ def _norm_cases(arch):
     yield "swiglu_quant(bf16(8191, 8191), bf16(8191, 8191))", {}
 
 
+def _kv_cache_cases(arch):
+    products = {} if arch == 75 else {"mma": 1, "cp.async": 1}
+    formats = ("u8", 2, True), ("i8", 1, True), ("bf16", 1, False)
+    for (codes, pack, scaled), D in itertools.product(formats, (64, 128)):
+        for x in ("bf16", "f16") if scaled else ("bf16",):
+            rows = f"8, 8, 4096, {D // pack}"
+            cache = f"{codes}({rows}), {codes}({rows}), {f'{x}(8, 8, 4096, 2)' if scaled else None}, i32(8)"
+            yield f"decode_attention({x}(8, 32, {D}), {cache})", products
+            for tokens in 1, 1000:
+                new = f"{x}(8, {tokens}, 8, {D}).transpose(1, 2)"
+                yield f"write_kv({new}, {new}, {cache}, i32(8))", {}
+    # one split; two tiles of query heads; float32 out
+    cache = "u8(64, 8, 4096, 64), u8(64, 8, 4096, 64), bf16(64, 8, 4096, 2), i32(64)"
+    yield f"decode_attention(bf16(64, 72, 128), {cache}, out_dtype=f32.dtype)", products
+
+
 def _gelu_cases(arch):
     for block in 32, 128:
         yield f"int8_gelu(i8(8192, 8192), f32(8192, {8192 // block}), {block})", _LOADS | _STORES
@@ -389,6 +405,7 @@ CASES = {
     "gemm_int4.sm90": _gemm_int4_sm90_cases,
     "gemm_int4.sm90_int8": _gemm_int4_sm90_int8_cases,
     "hadamard": _hadamard_cases,
+    "kv_cache": _kv_cache_cases,
     "gelu": _gelu_cases,
     "norm": _norm_cases,
     "dequant": _dequant_cases,

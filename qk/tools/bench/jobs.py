@@ -10,6 +10,7 @@ contenders, each with a reference in plain torch. JOBS holds the jobs by name, a
     gemm, ladder   int8 GEMMs next to cuBLAS; a first kernel that becomes the package's, one change at a time
     chain          a quantization and a GEMM, eager and compiled, next to as many kernels in bfloat16
     square_quant   kernels that write codes and their transpose: a quantizer, and int8 GELU's backward pass
+    kv_cache       attention of one new token per sequence to a cache in 4, 8 and 16 bits, next to torch's backends
     gelu, ffn      int8 GELU; a feed-forward layer and its fused epilogue
     sparse         quantization into 2:4 windows; linear layers, sparse and dense
     versions       the kernels that notebooks develop, version by version; needs the notebooks
@@ -181,6 +182,61 @@ def norm():
     yield swiglu_case(8192, 14336, None)
 
 
+class _Cache(NamedTuple):
+    """Make a query, keys and values in bfloat16, caches that hold them in each format, and their lengths."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    caches: dict  # {bits: (keys, values, absmax)}
+    lengths: torch.Tensor
+
+
+def _cache(B, tokens, bits, heads=32, kv_heads=8, D=128):
+    """bits: of the formats to make."""
+    q, k, v = (randn(B, *shape, D, dtype=torch.bfloat16) for shape in ((heads,), *[(kv_heads, tokens)] * 2))
+    lengths, caches = torch.full((B,), tokens, dtype=torch.int32, device=q.device), {16: (k, v, None)}
+    for each in set(bits) - {16}:
+        codes = k.new_empty((*k.shape[:3], D // 2), dtype=torch.uint8) if each == 4 else k.to(torch.int8)
+        caches[each] = codes, torch.empty_like(codes), k.new_empty((*k.shape[:3], 2))
+        qk.write_kv(k, v, *caches[each], torch.zeros_like(lengths))
+    return (_Cache(q, k, v, caches, lengths),)
+
+
+def kv_cache_case(B, tokens):
+    """Attention of one query per sequence. Each contender's bytes are those of its own format."""
+    attention, backends = torch.nn.functional.scaled_dot_product_attention, torch.nn.attention
+
+    def ours(bits):
+        return (
+            lambda o: qk.decode_attention(o.q, *o.caches[bits], o.lengths),
+            lambda o: qk.decode_attention_ref(o.q, *o.caches[bits], o.lengths),
+        )
+
+    def torchs(backend):
+        def call(o):
+            with backends.sdpa_kernel([backend]):
+                return attention(o.q[:, :, None], o.k, o.v, enable_gqa=True)[:, :, 0]
+
+        return call, lambda o: qk.decode_attention_ref(o.q, o.k, o.v, None, o.lengths)
+
+    contenders = {"qk": ours(4), "qk int8": ours(8), "qk 16 bits": ours(16)}
+    contenders["cudnn"] = torchs(backends.SDPBackend.CUDNN_ATTENTION)
+    contenders["flash"] = torchs(backends.SDPBackend.FLASH_ATTENTION)
+    rows = B * 8 * tokens
+    sizes = {"qk": rows * (128 + 4), "qk int8": rows * (256 + 4)}
+    return Case(
+        "decode_attention", (B, tokens), torch.bfloat16, {}, functools.partial(_cache, B, tokens, (4, 8)), contenders,
+        512 * rows, more=lambda name, outcome: {"bytes": sizes.get(name, 512 * rows)},
+    )  # fmt: skip
+
+
+@_job
+def kv_cache():
+    for shape in (1, 1024), (1, 4096), (1, 32768), (8, 8192), (32, 8192):
+        yield kv_cache_case(*shape)
+
+
 _INT4_WEIGHTS = (8192, 8192), (28672, 8192), (4096, 4096), (14336, 4096), (1536, 384)
 
 _GRID_M = (
@@ -226,6 +282,12 @@ def _fp8_blocks(x, rows):
     return (blocks / scale).to(torch.float8_e4m3fn).view(x.shape), scale[:, 0, :, 0]
 
 
+def _fp8_rows(x):
+    """Returns float8 codes of a matrix, and a float32 scale for each row."""
+    scale = x.float().abs().amax(1, keepdim=True) / 448
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+
+
 def operands(M, N, K):
     x, w = randn(M, K, dtype=torch.bfloat16), randn(N, K, dtype=torch.bfloat16)
     x8, x8_scale = _fp8_blocks(x, 1)
@@ -251,6 +313,10 @@ def _int8_gemm(**options):
 def _cublas_fp8(o):
     x8, x8_scale, w8, w8_scale = o.fp8
     return torch._scaled_mm(x8, w8.t(), x8_scale, w8_scale.t(), out_dtype=torch.bfloat16)
+
+
+def _fp8_per_token(x, x_scale, w, w_scale):
+    return torch._scaled_mm(x, w.t(), x_scale, w_scale.t(), out_dtype=torch.bfloat16)
 
 
 def _gemm_rivals():
@@ -650,13 +716,14 @@ def train():
 
 
 class _Int4Operands(NamedTuple):
-    """Make random x [M, K] and w [N, K], and the codes of w in three formats: qk's int4, torch's int4, and int8."""
+    """Random x [M, K] and w [N, K], and the codes of w in four formats: qk's int4, torch's int4, int8, and FP8."""
 
     x: torch.Tensor
     w: torch.Tensor
     int4: tuple  # packed, absmax
     torch_int4: tuple  # packed, scales and zeros; empty where torch takes no such matrix, or kernels are interpreted
     int8: tuple  # w in 128 x 128 blocks
+    fp8: tuple  # w with one scale per row
 
 
 def _torch_int4(w, group_size):
@@ -676,7 +743,8 @@ def int4_gemm_case(M, N, K, group_size=128):
 
     def inputs():
         x, w = randn(M, K, dtype=torch.bfloat16), randn(N, K, dtype=torch.bfloat16)
-        return (_Int4Operands(x, w, qk.quantize_int4(w, **int4), _torch_int4(w, group_size), qk.weight_quant(w)),)
+        codes = qk.quantize_int4(w, **int4), _torch_int4(w, group_size), qk.weight_quant(w), _fp8_rows(w)
+        return (_Int4Operands(x, w, *codes),)
 
     def dequantized(o, dtype):
         return qk.dequantize_int4(*o.int4, K, out_dtype=dtype, **int4)
@@ -702,6 +770,10 @@ def int4_gemm_case(M, N, K, group_size=128):
         "qk int8": (
             lambda o: qk.int8_gemm(*_act_quant(o.x), *o.int8, out_dtype=torch.bfloat16),
             lambda o: product(*_act_quant(o.x), *o.int8),
+        ),
+        "cublas fp8 per token": (
+            lambda o: _fp8_per_token(*qk.quantize_per_token(o.x, torch.float8_e4m3fn), *o.fp8),
+            lambda o: product(*_fp8_rows(o.x), *o.fp8),
         ),
     }
     if group_size:

@@ -1,4 +1,4 @@
-"""Whole models with linear layers in bfloat16, int8 and int4: the job `model`.
+"""Whole models with linear layers in bfloat16, int8, int4, and int4 with int8 activations: the job `model`.
 
 A decoder with Llama-3-8B's shape (qk/tools/bench/decoder.py), each kind made from the same random weights, saved, and
 loaded again; and all-MiniLM-L6-v2, where it is installed. In int8 and int4 the decoder's head is quantized too, and
@@ -39,7 +39,8 @@ from qk.nn import quantize_
 from qk.tools.bench import ALONE, Case, kernels_of
 from qk.tools.bench.decoder import LLAMA_3_8B, Decoder, random_cache
 
-_KINDS = "int4", "int8", "bf16"  # the smallest first: making any of them needs the memory of one in bfloat16
+# the smallest first: making any of them needs the memory of one in bfloat16
+_KINDS = "int4", "int4 int8 activations", "int8", "bf16"
 _DTYPE = torch.bfloat16
 
 
@@ -49,7 +50,8 @@ def nbytes(module):
 
 def _quantized(model, kind):
     if kind != "bf16":
-        quantize_(model, kind, embeddings=True)
+        to, activations = ("int4", "int8") if kind == "int4 int8 activations" else (kind, "float")
+        quantize_(model, to, embeddings=True, activations=activations)
     return model
 
 
@@ -77,7 +79,7 @@ def _loaded(shape, kind, file):
 
 
 def random_decoder(shape, kind):
-    """Make a decoder with random weights, the same for each kind: "bf16", "int8" or "int4".
+    """Make a decoder with random weights, the same for each of _KINDS.
 
     Returns the decoder, and seconds: "quantize_s", and "load_s" (None if the disk has no room for it).
     """

@@ -1,0 +1,222 @@
+"""A KV cache in 4, 8 or 16 bits. write_kv quantizes new tokens into it, and decode_attention reads it.
+
+    absmax = max |x|                        over a row: the key, or the value, of one token and head, of D columns
+    code   = round(x * (qmax / absmax))     to nearest, ties to even; qmax is 7 (int4) or 127 (int8)
+    value  = code * (absmax / qmax)
+
+    keys, values   [B, kv_heads, capacity, D]         | token 0 | token 1 | ... | token length - 1 | unused ... |
+    absmax         [B, kv_heads, capacity, 2]         | key and value of token 0 | key and value of token 1 | ...
+
+An int4 row is packed into D / 2 bytes, as by `quantize_int4`. absmax is one of the row's own elements, so 16 bits of
+the same dtype hold it exactly, in half the bytes of a float32 scale. With D = 128, a key or a value takes 66 bytes in
+int4, 130 in int8 and 256 in 16 bits.
+
+The cache is contiguous, with no table of pages. A head's tokens are read in one stream, and only the lengths change
+from step to step. They stay on the GPU, so a CUDA graph can replay a step. The price is memory for `capacity` tokens in
+every sequence.
+
+Keys often have a few large columns, which cost int4 most of its levels. Rotate q and k with `hadamard` first: their dot
+products stay the same, and the large columns spread over the row.
+"""
+
+import math
+
+import torch
+
+from ..core.checks import FLOATS, check_integer, check_one_of, check_tensor
+from ..core.operators import operator
+from ..core.replay import replayed
+from .decode import launch_decode_attention
+from .write import launch_write_kv
+
+__all__ = ["decode_attention", "decode_attention_ref", "write_kv", "write_kv_ref"]
+
+_HALVES = FLOATS[:2]
+_BITS = {torch.uint8: 4, torch.int8: 8, torch.float16: 16, torch.bfloat16: 16}
+_QMAX = {4: 7.0, 8: 127.0, 16: 1.0}
+_MOST_TOKENS = 2**30  # kernels count them in int32
+
+
+def _check_cache(like, keys, values, absmax, D):
+    """Check the cache against a tensor of queries or keys, like: (name, tensor)."""
+    name, x = like
+    check_tensor("keys", keys, (torch.uint8, torch.int8, x.dtype), "[B, H, N, D]", like=like)
+    bits = _BITS[keys.dtype]
+    if D not in (64, 128):
+        raise ValueError(f"{name} has {D} columns; it takes 64 or 128")
+    columns = D * bits // (8 * keys.itemsize)
+    B, heads, capacity, _ = keys.shape
+    if keys.shape[3] != columns or B != x.shape[0] or not heads or capacity > _MOST_TOKENS:
+        takes = f"with {name} of shape {list(x.shape)} it takes [{x.shape[0]}, kv_heads, capacity, {columns}]"
+        raise ValueError(f"keys has shape {list(keys.shape)}; {takes} of {keys.dtype}")
+    check_tensor("values", values, (keys.dtype,), tuple(keys.shape), like=like)
+    if bits < 16:
+        check_tensor("absmax", absmax, (x.dtype,), (B, heads, capacity, 2), like=like)
+    elif absmax is not None:
+        raise ValueError(f"absmax is given; with keys of {keys.dtype} it takes None")
+
+
+# torch.compile and torch.export don't trace this
+def _check_memory(keys, values, absmax):
+    """Check that kernels can take a cache where it is: a copy wouldn't do."""
+    for name, x in (("keys", keys), ("values", values), ("absmax", absmax)):
+        if x is not None and not (x.is_contiguous() and x.storage_offset() * x.itemsize % 4 == 0):
+            raise ValueError(
+                f"{name} isn't contiguous; it takes a contiguous tensor that starts at a multiple of 4 bytes"
+            )
+
+
+def _new_lengths(k, v, keys, values, absmax, lengths, counts):
+    return torch.empty_like(lengths)
+
+
+@operator(
+    _new_lengths, check=lambda k, v, keys, values, absmax, *_: _check_memory(keys, values, absmax),
+    mutates=("keys", "values", "absmax"),
+)  # fmt: skip
+def _write_kv(
+    k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, absmax: torch.Tensor | None,
+    lengths: torch.Tensor, counts: torch.Tensor | None, out,
+) -> torch.Tensor:  # fmt: skip
+    launch_write_kv(k, v, keys, values, absmax, lengths, counts, out, _BITS[keys.dtype])
+
+
+@replayed()
+def write_kv(k, v, keys, values, absmax, lengths, counts=None):
+    """Quantize new tokens and append them to a cache, in place. Bit-equal to `write_kv_ref`.
+
+    The dtype of keys and values chooses the format: uint8 holds two int4 codes in a byte, as `quantize_int4` packs
+    them; int8 holds codes; the dtype of k holds k and v as they are.
+
+    Args:
+        k, v: float16 or bfloat16 [B, kv_heads, tokens, D] of the same dtype, any strides, D 64 or 128.
+        keys, values: the cache, uint8 [B, kv_heads, capacity, D / 2], int8 [B, kv_heads, capacity, D], or of k's dtype.
+        absmax: of k's dtype [B, kv_heads, capacity, 2], for the key and the value of each place; None for 16 bits.
+        lengths: int32 [B], how many tokens each sequence has. New ones follow these.
+        counts: int32 [B], how many of the tokens are new in each sequence, from the first one on; None for all.
+
+    Returns:
+        The new lengths, int32 [B]. Of a sequence whose tokens don't fit, nothing is written, and its new length is -1,
+        for which `decode_attention` returns NaN: checking the lengths here would have to wait for the GPU.
+
+    Raises:
+        ValueError: for a bad dtype, shape or device, or if the cache isn't contiguous.
+
+    A token whose key or value holds NaN or Inf gets absmax NaN and codes 0, as in `quantize_int4`.
+    """
+    check_tensor("k", k, _HALVES, "[B, H, T, D]")
+    check_tensor("v", v, (k.dtype,), tuple(k.shape), like=("k", k))
+    _check_cache(("k", k), keys, values, absmax, k.shape[3])
+    B, heads, tokens, _ = k.shape
+    if keys.shape[1] != heads or tokens > _MOST_TOKENS:
+        raise ValueError(
+            f"keys has shape {list(keys.shape)}; it takes k's {heads} heads, and up to {_MOST_TOKENS} tokens"
+        )
+    check_tensor("lengths", lengths, (torch.int32,), (B,), like=("k", k))
+    if counts is not None:
+        check_tensor("counts", counts, (torch.int32,), (B,), like=("k", k))
+        counts = counts.contiguous()
+    tensors = (x if x is None else x.detach() for x in (k, v, keys, values, absmax))
+    return _write_kv(*tensors, lengths.contiguous(), counts)
+
+
+def _empty_decoded(q, keys, values, absmax, lengths, scale, max_length, out_dtype):
+    return q.new_empty(q.shape, dtype=out_dtype)
+
+
+@operator(_empty_decoded, check=lambda q, keys, values, absmax, *_: _check_memory(keys, values, absmax))
+def _decode_attention(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, absmax: torch.Tensor | None, lengths: torch.Tensor,
+    scale: float, max_length: int, out_dtype: torch.dtype, out,
+) -> torch.Tensor:  # fmt: skip
+    bits = _BITS[keys.dtype]
+    launch_decode_attention(q, keys, values, absmax, lengths, out, bits, _QMAX[bits], scale, max_length)
+
+
+@replayed()
+def decode_attention(q, keys, values, absmax, lengths, scale=None, max_length=None, out_dtype=None):
+    """Attend to a cache with one query per sequence and head: softmax(scale * q @ key.T) @ value.
+
+    Args:
+        q: float16 or bfloat16 [B, heads, D], any strides. D is 64 or 128, and heads a multiple of kv_heads: query heads
+            that follow each other share a key head.
+        keys, values, absmax: a cache, as in `write_kv`.
+        lengths: int32 [B]. What the cache holds beyond a sequence's length has no influence.
+        scale: of the scores; None is 1 / sqrt(D).
+        max_length: the longest sequence, as far as the host knows; None is the cache's capacity. It only chooses in
+            how many parts the tokens are split, not how many are read.
+        out_dtype: float16, bfloat16 or float32; None is q's dtype.
+
+    Returns:
+        [B, heads, D]. 0 for a sequence of length 0, NaN for a length below 0 or above the capacity. A token with NaN
+        makes its sequence NaN in the heads that read it, and nothing else. The same bits in every run.
+
+    Raises:
+        ValueError: for a bad dtype, shape, device or option, or if the cache isn't contiguous.
+    """
+    check_tensor("q", q, _HALVES, "[B, H, D]")
+    _check_cache(("q", q), keys, values, absmax, q.shape[2])
+    B, heads, D = q.shape
+    kv_heads, capacity = keys.shape[1:3]
+    if heads % kv_heads:
+        raise ValueError(f"q has {heads} heads; it takes a multiple of the cache's {kv_heads}")
+    check_tensor("lengths", lengths, (torch.int32,), (B,), like=("q", q))
+    if scale is not None and (not isinstance(scale, (int, float)) or isinstance(scale, bool)):
+        raise ValueError(f"scale is {scale!r}; it takes a number, or None for 1 / sqrt(D)")
+    if max_length is not None:
+        check_integer("max_length", max_length, 0)
+    out_dtype = q.dtype if out_dtype is None else out_dtype
+    check_one_of("out_dtype", out_dtype, FLOATS)
+    scale = 1 / math.sqrt(D) if scale is None else float(scale)
+    max_length = capacity if max_length is None else max_length
+    q, keys, values, absmax = (x if x is None else x.detach() for x in (q, keys, values, absmax))
+    return _decode_attention(q, keys, values, absmax, lengths.contiguous(), scale, max_length, out_dtype)
+
+
+def _quantize_rows_ref(x, bits):
+    """Quantize float32 [..., D] row by row. Returns packed codes, and absmax."""
+    absmax = x.abs().amax(-1, keepdim=True)
+    usable = (absmax >= (2.1e-38 if bits == 4 else 3.8e-37)) & absmax.isfinite()
+    codes = torch.where(usable, x * (torch.full_like(absmax, _QMAX[bits]) / absmax), 0).round().to(torch.int8)
+    absmax = torch.where(usable, absmax, torch.where(absmax.isfinite(), 0, torch.nan)).squeeze(-1)
+    return (codes[..., ::2] & 15 | codes[..., 1::2] << 4).view(torch.uint8) if bits == 4 else codes, absmax
+
+
+def _dequantize_rows_ref(codes, absmax):
+    """Returns float64 [..., D]."""
+    bits = _BITS[codes.dtype]
+    if bits == 4:
+        codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).to(torch.int8)
+        codes = (codes ^ 8) - 8
+    return codes.double() * (1 if absmax is None else absmax.double()[..., None] / _QMAX[bits])
+
+
+def write_kv_ref(k, v, keys, values, absmax, lengths, counts=None):
+    counts = torch.full_like(lengths, k.shape[2]) if counts is None else counts
+    ends = lengths.long() + counts
+    fits = (lengths >= 0) & (counts >= 0) & (counts <= k.shape[2]) & (ends <= keys.shape[2])
+    new = torch.where(fits, ends, -1).int()
+    for side, (x, cache) in enumerate(((k.detach(), keys.detach()), (v.detach(), values.detach()))):
+        largest = None
+        if absmax is not None:
+            x, largest = _quantize_rows_ref(x.float(), _BITS[cache.dtype])
+        for b in fits.nonzero().flatten().tolist():
+            places = slice(int(lengths[b]), int(new[b]))
+            cache[b, :, places] = x[b, :, : int(counts[b])]
+            if absmax is not None:
+                absmax.detach()[b, :, places, side] = largest[b, :, : int(counts[b])].to(absmax.dtype)
+    return new
+
+
+def decode_attention_ref(q, keys, values, absmax, lengths, scale=None, max_length=None, out_dtype=None):
+    sides = (None, None) if absmax is None else absmax.detach().unbind(-1)
+    k, v = (_dequantize_rows_ref(x.detach(), side) for x, side in zip((keys, values), sides, strict=True))
+    seen = torch.arange(keys.shape[2], device=q.device) < lengths[:, None]
+    k, v = (torch.where(seen[:, None, :, None], x, 0) for x in (k, v))
+    q_groups = q.detach().double().unflatten(1, (keys.shape[1], -1))
+    scores = q_groups @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    weights = torch.where(seen, scores.movedim(0, -2), -torch.inf).movedim(-2, 0).softmax(-1)
+    weights = torch.where((lengths == 0)[:, None, None, None], 0, weights)
+    wrong = (lengths < 0) | (lengths > keys.shape[2])
+    out = torch.where(wrong[:, None, None], torch.nan, (weights @ v).flatten(1, 2))
+    return out.float().to(q.dtype if out_dtype is None else out_dtype)

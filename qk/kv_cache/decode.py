@@ -1,0 +1,314 @@
+"""Attend to a cache with one query per sequence and head, without unpacking the cache in memory.
+
+    out = sum over tokens of softmax(scale * q . key) * value
+
+Decoding moves the cache and does little else. A program of `_decode_attention_kernel` has some of the tokens of one key
+head (a split), and each of its warps has its own tokens in every tile, so that the warps meet only at the end:
+
+    16 rows     |  8 query heads that share the key head  |  the same 8 again       |
+    scores      =  rows @ codes.T * absmax of the key        codes are exact in 16 bits, and scales multiply in float32
+    weights     =  2**(scores - maximum) * absmax of the value
+    sums       +=  |  weights rounded to 16 bits            |  what rounding lost    |  @  codes
+
+Tensor cores want 16 rows anyway, and the second eight make the weights nearly as exact as float32. The products are
+summed over head_dim, and later over tokens, where the order doesn't matter. Both orders are chosen so that each thread
+reads the very words whose codes it hands to the tensor core: nothing goes through shared memory in between.
+`_combine_kernel` adds up the splits in a fixed order.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..core.launch import INTERPRETING, cdiv, gpu, launch, next_power_of_2, temporary
+from ..core.numerics import INTERPRETED, to_dtype, to_float32, wait_if_early
+
+__all__ = []
+
+
+class Tile(NamedTuple):
+    """How the attention kernel is launched."""
+
+    tokens: int  # that a warp handles in an iteration
+    warps: int
+    stages: int
+    programs: int  # per multiprocessor, which splitting the tokens aims at
+
+
+# by the bits of a code; "float" is for GPUs below capability 8.0, where tl.dot is float32
+_CONFIGS = {
+    4: Tile(32, 4, stages=3, programs=2),
+    8: Tile(16, 4, stages=3, programs=2),
+    16: Tile(16, 4, stages=3, programs=3),
+    "float": Tile(32, 8, stages=1, programs=2),
+    "interpreted": Tile(32, 2, stages=1, programs=1),
+}
+_MOST_SPLITS = 128
+
+
+# PTX that turns a word of codes into pairs of 16-bit numbers. A code, its sign bit flipped, becomes the low bits of
+# 1024 (float16), 128 (bfloat16) or 2**23 (float32), from which that and the sign bit are subtracted: all is exact.
+def _from_int4(kind, one, offset, magic):
+    """A word's codes i and i + 4 become pair i."""
+    lines = ["{ .reg .b32 s, one, offset, magic;"]
+    lines.append(f"mov.b32 one, {one}; mov.b32 offset, {offset}; mov.b32 magic, {magic};")
+    for i in range(4):
+        lines.append(f"shr.u32 s, $4, {4 * i}; lop3.b32 s, s, 0x000f000f, magic, 0x6a;")  # (s & mask) ^ magic
+        lines.append(f"fma.rn.{kind} ${i}, s, one, offset;")
+    return tl.constexpr("\n".join([*lines, "}"]))
+
+
+def _from_int8(kind):
+    """A word's codes 2 i and 2 i + 1 become pair i. bfloat16 has no 9 significant bits: by way of float32."""
+    lines = ["{ .reg .b32 s, t; .reg .f32 f<4>; xor.b32 s, $2, 0x80808080;"]
+    for i in range(4):
+        lines.append(f"prmt.b32 t, s, 0x4b000000, 0x744{i}; mov.b32 f{i}, t; add.rn.f32 f{i}, f{i}, 0fCB000080;")
+    return tl.constexpr("\n".join([*lines, f"cvt.rn.{kind}.f32 $0, f1, f0; cvt.rn.{kind}.f32 $1, f3, f2;", "}"]))
+
+
+_INT4_TO_FLOAT16 = _from_int4("f16x2", "0x3c003c00", "0xe408e408", "0x64086408")
+_INT4_TO_BFLOAT16 = _from_int4("bf16x2", "0x3f803f80", "0xc308c308", "0x43084308")
+_INT8_TO_FLOAT16, _INT8_TO_BFLOAT16 = (_from_int8(kind) for kind in ("f16x2", "bf16x2"))
+_TWO_WORDS, _FOUR_WORDS = (tl.constexpr((tl.int32,) * n) for n in (2, 4))
+
+
+@triton.jit
+def _pairs(words, BITS: tl.constexpr, dtype: tl.constexpr):
+    """Unpack int32 words [R, W] into pairs of 16-bit numbers, int32 [R, W, ...]."""
+    if BITS == 4:
+        a, b, c, d = tl.inline_asm_elementwise(
+            _INT4_TO_FLOAT16 if dtype == tl.float16 else _INT4_TO_BFLOAT16,
+            "=&r,=&r,=&r,=&r,r", [words], dtype=_FOUR_WORDS, is_pure=True, pack=1,
+        )  # fmt: skip
+        words = tl.join(tl.join(a, c), tl.join(b, d))
+    elif BITS == 8:
+        a, b = tl.inline_asm_elementwise(
+            _INT8_TO_FLOAT16 if dtype == tl.float16 else _INT8_TO_BFLOAT16,
+            "=&r,=&r,r", [words], dtype=_TWO_WORDS, is_pure=True, pack=1,
+        )  # fmt: skip
+        words = tl.join(a, b)
+    return words
+
+
+@triton.jit
+def _numbers(words, BITS: tl.constexpr, dtype: tl.constexpr, FLOAT: tl.constexpr):
+    """Unpack int32 words [R, W] into numbers of a 16-bit dtype, or float32, [R, W, ..., 2], in `_column`'s order."""
+    if FLOAT:
+        i, half = tl.arange(0, 16 // BITS)[:, None], tl.arange(0, 2)[None, :]
+        shift = 4 * i + 16 * half if BITS == 4 else 16 * i + BITS * half
+        x = words[:, :, None, None] << (32 - BITS - shift)[None, None, :, :] >> (32 - BITS)
+        return to_float32(x.to(tl.int16).to(dtype, bitcast=True) if BITS == 16 else x)
+    else:
+        pairs = _pairs(words, BITS, dtype)
+        # this way, the compiler sees that both halves stay where they are
+        low, high = pairs.to(tl.int16), (pairs >> 16).to(tl.int16)
+        return tl.join(low.to(dtype, bitcast=True), high.to(dtype, bitcast=True))
+
+
+@triton.jit
+def _column(order, lane, LANES: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr):
+    """Return the column of head_dim that a number of `_keys` (of four lanes) or `_values` (of eight) belongs to.
+
+    order: its number among those of its lane.
+    """
+    X: tl.constexpr = 4 if WORDS >= 4 * LANES else WORDS // LANES  # words that a lane reads at a time
+    CODES: tl.constexpr = 32 // BITS
+    word = (order // (X * CODES) * LANES + lane) * X + order // CODES % X
+    code = order % CODES
+    if BITS == 4:
+        code = code // 2 + 4 * (code % 2)
+    return word * CODES + code
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _combine_kernel(
+    sums_ptr,  # [rows, splits, D]
+    state_ptr,  # [rows, splits, 2]
+    out_ptr,  # [rows, D]
+    splits,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,  # at least splits
+    EARLY: tl.constexpr,
+):
+    wait_if_early(EARLY)
+    offs, columns = tl.arange(0, SPLITS), tl.arange(0, D)
+    first, mask = tl.program_id(0).to(tl.int64) * splits, offs < splits
+    maximum = tl.load(state_ptr + (first + offs) * 2, mask=mask, other=-1e38)
+    total = tl.load(state_ptr + (first + offs) * 2 + 1, mask=mask, other=0.0)
+    sums = tl.load(sums_ptr + (first + offs)[:, None] * D + columns[None, :], mask=mask[:, None], other=0.0)
+    factor = tl.exp2(maximum - tl.max(maximum, 0))
+    total, out = tl.sum(total * factor, 0), tl.sum(sums * factor[:, None], 0)
+    out /= tl.where(total == 0, 1.0, total)
+    tl.store(out_ptr + tl.program_id(0).to(tl.int64) * D + columns, to_dtype(out, out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _in_key_order(x, WARPS: tl.constexpr, TOKENS: tl.constexpr):
+    """Reorder a tile's tokens, [WARPS * TOKENS] to [WARPS, TOKENS]: of each sixteen 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, ...
+
+    Of the scores of keys in this order, a thread holds those of tokens 4 i to 4 i + 3, whose values it reads.
+    """
+    x = tl.permute(tl.reshape(x, (WARPS, TOKENS // 16, 4, 2, 2)), (0, 1, 3, 2, 4))
+    return tl.reshape(x, (WARPS, TOKENS))
+
+
+@triton.jit
+def _keys(words, WARPS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr, FLOAT: tl.constexpr):
+    """Unpack the words of keys [tile, words of a row] to numbers [WARPS, D, TOKENS]."""
+    TOKENS: tl.constexpr = words.shape[0] // WARPS
+    WORDS: tl.constexpr = words.shape[1]
+    X: tl.constexpr = 4 if WORDS >= 16 else WORDS // 4
+    words = tl.reshape(words, (WARPS, TOKENS // 16, 4, 2, 2, WORDS))
+    words = tl.reshape(tl.permute(words, (0, 1, 3, 2, 4, 5)), (WARPS * TOKENS, WORDS))  # as `_in_key_order` does
+    # four lanes read X words each, and hand over four numbers at a time
+    x = tl.reshape(_numbers(words, BITS, dtype, FLOAT), (WARPS, TOKENS, WORDS // (4 * X), 4, 8 * X // BITS, 4))
+    return tl.reshape(tl.permute(x, (0, 2, 4, 3, 5, 1)), (WARPS, D, TOKENS))
+
+
+@triton.jit
+def _values(words, WARPS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr, FLOAT: tl.constexpr):
+    """Unpack the words of values [tile, words of a row] to numbers [WARPS, TOKENS, D]."""
+    TOKENS: tl.constexpr = words.shape[0] // WARPS
+    WORDS: tl.constexpr = words.shape[1]
+    X: tl.constexpr = 4 if WORDS >= 32 else WORDS // 8
+    # eight lanes read X words each, and hand over one number at a time
+    x = tl.reshape(_numbers(words, BITS, dtype, FLOAT), (WARPS, TOKENS, WORDS // (8 * X), 8, 32 * X // BITS))
+    return tl.reshape(tl.permute(x, (0, 1, 2, 4, 3)), (WARPS, TOKENS, D))
+
+
+@triton.jit
+def _both_parts(weights, dtype: tl.constexpr, FLOAT: tl.constexpr):
+    """Round weights [WARPS, 16, TOKENS] in the order of keys to a 16-bit dtype, in the order of tokens.
+
+    Rows 8 to 15, which hold the same weights as rows 0 to 7, become what that rounding lost.
+    """
+    WARPS: tl.constexpr = weights.shape[0]
+    TOKENS: tl.constexpr = weights.shape[2]
+    first = (tl.arange(0, 16) < 8)[None, :, None]
+    if FLOAT and not INTERPRETED:  # nothing is lost
+        weights = tl.where(first, weights, 0.0)
+    else:
+        rounded = to_dtype(weights, dtype)
+        weights = tl.where(first, rounded, to_dtype(weights - to_float32(rounded), dtype))
+        weights = to_float32(weights) if FLOAT else weights
+    weights = tl.permute(tl.reshape(weights, (WARPS, 16, TOKENS // 16, 2, 4, 2)), (0, 1, 2, 4, 3, 5))
+    return tl.reshape(weights, (WARPS, 16, TOKENS))
+
+
+@triton.jit(do_not_specialize=["splits"])  # not compiled anew for each kind of number
+def _decode_attention_kernel(
+    q_ptr,  # [B, heads, D]
+    keys_ptr, values_ptr, absmax_ptr,  # in words of 32 bits; absmax_ptr: None for 16-bit caches
+    lengths_ptr,
+    out_ptr,  # [B, heads, D]; with several splits [B, heads, splits, D], not yet divided by the sums of weights
+    state_ptr,  # largest scores and sums of weights [B, heads, splits, 2]; None: there is one split
+    kv_heads, capacity, splits, stride_qb, stride_qh, score_scale, value_scale,
+    GROUP: tl.constexpr,  # query heads that share a key head
+    D: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr,
+    FLOAT: tl.constexpr,  # multiply in float32
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    wait_if_early(EARLY)
+    TILE: tl.constexpr = WARPS * TOKENS
+    WORDS: tl.constexpr = D * BITS // 32  # of a row
+    EIGHTS: tl.constexpr = (GROUP + 7) // 8
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    weight_dtype: tl.constexpr = dtype if BITS == 16 else tl.bfloat16  # a small scale would leave float16's range
+    key_head, split = (tl.program_id(0) // EIGHTS).to(tl.int64), tl.program_id(1)
+    b = key_head // kv_heads
+    rows = tl.program_id(0) % EIGHTS * 8 + tl.arange(0, 16) % 8  # heads, counted from the group's first
+    heads = key_head % kv_heads * GROUP + rows
+
+    length = tl.load(lengths_ptr + b)
+    wrong = (length < 0) | (length > capacity)
+    length = tl.where(wrong, 0, length)
+    chunk = tl.cdiv(tl.cdiv(length, splits), TILE) * TILE
+    begin = split * chunk
+    end = tl.minimum(begin + chunk, length)
+    tokens = tl.arange(0, TILE)
+    places = _in_key_order(tokens, WARPS, TOKENS)
+    words = tokens[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    first = key_head * capacity + begin
+
+    order = tl.arange(0, D)
+    columns = _column(order // 16 * 4 + order % 4, order // 4 % 4, 4, WORDS, BITS)
+    q_ptrs = q_ptr + b * stride_qb + heads[:, None] * stride_qh + columns[None, :]
+    q = tl.load(q_ptrs, mask=(rows < GROUP)[:, None], other=0)
+    q = tl.broadcast_to((to_float32(q) if FLOAT else q)[None], (WARPS, 16, D))
+    maximum = tl.full((WARPS, 16), -1e38, tl.float32)
+    total = tl.zeros((WARPS, 16), tl.float32) + tl.where(wrong, float("nan"), 0.0)
+    sums = tl.zeros((WARPS, 16, D), tl.float32)
+    for t in range(begin, end, TILE):
+        mask = tokens < end - t
+        k = tl.load(keys_ptr + first * WORDS + words, mask=mask[:, None], other=0)
+        v = tl.load(values_ptr + first * WORDS + words, mask=mask[:, None], other=0)
+        scores = tl.dot(q, _keys(k, WARPS, D, BITS, dtype, FLOAT), input_precision="ieee")
+        key_scales = tl.full((WARPS, TOKENS), score_scale, tl.float32)
+        value_scales = tl.full((WARPS, TOKENS), value_scale, tl.float32)
+        if absmax_ptr is not None:
+            absmax = _in_key_order(tl.load(absmax_ptr + first + tokens, mask=mask, other=0), WARPS, TOKENS)
+            key_scales *= to_float32(absmax.to(tl.int16).to(dtype, bitcast=True))
+            value_scales *= to_float32((absmax >> 16).to(tl.int16).to(dtype, bitcast=True))
+        scores = tl.where((places < end - t)[:, None, :], scores * key_scales[:, None, :], float("-inf"))
+        # NaN would win nothing, but numpy would warn of a row of NaN
+        numbers = tl.where(scores == scores, scores, float("-inf")) if INTERPRETED else scores
+        higher = tl.maximum(maximum, tl.max(numbers, 2))
+        weights, decay = tl.exp2(scores - higher[:, :, None]), tl.exp2(maximum - higher)
+        maximum, total = higher, total * decay + tl.sum(weights, 2)
+        weights = _both_parts(weights * value_scales[:, None, :], weight_dtype, FLOAT)
+        v = _values(v, WARPS, D, BITS, weight_dtype, FLOAT)
+        sums = tl.dot(weights, v, sums * decay[:, :, None], input_precision="ieee")
+        first += TILE
+
+    # of all warps, and of both parts
+    highest = tl.max(maximum, 0)
+    decay = tl.exp2(maximum - highest[None])
+    total = tl.sum(total * decay, 0)
+    sums = tl.sum(tl.reshape(tl.sum(sums * decay[:, :, None], 0), (2, 8, D)), 0)
+    if state_ptr is None:
+        sums /= tl.sum(tl.reshape(tl.where(total == 0, 1.0, total), (2, 8)), 0)[:, None] * 0.5  # both are the same
+    columns = _column(order // 8, order % 8, 8, WORDS, BITS)
+    half = tl.program_id(0) % EIGHTS * 8 + tl.arange(0, 8)
+    places = (b * kv_heads * GROUP + key_head % kv_heads * GROUP + half) * splits + split
+    out_ptrs = out_ptr + places[:, None] * D + columns[None, :]
+    tl.store(out_ptrs, to_dtype(sums, out_ptr.dtype.element_ty), mask=(half < GROUP)[:, None])
+    if state_ptr is not None:
+        places = (key_head * GROUP + rows) * splits + split
+        mask = (rows < GROUP) & (tl.arange(0, 16) < 8)
+        tl.store(state_ptr + places * 2, highest, mask=mask)
+        tl.store(state_ptr + places * 2 + 1, total, mask=mask)
+
+
+def _splits(tile, programs, max_length, device):
+    """Returns how many programs share the tokens of a key head."""
+    most = cdiv(max_length, tile.tokens * tile.warps)
+    return max(min(gpu(device).multiprocessors * tile.programs // programs, most, _MOST_SPLITS), 1)
+
+
+def launch_decode_attention(q, keys, values, absmax, lengths, out, bits, qmax, scale, max_length, tile=None):
+    """Write out. Checks nothing. tile: a Tile to use in place of the table's."""
+    q, device = q if q.stride(2) == 1 else q.contiguous(), q.device
+    (B, heads, D), (_, kv_heads, capacity, _) = q.shape, keys.shape
+    unable = gpu(device).arch < 80
+    tile = tile or _CONFIGS["interpreted" if INTERPRETING else "float" if unable else bits]
+    group = heads // kv_heads
+    programs = B * kv_heads * cdiv(group, 8)
+    splits = _splits(tile, programs, max_length, device)
+    sums, state = out, None
+    if splits > 1:
+        sums, state = (temporary(q, (B, heads, splits, size), torch.float32) for size in (D, 2))
+    words = [None if each is None else each.view(torch.int32) for each in (keys, values, absmax)]
+    launch(
+        device, _decode_attention_kernel, (programs, splits),
+        q, *words, lengths, sums, state, kv_heads, capacity, splits, q.stride(0), q.stride(1),
+        scale * math.log2(math.e) / qmax, 1 / qmax, GROUP=group, D=D, BITS=bits, WARPS=1 if unable else tile.warps,
+        TOKENS=tile.tokens, FLOAT=unable or INTERPRETING, early=True, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if splits > 1:
+        launch(
+            device, _combine_kernel, (B * heads,),
+            sums, state, out, splits, D=D, SPLITS=next_power_of_2(splits), early=True, num_warps=4,
+        )  # fmt: skip
