@@ -530,6 +530,14 @@ def test_no_two_cases_are_the_same():
 QUANTIZERS = [case for case in jobs.JOBS["versions"]() if "int4_gemm" not in case.op]
 
 
+@pytest.mark.parametrize("block_size", [128, None])
+def test_norms_and_their_rivals_do_the_same_work(block_size):
+    for case in (jobs.norm_case(3, 256, block_size), jobs.swiglu_case(3, 256, block_size)):
+        inputs = case.inputs()
+        for name, (call, truth) in case.contenders.items():
+            assert name == "compile" or bench.error_of(call(*inputs), truth(*inputs)) <= max(case.limit, 2 / 768)
+
+
 @pytest.mark.parametrize("case", QUANTIZERS, ids=lambda case: case.op)
 def test_versions_are_right(case):
     x = case.inputs()[0][:64, :256].contiguous()
