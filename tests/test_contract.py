@@ -242,14 +242,10 @@ TABLE = {
         plan=False,
     ),
     "decode_attention": Row(
-        lambda M: (
-            {"q": randn(M, 6, 64, dtype=torch.float16)}
-            | cache(M)
-            | {"scale": 0.1, "max_length": 8, "out_dtype": BF16[0]}
-        ),
+        lambda M: {"q": randn(M, 6, 64, dtype=torch.float16)} | cache(M) | {"scale": 0.1, "out_dtype": BF16[0]},
         {"q": FLOATS[:2]} | CACHE,
         {"q": "[B, H, D]"} | CACHE_SHAPES,
-        wrong={"scale": ["1", True, [1.0], torch.ones(1)], "max_length": [*NO_INTEGERS, -1]},
+        wrong={"scale": ["1", True, [1.0], torch.ones(1)]},
     ),
     "prune_slide": Row(lambda N: {"w": w(N), "L": 8}, {"w": (*FLOATS, torch.int8)}, {"w": "[N, K]"}, plan=False),
     "slide_weight": Row(

@@ -185,13 +185,8 @@ class _Launch(NamedTuple):
         if self.places:
             for i, expanded in zip(self.places, self.tensor_maps(args), strict=True):
                 values[i : i + 1] = expanded
-        self.go(grid, values)
-
-    def go(self, grid, values):
-        """Launch with addresses in place of tensors, and expansions in place of descriptors."""
         x, y, z = (*grid, 1, 1)[:3]
-        stream = raw_stream(self.index)
-        self.run(x, y, z, stream, *self.between, *values, *self.rest)
+        self.run(x, y, z, raw_stream(self.index), *self.between, *values, *self.rest)
 
     def map_of(self, i, args):
         """Returns a function from an address to the tensor map that argument i, a descriptor, would have there."""

@@ -65,7 +65,7 @@ def replayed(*depends, passed_by=listened):
 
 
 def _replayed(function, depends, passed_by):
-    calls = {}
+    calls, ordinary = {}, launch.ORDINARY
     _remembered.append(calls)
 
     @functools.wraps(function)
@@ -78,10 +78,10 @@ def _replayed(function, depends, passed_by):
         try:
             for value in (*args, *kwargs.values()):
                 kind = value.__class__
-                if kind in launch.ORDINARY:
+                if kind in ordinary:
                     tensors.append(value)
-                    key += value.dtype, value.get_device(), value.shape, value.stride(), value.data_ptr() & 15
-                    key.append(value.is_neg())  # then memory holds the negated values
+                    address, negated = value.data_ptr(), value.is_neg()  # negated: compared with what memory holds
+                    key += value.dtype, value.get_device(), value.shape, value.stride(), address & 15, negated
                 else:  # Python takes True for 1, 128.0 for 128 and -0.0 for 0.0; a call may not
                     key += kind, repr(value) if kind is float else value
             known = calls.get(tuple(key))
@@ -107,7 +107,7 @@ class _Call(NamedTuple):
     single: bool  # the function returns one tensor, not a tuple
     size: int  # bytes that temporaries need
     offsets: list  # where each of them begins
-    steps: list  # (launch, grid, arguments, places), as `_step` returns
+    steps: list  # as `_step` returns
 
     def __call__(self, tensors):
         if self.device == launch.current_device():
@@ -122,11 +122,12 @@ class _Call(NamedTuple):
             memory = _empty_strided((self.size,), (1,), torch.uint8)
             start = memory.data_ptr()
             addresses += [start + offset for offset in self.offsets]
-        for compiled, grid, values, places in self.steps:
+        stream = launch.raw_stream(self.device)
+        for run, grid, values, places in self.steps:
             values = values.copy()
             for place, number, tensor_map in places:
                 values[place] = addresses[number] if tensor_map is None else tensor_map(addresses[number])
-            compiled.go(grid, values)
+            run(*grid, stream, *values)
         return results[0] if self.single else tuple(results)
 
 
@@ -138,26 +139,31 @@ def _call_of(tensors, results, record):
     temporaries = [tensor for tensor in record.temporaries if tensor.data_ptr() not in returned]
     if len(temporaries) + len(results) > len(record.temporaries):  # a result that torch computed
         return None
-    new = [*results, *temporaries]
+    new, device = [*results, *temporaries], results[0].get_device()
     numbers = {tensor.data_ptr(): number for number, tensor in enumerate((*tensors, *new))}
     # If a tensor is passed twice, which of the two does a kernel use? And a view doesn't own its memory.
     if not record.launches or 0 in numbers or len(numbers) < len(tensors) + len(new):
         return None
+    if any(compiled is None or compiled.index != device for compiled, *_ in record.launches):
+        return None  # this Triton launches differently
     if any(x.storage_offset() or x.untyped_storage().nbytes() != x.numel() * x.itemsize for x in new):
         return None
     try:
         steps = [_step(numbers, *each) for each in record.launches]
-    except (AttributeError, KeyError):  # this Triton launches differently, or a kernel got the address of a copy
+    except KeyError:  # a kernel got the address of a copy
         return None
     # temporaries share one allocation, each aligned as torch aligns tensors on a GPU
     *offsets, size = itertools.accumulate((-(-x.nbytes // 512) * 512 for x in temporaries), initial=0)
     results = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in results]
-    return _Call(new[0].get_device(), results, single, size, offsets, steps)
+    return _Call(device, results, single, size, offsets, steps)
 
 
 def _step(numbers, compiled, grid, args):
-    """Returns a launch, its grid and arguments, and (place, tensor's number, None or its tensor map by address)."""
-    values, places = [], []
+    """Returns a launcher, its grid, its arguments after the stream, and what changes among them.
+
+    That is a list of (place, number of a tensor, None or a function from its address to its tensor map).
+    """
+    values, places = [*compiled.between], []
     expanded = dict(zip(compiled.places, compiled.tensor_maps(args), strict=True)) if compiled.places else {}
     for i, arg in enumerate(args):
         if i in expanded:
@@ -168,4 +174,4 @@ def _step(numbers, compiled, grid, args):
             values.append(None)
         else:
             values.append(arg)
-    return compiled, grid, values, places
+    return compiled.run, (*grid, 1, 1)[:3], [*values, *compiled.rest], places

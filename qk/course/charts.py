@@ -27,6 +27,7 @@ from qk.course.figures import (
 )
 
 __all__ = [
+    "bars",
     "benchmark",
     "curves",
     "gemm_bytes",
@@ -495,6 +496,19 @@ def time_bars(times, title, longest=None):
     ax.set(title=title, xlabel=label, ylabel="method", xlim=(0, longest or 1.3 * max(totals)))
     _name_bars(ax, list(times), colors)
     fig.legend(loc="outside lower center", ncols=len(steps))
+    return fig
+
+
+@style()
+def bars(values, title, xlabel, ylabel="format", form="{:.2f}"):
+    """Draw a bar for each number in values, {label: number}, and write the number next to it. form: how."""
+    fig, ax = subplots(9, 1.1 + 0.33 * len(values))
+    colors = [_OF_LABELS.get(label.partition(",")[0], SKY) for label in values]
+    ax.barh(range(len(values)), list(values.values()), color=colors)
+    for y, value in enumerate(values.values()):
+        ax.text(value, y, f" {form.format(value)}", va="center")
+    ax.set(title=title, xlabel=xlabel, ylabel=ylabel, xlim=(0, 1.15 * max(values.values())))
+    _name_bars(ax, list(values), {})
     return fig
 
 

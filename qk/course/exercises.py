@@ -129,8 +129,8 @@ def _judge(answer, exercise):
         failure = _run(answer, exercise, cases, session)
     if failure and _is_stub(answer, session):
         failure = (
-            f"Not answered yet: {getattr(answer, '__name__', 'the answer')} still has its line '# your answer'. "
-            "Delete that line when you have changed the code, and a wrong answer gets a hint."
+            f"Not answered yet: {getattr(answer, '__name__', 'the answer')} still contains the line '# your answer'. "
+            "Once you've changed the code, delete that line, and a wrong answer gets a hint."
         )
     if failure is None and session.race:
         failure = f"Not yet: right in this order, but {session.race}"

@@ -44,6 +44,8 @@ _METADATA = {
         "sourceType": "notebook",
     },
 }
+# large files, and what a notebook that needs them calls
+_LARGE = {"austen.safetensors": "language_model("}
 _ABOUT = """\
 ## This copy carries its package
 
@@ -87,10 +89,17 @@ package_file("{path}", decompress(b64decode("""
 '''
 
 
-def package_files():
-    """Read the package's code and data. Returns {path next to a notebook: bytes}."""
+def package_files(notebook=None):
+    """Read the package's code and data. Returns {path next to a notebook: bytes}.
+
+    Args:
+        notebook: the dict of a notebook. Large files that its code doesn't ask for are left out. None: all files.
+    """
     code = {path for init in PACKAGE.rglob("__init__.py") for path in init.parent.glob("*.py")}
     data = {path for path in PACKAGE.glob("data/*") if path.is_file()}
+    if notebook is not None:
+        cells = "\n".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code")
+        data -= {PACKAGE / "data" / name for name, function in _LARGE.items() if function not in cells}
     return {path.relative_to(PACKAGE.parent).as_posix(): path.read_bytes() for path in sorted(code | data)}
 
 
@@ -133,7 +142,7 @@ def export(notebook):
     Returns:
         The new notebook, as a dict.
     """
-    sources = {"writer": _WRITER} | {path: _source(path, content) for path, content in package_files().items()}
+    sources = {"writer": _WRITER} | {path: _source(path, content) for path, content in package_files(notebook).items()}
     cells = [_cell("code", f"pack-{name}", source, **_FOLDED) for name, source in sources.items()]
     own = [cell for cell in notebook["cells"] if not _is_packed(cell)]
     about = _cell("markdown", "pack-about", _ABOUT)
@@ -295,9 +304,10 @@ def _write_export(source, out, force):
             raise ValueError(f"{str(out)!r} is the notebook itself: give another name for the new one")
         if not force and (why := _why_kept(out)):
             raise ValueError(f"{str(out)!r} {why}: give another name for the new notebook, or --force")
-    text = _text(export(notebook))  # all of it, before the file is opened
+    new = export(notebook)
+    text, count = _text(new), sum(map(_is_packed, new["cells"])) - 2  # all of it, before the file is opened
     out.write_bytes(text)
-    print(f"{out}: {len(text) / 1e6:.1f} MB, with {len(package_files())} files of qk in it")
+    print(f"{out}: {len(text) / 1e6:.1f} MB, with {count} files of qk in it")
 
 
 def _write_pictures(notebooks, folder, force):

@@ -276,7 +276,7 @@ def rounding(steps, functions):
             alpha=0.7, label=f"{label}: mean square {moved.square().mean().item():.3f}",
         )  # fmt: skip
     left.set(title="The code", xlabel="x / scale", ylabel="code")
-    right.set(title="How far values move, in steps", xlabel="towards zero   <   0   <   away from zero")
+    right.set(title="How far values move, in steps", xlabel="toward zero   <   0   <   away from zero")
     right.set_ylabel("values per bin (%)")
     left.legend()
     right.legend(fontsize=9)
@@ -491,7 +491,7 @@ def block_grid(shape, block, element=(0, 0), name="s"):
     ax.set(xlim=(0, columns), ylim=(rows, 0), xlabel="column", ylabel="row")
     ax.set_title(
         f"{rows} x {columns} in blocks of {high} x {wide}: {down} x {across} scales; "
-        f"element {element} takes {name}[{mine[0]}, {mine[1]}]"
+        f"element {element} uses {name}[{mine[0]}, {mine[1]}]"
     )
     return fig
 

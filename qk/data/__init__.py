@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from .language import *  # noqa: F403
 from .sentences import *  # noqa: F403
 
 FOLDER = Path(__file__).parent

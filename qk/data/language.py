@@ -4,16 +4,32 @@
               a layer:  x += output(attention(qkv(norm(x))));  x += down(silu(gate) * up of norm(x))
 
 q, k and v come from one matmul, and so do gate and up. Positions enter by rotating q and k (RoPE, arXiv 2104.09864).
-`python -m qk lm` trained it on Jane Austen's novels. README.md says where the text comes from.
+`python -m qk lm` trained it on Jane Austen's novels, and quantized it: its weights to int4, the embedding to int8.
+README.md says where the text comes from.
 """
 
+import json
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["LanguageModel", "Shape", "mean_loss"]
+from ..nn import load
+
+__all__ = [
+    "LanguageModel",
+    "Shape",
+    "generate",
+    "language_model",
+    "language_record",
+    "language_text",
+    "language_tokenizer",
+    "mean_loss",
+]
+
+FOLDER = Path(__file__).parent
 
 
 class Shape(NamedTuple):
@@ -144,3 +160,83 @@ def mean_loss(model, codes, batch=16):
         total += F.cross_entropy(model(some).float().flatten(0, 1), following.flatten(), reduction="sum")
     model.train(was)
     return total.item() / (len(codes) - 1)
+
+
+@torch.no_grad()
+def generate(model, codes, count, temperature=0.0, seed=0):
+    """Let a model continue a text.
+
+    Args:
+        model: a `LanguageModel`, perhaps quantized.
+        codes: tokens of the text, int64 [1 or more], on any device.
+        count: how many tokens to add.
+        temperature: 0 takes the most likely token each time. Above 0, tokens are drawn at random with probabilities
+            softmax(logits / temperature).
+        seed: of the random numbers, one for each token. Models that nearly agree on the probabilities draw the same
+            token from the same number, almost always.
+
+    Returns:
+        The new tokens, int64 [count], on the CPU.
+
+    Raises:
+        ValueError: for a bad argument, or if text and new tokens are longer than the model's context.
+    """
+    if codes.ndim != 1 or not 0 < len(codes) <= model.shape.context - count or count < 0:
+        raise ValueError(
+            f"codes has shape {list(codes.shape)} and count is {count}; it takes [1 or more], and with the new tokens "
+            f"at most {model.shape.context}"
+        )
+    if not 0 <= temperature < torch.inf:
+        raise ValueError(f"temperature is {temperature}; it takes 0 or more")
+    device, generator = model.norm.weight.device, torch.Generator().manual_seed(seed)
+    numbers = torch.rand(count, dtype=torch.float64, generator=generator)
+    past, new, found = [[] for _ in model.layers], codes.to(device), []
+    for number in numbers:
+        logits = model(new[None], past)[0, -1].double().cpu()
+        if temperature:
+            reached = (logits / temperature).softmax(0).cumsum(0)
+            chosen = torch.searchsorted(reached, number * reached[-1], right=True).clamp(max=len(logits) - 1)
+        else:
+            chosen = logits.argmax()
+        found.append(chosen)
+        new = chosen[None].to(device)
+    return torch.stack(found) if found else codes.new_empty(0, device="cpu")
+
+
+def language_model():
+    """Load the shipped model: int4 weights, an int8 embedding, the rest float32, on the CPU. A new one at each call.
+
+    Raises:
+        FileNotFoundError: this copy of the package is from an exported notebook that doesn't use the model.
+    """
+    file = FOLDER / "austen.safetensors"
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"there is no {file}: an exported notebook carries the language model only if its own cells call "
+            "language_model(). Export notebook 11, or use a clone or the wheel."
+        )
+    shape = Shape(**language_record()["shape"])
+    with torch.device("meta"):
+        model = LanguageModel(shape)
+    return load(file, model, device="cpu", progress=False)[0].eval().requires_grad_(False)
+
+
+def language_tokenizer():
+    """Load the model's tokenizer, a tokenizers.Tokenizer.
+
+    Raises:
+        ImportError: the library tokenizers isn't installed.
+    """
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(FOLDER / "austen_tokenizer.json"))
+
+
+def language_text():
+    """Read the held-out text, 92 KB: the last 15 KB or so of each novel. Neither weights nor codes have seen it."""
+    return (FOLDER / "austen_held_out.txt").read_text(encoding="utf-8")
+
+
+def language_record():
+    """Read what `python -m qk lm quantize` recorded: losses of training, perplexities and texts in each format."""
+    return json.loads((FOLDER / "austen.json").read_text(encoding="utf-8"))

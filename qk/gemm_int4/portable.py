@@ -112,29 +112,21 @@ def _choose(p):
     return config._replace(stages=max(min(config.stages, free // stage), 1)), dot_k
 
 
-def _to_halves(one, offset, magic, kind):
+def _to_halves(one, magic, kind):
     """Write PTX that unpacks a word of eight codes into four pairs of 16-bit numbers, columns 2 p and 2 p + 1.
 
-    offset: minus the number of a code that is 0.
+    Operand $5 is added to each: minus the number of a code that is 0.
     """
-    lines = ["{", ".reg .b32 s, t, one, offset, magic;", "shr.u32 s, $4, 4;"]
-    lines.append(f"mov.b32 one, {one}; mov.b32 offset, {offset}; mov.b32 magic, {magic};")
+    lines = ["{", ".reg .b32 s, t, one, magic;", f"shr.u32 s, $4, 4; mov.b32 one, {one}; mov.b32 magic, {magic};"]
     for p in range(4):
         lines.append(f"prmt.b32 t, $4, s, 0x{4 + p}{4 + p}{p}{p};")
         lines.append("lop3.b32 t, t, 0x000f000f, magic, 0x6a;")  # (t & mask) ^ magic
-        lines.append(f"fma.rn.{kind} ${p}, t, one, offset;")
+        lines.append(f"fma.rn.{kind} ${p}, t, one, $5;")
     return tl.constexpr("\n".join([*lines, "}"]))
 
 
-def _less_zero(ptx):
-    """Subtract a zero point, too. Operand $5 holds it twice, and adding it to an offset's bits makes that larger."""
-    return tl.constexpr(ptx.value.replace("mov.b32 offset,", "add.s32 offset, $5,"))
-
-
-_TO_FLOAT16 = _to_halves("0x3c003c00", "0xe408e408", "0x64086408", "f16x2")  # 1024 + 8, -1032
-_TO_BFLOAT16 = _to_halves("0x3f803f80", "0xc308c308", "0x43084308", "bf16x2")  # 128 + 8, -136
-_TO_FLOAT16_ZERO = _less_zero(_TO_FLOAT16)
-_TO_BFLOAT16_ZERO = _less_zero(_TO_BFLOAT16)
+_TO_FLOAT16 = _to_halves("0x3c003c00", "0x64086408", "f16x2")  # 1, 1024 + 8
+_TO_BFLOAT16 = _to_halves("0x3f803f80", "0x43084308", "bf16x2")  # 1, 128 + 8
 _FOUR_WORDS = tl.constexpr((tl.int32,) * 4)
 # columns 0, 2, 4, 6 and 1, 3, 5, 7, then in their order; $3 holds four times the zero point plus 8
 _TO_INT8 = tl.constexpr(
@@ -164,17 +156,14 @@ def _unpack(words, zero, dtype: tl.constexpr):
     elif dtype == tl.int8:
         return _unpack_int8(words, zero)
     else:
-        if len(zero) == 0:
-            p0, p1, p2, p3 = tl.inline_asm_elementwise(
-                _TO_FLOAT16 if dtype == tl.float16 else _TO_BFLOAT16,
-                "=&r,=&r,=&r,=&r,r", [words], dtype=_FOUR_WORDS, is_pure=True, pack=1,
-            )  # fmt: skip
-        else:
-            p0, p1, p2, p3 = tl.inline_asm_elementwise(
-                _TO_FLOAT16_ZERO if dtype == tl.float16 else _TO_BFLOAT16_ZERO,
-                "=&r,=&r,=&r,=&r,r,r", [words, tl.broadcast_to(zero[0] * 0x00010001, words.shape)],
-                dtype=_FOUR_WORDS, is_pure=True, pack=1,
-            )  # fmt: skip
+        # -1032 or -136, twice; a zero point that is added to the bits is subtracted from the number
+        offset = tl.full((1, 1), -0x1BF71BF8 if dtype == tl.float16 else -0x3CF73CF8, tl.int32)
+        if len(zero) > 0:
+            offset += zero[0] * 0x00010001
+        p0, p1, p2, p3 = tl.inline_asm_elementwise(
+            _TO_FLOAT16 if dtype == tl.float16 else _TO_BFLOAT16, "=&r,=&r,=&r,=&r,r,r",
+            [words, tl.broadcast_to(offset, words.shape)], dtype=_FOUR_WORDS, is_pure=True, pack=1,
+        )  # fmt: skip
         pairs = tl.join(tl.join(p0, p2), tl.join(p1, p3))
         # this way, the compiler sees that a register's halves stay where they are
         low = pairs.to(tl.int16).to(dtype, bitcast=True)

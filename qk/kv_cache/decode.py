@@ -46,7 +46,6 @@ _CONFIGS = {
     "float": Tile(32, 8, stages=1, programs=2),
     "interpreted": Tile(32, 2, stages=1, programs=1),
 }
-_MOST_SPLITS = 128
 
 
 # PTX that turns a word of codes into pairs of 16-bit numbers. A code, its sign bit flipped, becomes the low bits of
@@ -123,36 +122,14 @@ def _column(order, lane, LANES: tl.constexpr, WORDS: tl.constexpr, BITS: tl.cons
     return word * CODES + code
 
 
-@triton.jit(do_not_specialize=["splits"])
-def _combine_kernel(
-    sums_ptr,  # [rows, splits, D]
-    state_ptr,  # [rows, splits, 2]
-    out_ptr,  # [rows, D]
-    splits,
-    D: tl.constexpr,
-    SPLITS: tl.constexpr,  # at least splits
-    EARLY: tl.constexpr,
-):
-    wait_if_early(EARLY)
-    offs, columns = tl.arange(0, SPLITS), tl.arange(0, D)
-    first, mask = tl.program_id(0).to(tl.int64) * splits, offs < splits
-    maximum = tl.load(state_ptr + (first + offs) * 2, mask=mask, other=-1e38)
-    total = tl.load(state_ptr + (first + offs) * 2 + 1, mask=mask, other=0.0)
-    sums = tl.load(sums_ptr + (first + offs)[:, None] * D + columns[None, :], mask=mask[:, None], other=0.0)
-    factor = tl.exp2(maximum - tl.max(maximum, 0))
-    total, out = tl.sum(total * factor, 0), tl.sum(sums * factor[:, None], 0)
-    out /= tl.where(total == 0, 1.0, total)
-    tl.store(out_ptr + tl.program_id(0).to(tl.int64) * D + columns, to_dtype(out, out_ptr.dtype.element_ty))
-
-
 @triton.jit
-def _in_key_order(x, WARPS: tl.constexpr, TOKENS: tl.constexpr):
-    """Reorder a tile's tokens, [WARPS * TOKENS] to [WARPS, TOKENS]: of each sixteen 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, ...
+def _in_key_order(x, WARPS: tl.constexpr):
+    """Reorder the rows of a tile [tokens, X]: of each sixteen tokens 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, ...
 
     Of the scores of keys in this order, a thread holds those of tokens 4 i to 4 i + 3, whose values it reads.
     """
-    x = tl.permute(tl.reshape(x, (WARPS, TOKENS // 16, 4, 2, 2)), (0, 1, 3, 2, 4))
-    return tl.reshape(x, (WARPS, TOKENS))
+    tiles = tl.reshape(x, (x.shape[0] // 16, 4, 2, 2, x.shape[1]))
+    return tl.reshape(tl.permute(tiles, (0, 2, 1, 3, 4)), (WARPS, x.shape[0] // WARPS, x.shape[1]))
 
 
 @triton.jit
@@ -161,8 +138,7 @@ def _keys(words, WARPS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, dtype
     TOKENS: tl.constexpr = words.shape[0] // WARPS
     WORDS: tl.constexpr = words.shape[1]
     X: tl.constexpr = 4 if WORDS >= 16 else WORDS // 4
-    words = tl.reshape(words, (WARPS, TOKENS // 16, 4, 2, 2, WORDS))
-    words = tl.reshape(tl.permute(words, (0, 1, 3, 2, 4, 5)), (WARPS * TOKENS, WORDS))  # as `_in_key_order` does
+    words = tl.reshape(_in_key_order(words, WARPS), (WARPS * TOKENS, WORDS))
     # four lanes read X words each, and hand over four numbers at a time
     x = tl.reshape(_numbers(words, BITS, dtype, FLOAT), (WARPS, TOKENS, WORDS // (4 * X), 4, 8 * X // BITS, 4))
     return tl.reshape(tl.permute(x, (0, 2, 4, 3, 5, 1)), (WARPS, D, TOKENS))
@@ -181,19 +157,16 @@ def _values(words, WARPS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, dty
 
 @triton.jit
 def _both_parts(weights, dtype: tl.constexpr, FLOAT: tl.constexpr):
-    """Round weights [WARPS, 16, TOKENS] in the order of keys to a 16-bit dtype, in the order of tokens.
+    """Round weights [WARPS, 16, TOKENS] in the order of keys to a dtype, in the order of tokens.
 
     Rows 8 to 15, which hold the same weights as rows 0 to 7, become what that rounding lost.
     """
     WARPS: tl.constexpr = weights.shape[0]
     TOKENS: tl.constexpr = weights.shape[2]
-    first = (tl.arange(0, 16) < 8)[None, :, None]
-    if FLOAT and not INTERPRETED:  # nothing is lost
-        weights = tl.where(first, weights, 0.0)
-    else:
-        rounded = to_dtype(weights, dtype)
-        weights = tl.where(first, rounded, to_dtype(weights - to_float32(rounded), dtype))
-        weights = to_float32(weights) if FLOAT else weights
+    rounded = to_dtype(weights, dtype)
+    lost = to_dtype(weights - to_float32(rounded), dtype)
+    weights = tl.where((tl.arange(0, 16) < 8)[None, :, None], rounded, lost)
+    weights = to_float32(weights) if FLOAT else weights
     weights = tl.permute(tl.reshape(weights, (WARPS, 16, TOKENS // 16, 2, 4, 2)), (0, 1, 2, 4, 3, 5))
     return tl.reshape(weights, (WARPS, 16, TOKENS))
 
@@ -203,8 +176,8 @@ def _decode_attention_kernel(
     q_ptr,  # [B, heads, D]
     keys_ptr, values_ptr, absmax_ptr,  # in words of 32 bits; absmax_ptr: None for 16-bit caches
     lengths_ptr,
-    out_ptr,  # [B, heads, D]; with several splits [B, heads, splits, D], not yet divided by the sums of weights
-    state_ptr,  # largest scores and sums of weights [B, heads, splits, 2]; None: there is one split
+    out_ptr,  # [B, heads, D]; of several splits [B, heads, splits, D]
+    weights_ptr,  # log2 of their sums of weights [B, heads, splits]; None: there is one split
     kv_heads, capacity, splits, stride_qb, stride_qh, score_scale, value_scale,
     GROUP: tl.constexpr,  # query heads that share a key head
     D: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr,
@@ -229,7 +202,7 @@ def _decode_attention_kernel(
     begin = split * chunk
     end = tl.minimum(begin + chunk, length)
     tokens = tl.arange(0, TILE)
-    places = _in_key_order(tokens, WARPS, TOKENS)
+    places = tl.reshape(_in_key_order(tokens[:, None], WARPS), (WARPS, TOKENS))
     words = tokens[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     first = key_head * capacity + begin
 
@@ -249,7 +222,8 @@ def _decode_attention_kernel(
         key_scales = tl.full((WARPS, TOKENS), score_scale, tl.float32)
         value_scales = tl.full((WARPS, TOKENS), value_scale, tl.float32)
         if absmax_ptr is not None:
-            absmax = _in_key_order(tl.load(absmax_ptr + first + tokens, mask=mask, other=0), WARPS, TOKENS)
+            absmax = tl.load(absmax_ptr + first + tokens, mask=mask, other=0)
+            absmax = tl.reshape(_in_key_order(absmax[:, None], WARPS), (WARPS, TOKENS))
             key_scales *= to_float32(absmax.to(tl.int16).to(dtype, bitcast=True))
             value_scales *= to_float32((absmax >> 16).to(tl.int16).to(dtype, bitcast=True))
         scores = tl.where((places < end - t)[:, None, :], scores * key_scales[:, None, :], float("-inf"))
@@ -258,37 +232,54 @@ def _decode_attention_kernel(
         higher = tl.maximum(maximum, tl.max(numbers, 2))
         weights, decay = tl.exp2(scores - higher[:, :, None]), tl.exp2(maximum - higher)
         maximum, total = higher, total * decay + tl.sum(weights, 2)
-        weights = _both_parts(weights * value_scales[:, None, :], weight_dtype, FLOAT)
+        rounding: tl.constexpr = tl.float32 if FLOAT and not INTERPRETED else weight_dtype
+        weights = _both_parts(weights * value_scales[:, None, :], rounding, FLOAT)
         v = _values(v, WARPS, D, BITS, weight_dtype, FLOAT)
         sums = tl.dot(weights, v, sums * decay[:, :, None], input_precision="ieee")
         first += TILE
 
-    # of all warps, and of both parts
     highest = tl.max(maximum, 0)
     decay = tl.exp2(maximum - highest[None])
     total = tl.sum(total * decay, 0)
-    sums = tl.sum(tl.reshape(tl.sum(sums * decay[:, :, None], 0), (2, 8, D)), 0)
-    if state_ptr is None:
-        sums /= tl.sum(tl.reshape(tl.where(total == 0, 1.0, total), (2, 8)), 0)[:, None] * 0.5  # both are the same
+    total = tl.where(total == 0, 1.0, total)  # there are no tokens
+    sums = tl.sum(sums * decay[:, :, None], 0) / total[:, None]
+    out = tl.sum(tl.reshape(sums, (2, 8, D)), 0)
     columns = _column(order // 8, order % 8, 8, WORDS, BITS)
-    half = tl.program_id(0) % EIGHTS * 8 + tl.arange(0, 8)
-    places = (b * kv_heads * GROUP + key_head % kv_heads * GROUP + half) * splits + split
-    out_ptrs = out_ptr + places[:, None] * D + columns[None, :]
-    tl.store(out_ptrs, to_dtype(sums, out_ptr.dtype.element_ty), mask=(half < GROUP)[:, None])
-    if state_ptr is not None:
-        places = (key_head * GROUP + rows) * splits + split
-        mask = (rows < GROUP) & (tl.arange(0, 16) < 8)
-        tl.store(state_ptr + places * 2, highest, mask=mask)
-        tl.store(state_ptr + places * 2 + 1, total, mask=mask)
+    eight = tl.program_id(0) % EIGHTS * 8 + tl.arange(0, 8)
+    out_ptrs = out_ptr + ((key_head * GROUP + eight) * splits + split)[:, None] * D + columns[None, :]
+    tl.store(out_ptrs, to_dtype(out, out_ptr.dtype.element_ty), mask=(eight < GROUP)[:, None])
+    if weights_ptr is not None:
+        weights_ptrs = weights_ptr + (key_head * GROUP + rows) * splits + split
+        tl.store(weights_ptrs, highest + tl.log2(total), mask=rows < GROUP)
 
 
-def _splits(tile, programs, max_length, device):
+@triton.jit(do_not_specialize=["splits"])
+def _combine_kernel(
+    parts_ptr,  # what each split returns, [rows, splits, D]
+    weights_ptr,  # log2 of its sum of weights, [rows, splits]
+    out_ptr,  # [rows, D]
+    splits,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,  # at least splits
+    EARLY: tl.constexpr,
+):
+    wait_if_early(EARLY)
+    row, offs, columns = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS), tl.arange(0, D)
+    mask = offs < splits
+    weights = tl.load(weights_ptr + row * splits + offs, mask=mask, other=float("-inf"))
+    parts = tl.load(parts_ptr + (row * splits + offs)[:, None] * D + columns[None, :], mask=mask[:, None], other=0.0)
+    weights = tl.exp2(weights - tl.max(weights, 0))
+    out = tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0)
+    tl.store(out_ptr + row * D + columns, to_dtype(out, out_ptr.dtype.element_ty))
+
+
+def _splits(tile, programs, capacity, device):
     """Returns how many programs share the tokens of a key head."""
-    most = cdiv(max_length, tile.tokens * tile.warps)
-    return max(min(gpu(device).multiprocessors * tile.programs // programs, most, _MOST_SPLITS), 1)
+    most = cdiv(capacity, tile.tokens * tile.warps)
+    return max(min(gpu(device).multiprocessors * tile.programs // programs, most, 128), 1)
 
 
-def launch_decode_attention(q, keys, values, absmax, lengths, out, bits, qmax, scale, max_length, tile=None):
+def launch_decode_attention(q, keys, values, absmax, lengths, out, bits, qmax, scale, tile=None):
     """Write out. Checks nothing. tile: a Tile to use in place of the table's."""
     q, device = q if q.stride(2) == 1 else q.contiguous(), q.device
     (B, heads, D), (_, kv_heads, capacity, _) = q.shape, keys.shape
@@ -296,19 +287,19 @@ def launch_decode_attention(q, keys, values, absmax, lengths, out, bits, qmax, s
     tile = tile or _CONFIGS["interpreted" if INTERPRETING else "float" if unable else bits]
     group = heads // kv_heads
     programs = B * kv_heads * cdiv(group, 8)
-    splits = _splits(tile, programs, max_length, device)
-    sums, state = out, None
+    splits = _splits(tile, programs, capacity, device)
+    parts, weights = out, None
     if splits > 1:
-        sums, state = (temporary(q, (B, heads, splits, size), torch.float32) for size in (D, 2))
+        parts, weights = (temporary(q, (B, heads, splits, *size), torch.float32) for size in ((D,), ()))
     words = [None if each is None else each.view(torch.int32) for each in (keys, values, absmax)]
     launch(
         device, _decode_attention_kernel, (programs, splits),
-        q, *words, lengths, sums, state, kv_heads, capacity, splits, q.stride(0), q.stride(1),
+        q, *words, lengths, parts, weights, kv_heads, capacity, splits, q.stride(0), q.stride(1),
         scale * math.log2(math.e) / qmax, 1 / qmax, GROUP=group, D=D, BITS=bits, WARPS=1 if unable else tile.warps,
         TOKENS=tile.tokens, FLOAT=unable or INTERPRETING, early=True, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
         launch(
             device, _combine_kernel, (B * heads,),
-            sums, state, out, splits, D=D, SPLITS=next_power_of_2(splits), early=True, num_warps=4,
+            parts, weights, out, splits, D=D, SPLITS=next_power_of_2(splits), early=True, num_warps=4,
         )  # fmt: skip

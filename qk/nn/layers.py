@@ -621,11 +621,11 @@ class Int4Linear(QuantizedLinear):
         return {"block_size": None, "evens_first": _evens_first(device, self.in_features)}
 
     def multiply(self, prepared, bias, dtype):
-        buffers = self._buffers
-        x, *scale = prepared
-        how = {"zero_point": buffers["zero_point"]}
-        if scale:
-            how |= {"x_scale": scale[0], "evens_first": _evens_first(x.device, x.shape[-1])}
+        buffers, x, how = self._buffers, prepared[0], {}
+        if buffers["zero_point"] is not None:
+            how["zero_point"] = buffers["zero_point"]
+        if len(prepared) > 1:
+            how |= {"x_scale": prepared[1], "evens_first": _evens_first(x.device, x.shape[-1])}
         return int4_gemm(x, buffers["packed"], buffers["absmax"], bias, self.group_size, dtype, **how)
 
     def input_gradient(self, g, dtype):

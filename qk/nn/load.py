@@ -84,9 +84,9 @@ def load(path, model=None, *, rename=None, device=None, progress=True):
     """Load a quantized checkpoint: our own, or compressed-tensors, GPTQ, AWQ, block FP8 or GGUF's Q4_0.
 
     Its format is found in config.json or in the file's header, and its 4-bit and 8-bit layers become `Int4Linear` and
-    `Int8Linear`. Their weights are the checkpoint's to the bit, except that FP8 is quantized again to int8, and that
-    some float32 scales of 4-bit codes are rounded in the last bit; the report says where. Code in a checkpoint is never
-    run, and pickles are never opened.
+    `Int8Linear`, and those of experts `QuantizedExperts`. Their weights are the checkpoint's to the bit, except that
+    FP8 is quantized again to int8, and that some float32 scales of 4-bit codes are rounded in the last bit; the report
+    says where. Code in a checkpoint is never run, and pickles are never opened.
 
     Args:
         path: a folder, a .safetensors file, the index of several, or a .gguf file. config.json is looked for next to
@@ -111,6 +111,8 @@ def load(path, model=None, *, rename=None, device=None, progress=True):
         raise ValueError(f"model is a {type(model).__name__}; it takes a torch.nn.Module or None")
     checkpoint = open_checkpoint(path)
     if model is None:
+        if checkpoint.gguf:
+            raise ValueError("model is None; of a GGUF file it takes a module, and rename for the names of its tensors")
         if not checkpoint.config:
             raise ValueError("model is None, and there is no config.json next to the checkpoint; it takes a module")
         model = _build(checkpoint)

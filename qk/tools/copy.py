@@ -369,7 +369,7 @@ _TEMPLATES = {
 _RENAMED = {"INTERPRETING": "INTERPRETED", "cdiv": "triton.cdiv", "next_power_of_2": "triton.next_power_of_2"}
 _CLEARER = {"divide": "div_rn_of_normals"}  # names that say more to a reader who sees one kernel only
 # Operators with one scale per row, which is there even if rows have no columns. Outputs of others are empty together.
-_PER_ROW = ("_hadamard_quant", "_quant_slide")
+_PER_ROW = ("_quant_slide",)
 
 
 class _Plan(NamedTuple):
@@ -394,7 +394,7 @@ _PLANS = {
         fields=True,
     ),
     "int4": _Plan({"zero_point": None}),
-    "kv_cache": _Plan({"tile": None}, fields=True),
+    "kv_cache": _Plan({"tile": None, "arch": 86}, fields=True),
     "gelu": _Plan({}, dropped=("_launch_square", "_squares", "_has_squares", "quantize_squares_ref"), word="quare"),
 }
 

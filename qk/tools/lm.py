@@ -2,6 +2,7 @@
 
     text       a Debian package -> the text of six novels, a tokenizer, and tokens
     train      tokens -> a float16 checkpoint and its losses, on a GPU
+    quantize   checkpoint -> the shipped int4 model, and a record: losses of training, perplexities and texts per format
 
 The text is Jane Austen's six novels, 4.1 MB, in the public domain, from the Debian package r-cran-janeaustenr 1.0.0-1
 (MIT; Ubuntu has it too). The last 30 KB or so of each novel are held out: the first half is for validation, which
@@ -11,6 +12,7 @@ chooses the checkpoint, and the other half only for the losses that are reported
     python -m qk lm text r-cran-janeaustenr_1.0.0-1_all.deb austen
     python -m qk lm train austen --out run
     python -m qk lm train austen --out run-int8 --int8
+    python -m qk lm quantize austen run --int8 run-int8 --out shipped
 
 A line of the text is a paragraph or a heading. The tokenizer is a byte-level BPE, trained on what isn't held out.
 """
@@ -36,9 +38,10 @@ from torch.nn import functional as F
 
 import qk
 from qk.data.language import LanguageModel, Shape, mean_loss
-from qk.nn import int8_train_
+from qk.nn import int8_train_, save
 
 from .bench.characters import rate_at, windows
+from .lm_formats import CALIBRATION, FLOAT, SAMPLE, SHIPPED, measure, statistics_of
 
 PACKAGE = "r-cran-janeaustenr 1.0.0-1"
 SOURCES = {
@@ -278,12 +281,55 @@ def run_training(args):
     return 0
 
 
+# Quantizing
+
+
+def write_formats(text, folder, runs, out):
+    """Quantize a trained model in all formats. Writes the shipped model, and the record as it grows.
+
+    Args:
+        text: a `Text`, with the tokenizer next to it in `folder`.
+        runs: {"bf16": folder, "int8": folder or None} of `train`'s. The model is the one trained in bf16.
+    """
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model, about = read_checkpoint(runs["bf16"] / "checkpoint.safetensors")
+    model = model.to(qk.device())
+    training = {kind: json.loads((run / "run.json").read_text(encoding="utf-8")) for kind, run in runs.items() if run}
+    record = {"shape": about["shape"], "text": text.about, "training": training, "torch": torch.__version__}
+    record |= {"device": torch.cuda.get_device_name() if qk.device() == "cuda" else "CPU, by plain-torch references"}
+    record |= {"float": FLOAT, "shipped": SHIPPED, "calibration": CALIBRATION, "sample": SAMPLE, "formats": {}}
+    for run in training.values():
+        for key in ("text", "shape", "seconds"):  # each run has the same text; runs that shared a GPU have no times
+            run.pop(key, None)
+    out.mkdir(parents=True, exist_ok=True)
+
+    def heard(name, new, found):
+        if name == SHIPPED:
+            save(new, out / "austen.safetensors")
+        if "sample" in found:
+            found["sample"] = [tokenizer.decode([code]) for code in found["sample"]]
+        record["formats"][name] = found | {"bits_per_byte": round(text.bits_per_byte("held_out", found["loss"]), 5)}
+        (out / "austen.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+
+    prompt = torch.tensor(tokenizer.encode(SAMPLE["prompt"]).ids)
+    measure(model, statistics_of(model, text.training, **CALIBRATION), text.held_out, prompt, heard)
+    for name, copied in (("tokenizer.json", "austen_tokenizer.json"), ("held_out.txt", "austen_held_out.txt")):
+        (out / copied).write_bytes((folder / name).read_bytes())
+
+
 # The command
 
 
 def run_text(args):
     about = write_text(args.package, args.folder, args.vocabulary)
     print(json.dumps(about, indent=1))
+    return 0
+
+
+def run_quantize(args):
+    write_formats(Text.read(args.text), args.text, {"bf16": args.run_folder, "int8": args.int8}, args.out)
     return 0
 
 
@@ -307,6 +353,12 @@ def _parser():
         if name != "vocabulary":
             train.add_argument(f"--{name}", type=type(value), default=value, metavar="N", help=f"default: {value}")
     train.set_defaults(run=run_training)
+    quantize = commands.add_parser("quantize", help="quantize the model in many formats, and measure each")
+    quantize.add_argument("text", type=pathlib.Path, help="the folder that `text` wrote")
+    quantize.add_argument("run_folder", metavar="run", type=pathlib.Path, help="the folder that `train` wrote")
+    quantize.add_argument("--int8", type=pathlib.Path, metavar="RUN", help="that of the same training in int8")
+    quantize.add_argument("--out", type=pathlib.Path, required=True, help="write model and record to this folder")
+    quantize.set_defaults(run=run_quantize)
     return parser
 
 

@@ -454,6 +454,14 @@ def kept():
 
 
 @gpu
+def test_remembered_launches_go_past_triton_s_python():
+    x = qk.act_quant(randn(4, 256))
+    gemm.int8_gemm(*x, *int8.weight_quant(randn(256, 256)))
+    known = [each for each in launch._launches.values() if each is not None]
+    assert known and not any(hasattr(each.run, "global_scratch_size") for each in known)
+
+
+@gpu
 def test_qk_gemm_path_counts(monkeypatch):
     replay.forget()
     a, b = int8.act_quant(randn(4, 256)), int8.weight_quant(randn(96, 256))

@@ -131,6 +131,7 @@ PLOTS = {
     "histogram of zeros": lambda: course.grid_histogram(torch.zeros(64)),
     "round trip": lambda: course.round_trip(ROW, ROW.round(decimals=1), group_size=128),
     "round trip of zeros": lambda: course.round_trip(torch.zeros(64), torch.zeros(64)),
+    "bars": lambda: course.bars({"int8": 0.05, "int4, rounded": 0.72}, "Increase", "increase (%)", form="{:.1f} %"),
     "tradeoff": lambda: course.tradeoff([("rows", 4.01, 0.2), ("groups", 4.5, 0.1)]),
     "access": lambda: course.access({"even": [0, None, 1, None], "all": [0, 0, 1, 1]}),
     "error map": lambda: course.error_map({"rows": torch.rand(300, 500), "groups": torch.rand(300, 500)}),
@@ -338,6 +339,14 @@ def test_benchmark_names_gpu_and_date_and_takes_only_what_was_asked():
     assert sorted(bar.get_width() for bar in ax.patches if bar.get_width()) == [0.05, 0.05, 0.5, 0.5, 0.97, 0.97]
     with pytest.raises(ValueError, match="different options; say which of {'group_size'"):  # bars over bars
         course.benchmark(RECORD, "quantize_int4")
+
+
+def test_bars_say_their_numbers():
+    fig = course.bars({"int8": 0.04, "int4, rounded": 0.72, "int4, calibrated": 0.11}, "t", "x", form="{:.1f} %")
+    assert [text.strip() for text in texts(fig) if "%" in text] == ["0.0 %", "0.7 %", "0.1 %"]
+    int8, *int4 = (bar.get_facecolor() for bar in fig.axes[0].patches[:3])
+    assert int4[0] == int4[1] != int8
+    assert [label.get_text() for label in fig.axes[0].get_yticklabels()][0] == "int8"
 
 
 def test_a_variant_has_one_color_in_all_curves():

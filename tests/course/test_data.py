@@ -1,15 +1,20 @@
+import hashlib
 import importlib.util
 import json
+import math
 import sys
 import types
 
 import pytest
 import torch
+from cases import DEVICE
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from qk import data
 from qk.data import __main__ as remake
+from qk.data import language
+from qk.nn import dequantize_
 
 SHAPES = {
     "activations": (768, 384),
@@ -62,7 +67,7 @@ def test_activations_hold_no_padding():
 
 def test_size_of_the_packaged_data():
     files = [file for file in data.FOLDER.iterdir() if file.is_file()]
-    assert sum(file.stat().st_size for file in files) < 4_000_000
+    assert sum(file.stat().st_size for file in files) < 10_000_000
 
 
 def test_metadata():
@@ -276,3 +281,41 @@ def test_minilm_folder(tmp_path, monkeypatch):
     hub = types.SimpleNamespace(snapshot_download=lambda name, allow_patterns: asked.append(name) or str(tmp_path))
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     assert find() == tmp_path and asked == ["sentence-transformers/all-MiniLM-L6-v2"]
+
+
+def test_the_shipped_language_model():
+    record, model = data.language_record(), data.language_model()
+    assert 4e6 < (data.FOLDER / "austen.safetensors").stat().st_size < 6e6
+    kinds = [type(module).__name__ for module in model.modules()]
+    assert kinds.count("Int4Linear") == 20 and {"Int8Embedding", "TiedInt8Linear"} <= {*kinds}
+    formats = record["formats"]
+    exact, shipped = (formats[record[name]]["perplexity"] for name in ("float", "shipped"))
+    assert sum(x.nbytes for x in [*model.buffers(), *model.parameters()]) == formats[record["shipped"]]["bytes"]
+    assert formats["int8"]["perplexity"] < 1.005 * exact and shipped < 1.03 * exact
+    assert math.log(exact) == pytest.approx(record["training"]["bf16"]["best"]["held_out"], abs=0.001)
+
+    text = data.language_text().encode()
+    assert hashlib.sha256(text).hexdigest() == record["text"]["sha256"]["held_out"]
+    assert record["text"]["source_sha256"] in (data.FOLDER.parent / "tools" / "lm.py").read_text()
+    codes = torch.tensor(data.language_tokenizer().encode(text.decode()).ids)
+    assert len(codes) == record["text"]["tokens"]["held_out"]
+    # two windows of each 512 tokens; a model of random weights is at 2048
+    dequantize_(model, progress=False)
+    assert math.exp(data.mean_loss(model, codes[:1025])) == pytest.approx(22.513, rel=0.001)
+    sample, prompt = record["sample"], codes[:20]
+    again = data.generate(model, prompt, 5, sample["temperature"], sample["seed"])
+    assert torch.equal(again, data.generate(model, prompt, 5, sample["temperature"], sample["seed"]))
+
+
+def test_kernels_compute_with_the_shipped_codes():
+    model = data.language_model()
+    layer = model.layers[0].attention.qkv.to(DEVICE)
+    x = data.load("activations")[:3].float().to(DEVICE)
+    expected = x @ layer.dequantize().T
+    assert (layer(x) - expected).norm() < 0.005 * expected.norm()
+
+
+def test_without_its_file_the_language_model_says_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(language, "FOLDER", tmp_path)
+    with pytest.raises(FileNotFoundError, match="an exported notebook carries the language model only if"):
+        data.language_model()

@@ -39,7 +39,7 @@ def packed(notebook):
 @pytest.fixture
 def small(monkeypatch):
     """The package is two files: compressing its data takes seconds."""
-    monkeypatch.setattr(export, "package_files", lambda: {"qk/__init__.py": b"# qk\n", "qk/data/x": b"\0"})
+    monkeypatch.setattr(export, "package_files", lambda *_: {"qk/__init__.py": b"# qk\n", "qk/data/x": b"\0"})
 
 
 @pytest.mark.usefixtures("small")
@@ -56,7 +56,7 @@ def test_export_keeps_the_notebook(name):
 
 def test_an_export_of_an_export_carries_this_package(monkeypatch):
     def carrying(file, notebook):
-        monkeypatch.setattr(export, "package_files", lambda: {file: b"# qk\n"})
+        monkeypatch.setattr(export, "package_files", lambda *_: {file: b"# qk\n"})
         return export.export(notebook)
 
     notebook = export.read(FOLDER / NAMES[0])
@@ -85,6 +85,17 @@ def test_export_carries_every_package_in_any_depth(tmp_path, monkeypatch):
         (tmp_path / name).write_text("1\n")
     monkeypatch.setattr(export, "PACKAGE", tmp_path / "qk")
     assert list(export.package_files()) == sorted(wanted)
+
+
+def test_export_leaves_out_the_language_model_where_no_cell_loads_it():
+    calls, names = ["x = language_model()"], ["see language_model()"]
+    files = {
+        kind: export.package_files({"cells": [{"cell_type": kind, "source": calls if kind == "code" else names}]})
+        for kind in ("code", "markdown")
+    }
+    assert files["code"] == export.package_files()
+    assert files["code"].keys() - files["markdown"].keys() == {"qk/data/austen.safetensors"}
+    assert sum(map(len, files["markdown"].values())) < 10e6
 
 
 def test_export_runs_alone(exported, monkeypatch):

@@ -272,10 +272,11 @@ def test_nothing_is_registered_without_the_import():
 def test_readme(tmp_path, monkeypatch):
     """What it says of from_pretrained, run."""
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```python\n(import qk.nn.huggingface.*?)```", readme, re.DOTALL)
+    (block,) = re.findall(r"```python\n(import qk.nn.huggingface as.*?)```", readme, re.DOTALL)
     folder = re.search(r'from_pretrained\("(.*?)"', block)[1]
     small().save_pretrained(tmp_path / folder)
     monkeypatch.chdir(tmp_path)
-    known = {"qk": qk, "AutoModelForCausalLM": transformers.AutoModelForCausalLM}
+    known = {}
     exec(block, known)
     assert isinstance(known["model"].model.layers[0].mlp.up_proj, Int4Linear)
+    assert equal(again(re.search(r'save_pretrained\("(.*?)"', block)[1]), known["model"])

@@ -352,6 +352,17 @@ def test_gguf_of_other_types_is_refused(tmp_path, kind):
     refused(tmp_path / "x.gguf", f"up.weight has dtype {kind}; it takes Q4_0")
 
 
+def test_gguf_needs_a_model(tmp_path):
+    """Its names aren't those of transformers, even if there is a config.json."""
+    gguf_file(tmp_path / "x.gguf", {"blk.0.attn_q.weight": (torch.randn(32, 64), "Q4_0")})
+    for config in ({}, {"architectures": ["LlamaForCausalLM"], "hidden_size": 64}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        for path in (tmp_path, tmp_path / "x.gguf"):
+            with pytest.raises(ValueError, match="model is None; of a GGUF file it takes a module, and rename"):
+                load(path)
+    refused(tmp_path, "can't be loaded: blk.0.attn_q isn't a layer in the model")
+
+
 def test_damaged_gguf(tmp_path):
     file = tmp_path / "model.gguf"
     tensors = {"up.weight": (torch.randn(32, 64), "Q4_0"), "down.weight": (torch.randn(8, 32), "Q4_0")}
@@ -940,15 +951,20 @@ def test_one_layer_in_two_places(tmp_path):
     refused(tmp_path, "is a layer that has another name, too, and the checkpoint has two layers", model)
 
 
-def sparse(seed=0):
-    """A small mixture of experts, on the meta device but for what it computes itself, and its experts' name."""
+def sparse(seed=0, kind="Qwen3Moe"):
+    """A small mixture of experts with random weights, and its experts' name."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen3MoeConfig(
-        hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, intermediate_size=96,
-        vocab_size=40, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=32, dtype="float16",
-    )  # fmt: skip
+    more = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
+    more |= {"q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+    inner = "intermediate_size" if kind == "Olmoe" else "moe_intermediate_size"
+    config = {
+        "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 40,
+        "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96, "dtype": "float16", inner: 32,
+    }  # fmt: skip
+    config |= more if kind == "DeepseekV3" else {}
     torch.manual_seed(seed)
-    return transformers.Qwen3MoeForCausalLM._from_config(config).eval(), "model.layers.0.mlp.experts"
+    model = getattr(transformers, f"{kind}ForCausalLM")._from_config(getattr(transformers, f"{kind}Config")(**config))
+    return model.eval(), "model.layers.0.mlp.experts"
 
 
 EXPERTS = {
@@ -957,10 +973,10 @@ EXPERTS = {
 }
 
 
-def write_experts(folder, method, names=("gate_proj", "up_proj", "down_proj")):
+def write_experts(folder, method, kind="Qwen3Moe", names=("gate_proj", "up_proj", "down_proj")):
     """A checkpoint with each expert's layers. Returns it, and a model with the weights that its codes stand for."""
-    model, place = sparse()
-    tensors = {name: x.contiguous() for name, x in model.state_dict().items() if "experts" not in name}
+    model, place = sparse(kind=kind)
+    tensors = {name: x.contiguous() for name, x in model.state_dict().items() if f"{place}." not in name}
     gate_up, down = (model.get_parameter(f"{place}.{name}").data for name in ("gate_up_proj", "down_proj"))
     for e in range(4):
         for number, part in enumerate(names):
@@ -982,15 +998,15 @@ def logits(model):
         return model(torch.arange(20, device=DEVICE).view(2, 10)).logits.float()
 
 
-@pytest.mark.parametrize("method", EXPERTS)
-def test_experts(tmp_path, method):
+@pytest.mark.parametrize(("method", "kind"), [("gptq", "Qwen3Moe"), ("awq", "Olmoe"), ("awq", "DeepseekV3")])
+def test_experts(tmp_path, method, kind):
     """Layers of each expert in the file, fused ones in the model: gate and up become one, with the same values."""
-    folder, want = write_experts(tmp_path / "in", method)
-    model, place = sparse(seed=1)
+    folder, want = write_experts(tmp_path / "in", method, kind)
+    model, place = sparse(1, kind)
     loaded, report = load(folder, model, device=DEVICE)
     experts = loaded.get_submodule(place)
     (row,) = [row for row in report.rows if row.name == place]
-    assert (row.was, row.now, row.shape) == ("Qwen3MoeExperts", "QuantizedExperts", (4, 64, 64))
+    assert (row.was, row.now, row.shape) == (f"{kind}Experts", "QuantizedExperts", (4, 64, 64))
     assert row.note.startswith({"gptq": "GPTQ", "awq": "AWQ"}[method]) and "zero points" in row.note
     assert experts.gate_up[0].order is None or method == "gptq"
     restored = copy.deepcopy(loaded)

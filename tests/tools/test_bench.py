@@ -744,3 +744,25 @@ def test_a_dtype_that_a_job_does_not_have_is_refused(tmp_path, capsys):
         command.main(["int4", "--dtype", "fp32", "--json", str(file)], here=lambda: machine, measure=lambda *case: [])
     assert end.value.code == 2 and "int4 has no cases of torch.float32" in capsys.readouterr().err
     assert not file.exists()
+
+
+def test_only_some_cases_are_measured_and_the_others_kept(tmp_path, capsys):
+    file, machine = tmp_path / "record.json", {"gpu": "a GPU", "capability": [9, 0], "date": "2026-01-01"}
+    machine |= {"versions": {}, "method": "none"}
+
+    def measured(us, *options):
+        def measure(case, seconds):
+            return [row(op=case.op, shape=list(case.shape), dtype="bfloat16", options=case.options, us=us)]
+
+        capsys.readouterr()
+        command.main(["int4_gemm", *options, "--json", str(file)], here=lambda: machine, measure=measure)
+        return {(tuple(row["shape"]), row["options"]["group_size"]): row["us"] for row in command.read(file)["results"]}
+
+    before = measured(1.0)
+    after = measured(2.0, "--only", "(16|64)x8192x8192 .* 128$")
+    assert before.keys() == after.keys() and set(before.values()) == {1.0}
+    assert [key for key, us in after.items() if us == 2.0] == [((16, 8192, 8192), 128), ((64, 8192, 8192), 128)]
+    for options, problem in (["--only", "17x"], "no cases of 17x"), (["--only", "("], "--only '\\('"):
+        with pytest.raises(SystemExit):
+            measured(3.0, *options)
+        assert re.search(problem, capsys.readouterr().err)

@@ -12,8 +12,10 @@ import torch
 from cases import DEVICE, same
 from torch.nn import functional as F
 
-from qk.data.language import LanguageModel, Shape, mean_loss
-from qk.tools import lm
+from qk.data import language
+from qk.data.language import LanguageModel, Shape, generate, mean_loss
+from qk.nn import dequantize_, layers
+from qk.tools import lm, lm_formats
 
 TINY = Shape(layers=2, width=64, heads=2, inner=64, vocabulary=300, context=16)
 NOVEL = (
@@ -91,6 +93,31 @@ def test_from_a_package_to_a_checkpoint(package, tmp_path, monkeypatch, capsys):
     assert model.head.weight is model.embedding.weight and not model.training
     # float16 weights, float32 arithmetic, against float32 weights and bf16 arithmetic
     assert mean_loss(model, text.held_out.cpu()) == pytest.approx(run["best"]["held_out"], abs=0.02)
+    check_formats(folder, out, tmp_path / "shipped", text, model, monkeypatch)
+
+
+def check_formats(folder, run, out, text, model, monkeypatch):
+    """`lm quantize`, for the model that was trained above."""
+    monkeypatch.setattr(lm_formats, "SAMPLE", lm_formats.SAMPLE | {"prompt": "He", "tokens": 3})
+    kernels = dict(vars(layers))
+    assert lm.main(["quantize", str(folder), str(run), "--int8", str(run), "--out", str(out)]) == 0
+    assert dict(vars(layers)) == kernels
+    record = json.loads((out / "austen.json").read_text())
+    assert record["training"]["int8"]["validation"] == json.loads((run / "run.json").read_text())["validation"]
+    assert list(record["formats"]) == list(lm_formats.FORMATS) and record["shipped"] in record["formats"]
+    exact = mean_loss(model, text.held_out.cpu())
+    for name, found in record["formats"].items():
+        assert found["loss"] == pytest.approx(exact, rel=0.02) and ("sample" in found) == (name in lm_formats.TOLD)
+        assert found["perplexity"] == pytest.approx(math.exp(found["loss"]), rel=1e-3)
+    assert len({found["loss"] for found in record["formats"].values()}) == len(record["formats"])
+    monkeypatch.setattr(language, "FOLDER", out)
+    loaded = language.language_model()
+    kinds = {type(module).__name__ for module in loaded.modules()}
+    assert {"Int4Linear", "Int8Embedding", "TiedInt8Linear"} <= kinds and loaded.head.table is loaded.embedding
+    assert dequantize_(loaded, progress=False)
+    assert mean_loss(loaded, text.held_out.cpu()) == pytest.approx(record["formats"][record["shipped"]]["loss"], 1e-3)
+    assert language.language_text().encode() == (folder / "held_out.txt").read_bytes()
+    assert language.language_tokenizer().get_vocab_size() == text.about["vocabulary"]
 
 
 def test_wrong_folders_are_refused(tmp_path, capsys):
@@ -135,6 +162,41 @@ def test_a_cache_changes_nothing():
     past = [[] for _ in model.layers]
     parts = [model(codes[:, :5], past), *(model(codes[:, i : i + 1], past) for i in range(5, 14))]
     torch.testing.assert_close(torch.cat(parts, dim=1), model(codes), rtol=1e-4, atol=1e-6)
+
+
+def test_generated_tokens():
+    torch.manual_seed(0)
+    model = LanguageModel(TINY).eval()
+    codes = torch.randint(TINY.vocabulary, (5,))
+    greedy, text = generate(model, codes, 11), codes.tolist()
+    for code in greedy.tolist():
+        assert code == model(torch.tensor([text]))[0, -1].argmax()
+        text.append(code)
+    assert len(text) == TINY.context and generate(model, codes, 0).shape == (0,)
+    # a low temperature is nearly greedy; a seed draws the same tokens again, and another one others
+    assert torch.equal(generate(model, codes, 11, 1e-6, seed=3), greedy)
+    drawn = generate(model, codes, 11, 2.0, seed=3)
+    assert torch.equal(generate(model, codes, 11, 2.0, seed=3), drawn)
+    assert not torch.equal(generate(model, codes, 11, 2.0, seed=4), drawn)
+
+
+def test_tokens_are_drawn_with_their_probabilities():
+    torch.manual_seed(0)
+    model = LanguageModel(TINY._replace(vocabulary=5)).eval()
+    model.norm.weight.data.mul_(8)  # other than uniform
+    codes = torch.tensor([1, 4])
+    expected = (model(codes[None])[0, -1] / 0.7).softmax(0)
+    drawn = torch.cat([generate(model, codes, 1, 0.7, seed) for seed in range(1000)])
+    assert (drawn.bincount(minlength=5) / 1000 - expected).abs().max() < 0.05 < expected.std()
+
+
+@pytest.mark.parametrize("size, count, temperature", [(0, 1, 0.0), (8, 9, 0.0), (8, -1, 0.0), (8, 1, -1.0)])
+def test_what_generate_refuses(size, count, temperature):
+    model = LanguageModel(TINY)
+    with pytest.raises(ValueError, match="temperature is -1" if temperature else rf"shape \[{size}\] and count is"):
+        generate(model, torch.zeros(size, dtype=torch.int64), count, temperature)
+    with pytest.raises(ValueError, match=r"codes has shape \[1, 8\]"):
+        generate(model, torch.zeros(1, 8, dtype=torch.int64), 1)
 
 
 def test_it_sees_positions_and_no_later_token():

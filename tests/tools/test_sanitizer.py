@@ -112,9 +112,9 @@ def kv_cache():
         lengths = (torch.arange(B, device="cuda") * 8 % 290).int()
         new = qk.write_kv(randn(B, 2, 9, D), randn(B, 2, 9, D), keys, values, absmax, lengths)
         new = qk.write_kv(randn(B, 2, 1, D), randn(B, 2, 1, D), keys, values, absmax, new, torch.ones_like(new))
-        for heads, max_length in (2, None), (24, 100):
-            qk.decode_attention(randn(B, heads, D), keys, values, absmax, new, max_length=max_length)
-            qk.decode_attention(randn(B, heads, D), keys, values, absmax, new.fill_(300))
+        for heads in 2, 24:
+            qk.decode_attention(randn(B, heads, D), keys, values, absmax, new)
+            qk.decode_attention(randn(B, heads, D), keys, values, absmax, torch.full_like(new, 300))
 
 
 def gelu():

@@ -69,7 +69,7 @@ ANSWERS = {
         ("nothing was added", one(OFFS, COPY)),
         ("where is program_id", one("offs = tl.arange(0, BLOCK)", ADD)),
         ("p * BLOCK", one("offs = tl.program_id(0) + tl.arange(0, BLOCK)", ADD)),
-        ("program's number", one(OFFS, ADD.replace("+ 1", "+ tl.program_id(0)"))),
+        ("adds the program id", one(OFFS, ADD.replace("+ 1", "+ tl.program_id(0)"))),
         ("", one(OFFS, ADD.replace("+ 1", "+ offs"))),
         ("", one("offs = tl.program_id(0) * BLOCK", ADD)),
     ],

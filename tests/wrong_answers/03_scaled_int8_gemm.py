@@ -80,7 +80,7 @@ ANSWERS = {
         ("its own 16 channels", changed(TOKEN, ("tl.program_id(0) * 16 + ", ""))),
     ],
     "small_gemm": [
-        ("no scale is used", changed(LOOP, (SCALED, "int_dot(a, b)"))),
+        ("the scales are missing", changed(LOOP, (SCALED, "int_dot(a, b)"))),
         ("b has scales too", changed(LOOP, (SCALED, "int_dot(a, b) * a_scale[:, None]"))),
         ("a has scales too", changed(LOOP, (SCALED, "int_dot(a, b) * b_scale[None, :]"))),
         ("[:, None]", changed(LOOP, (SCALED, "int_dot(a, b) * a_scale[None, :] * b_scale[None, :]"))),

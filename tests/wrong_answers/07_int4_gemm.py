@@ -75,7 +75,7 @@ ANSWERS = {
         ("", tokens("16")),
     ],
     "small_gemv": [
-        ("no scale is used", changed(GEMV, ("tl.sum(products, 1) * scale", "tl.sum(products, 1)"))),
+        ("the scales are missing", changed(GEMV, ("tl.sum(products, 1) * scale", "tl.sum(products, 1)"))),
         ("its column is the group", changed(GEMV, ("n * groups + g", "n * groups"))),
         (
             "belongs inside the loop",

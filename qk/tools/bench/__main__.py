@@ -2,6 +2,7 @@
 
     python -m qk bench int4 [--json qk/data/bench_h200.json] [--quick]
     python -m qk bench dequant_bias --dtype bf16 --correctness
+    python -m qk bench int4_gemm --only 256x8192x8192
     python -m qk bench gemm --tune
     python -m qk bench --check qk/data/bench_h200.json --tolerance 0.1 [int4] [--dtype fp16]
     python -m qk bench characters --help
@@ -21,6 +22,7 @@ import math
 import os
 import pathlib
 import platform
+import re
 import statistics
 import sys
 
@@ -41,18 +43,22 @@ _SHARED = {"run": _STAMP, "case": ("op", "shape", "dtype", "options")}
 _IDENTITY = {"job", "op", "shape", "dtype", "options", "contender"}  # tells which result a row holds
 
 
-def cases_of(job, dtypes=()):
-    """Yield the cases of a job; with dtypes, only those that have one of them."""
-    return (case for case in JOBS[job]() if not dtypes or case.dtype in dtypes)
+def _name_of(case):
+    return bench.format_case(case.op, case.shape, case.dtype, case.options)
 
 
-def run(job, dtypes=(), seconds=None, measure=bench.measure):
+def cases_of(job, dtypes=(), only=""):
+    """Yield the cases of a job that have one of these dtypes, if any are given, and whose name matches a regex."""
+    return (case for case in JOBS[job]() if (not dtypes or case.dtype in dtypes) and re.search(only, _name_of(case)))
+
+
+def run(job, dtypes=(), only="", seconds=None, measure=bench.measure):
     """Measure a job and print it row by row. Return its results."""
     print(f"\n{job}\n{bench.HEADER}", flush=True)
     torch.manual_seed(0)
     rows = []
     stamp = dict(zip(_STAMP, (job, _today(), torch.__version__, triton.__version__), strict=True))
-    for case in cases_of(job, dtypes):
+    for case in cases_of(job, dtypes, only):
         for row in measure(case, seconds):
             print(bench.format_row(row), flush=True)
             rows.append(stamp | row)
@@ -74,8 +80,7 @@ def correct(job, cases):
                 error = bench.error_of(case.restored(call(*inputs)), truth(*inputs))
                 verdict = "" if error <= case.limit else "WRONG"
                 total, wrong = total + 1, wrong + bool(verdict)
-                what = bench.format_case(case.op, case.shape, case.dtype, case.options)
-                print(f"{what:<54} {name:<12} error {error:.3g} {verdict}".rstrip(), flush=True)
+                print(f"{_name_of(case):<54} {name:<12} error {error:.3g} {verdict}".rstrip(), flush=True)
     print(f"{job}: {total} results, {wrong} wrong")
     return not wrong
 
@@ -164,16 +169,16 @@ def _dtype(row):
     return getattr(torch, row["dtype"])
 
 
-def merge(old, new):
-    """Add to a new report the old one's results for jobs and dtypes that weren't measured again.
+def merge(old, new, fields=("job", "dtype")):
+    """Add to a new report the old one's results that weren't measured again: those that differ from all in a field.
 
     Raises:
         ValueError: the reports are from different GPUs.
     """
     if old["gpu"] != new["gpu"]:
         raise ValueError(f"the file holds results of {old['gpu']}, and this GPU is {new['gpu']}: name another file")
-    measured = {(row["job"], row["dtype"]) for row in new["results"]}
-    kept = [row for row in old["results"] if (row["job"], row["dtype"]) not in measured]
+    measured = [[row[field] for field in fields] for row in new["results"]]
+    kept = [row for row in old["results"] if [row[field] for field in fields] not in measured]
     return new | {"results": kept + new["results"]}
 
 
@@ -229,9 +234,10 @@ def check(recorded, tolerance, run):
     return not lines
 
 
-def record(file, report):
-    """Write a report; results of other jobs in the file are kept."""
-    file.write_text(dump(merge(read(file), report) if file.exists() else report))
+def record(file, report, only=""):
+    """Write a report; results of other jobs in the file are kept, and if it has only some cases, of others, too."""
+    fields = ("job", "op", "shape", "dtype", "options") if only else ("job", "dtype")
+    file.write_text(dump(merge(read(file), report, fields) if file.exists() else report))
 
 
 def _chosen(results, jobs, dtypes):
@@ -271,6 +277,7 @@ def _add_arguments(parser):
     parser.add_argument("--quick", action="store_true", help="measure only five rounds: fast, but noisy")
     dtypes = f"only cases with these dtypes: {', '.join(DTYPES)}"
     parser.add_argument("--dtype", nargs="+", default=[], choices=DTYPES, metavar="DTYPE", help=dtypes)
+    parser.add_argument("--only", default="", metavar="REGEX", help="only cases whose name in the table matches")
     parser.add_argument(
         "--tolerance",
         type=_share,
@@ -292,6 +299,12 @@ def _parse(argv, parser):
         parser.error(f"--tune takes one job, of {', '.join(TUNED)}")
     if args.tune and args.dtype:
         parser.error("--tune takes no --dtype: it tries shapes and dtypes of its own")
+    if args.only and (args.tune or args.check):
+        parser.error("--only takes neither --tune nor --check")
+    try:
+        re.compile(args.only)
+    except re.error as error:
+        parser.error(f"--only {args.only!r}: {error}")
     if args.correctness and args.quick:
         parser.error("--correctness takes no --quick: it times nothing")
     if args.tolerance is not None and not args.check:
@@ -382,19 +395,19 @@ def _main(argv, here, measure):
         tune(TUNED[args.jobs[0]], machine, 0 if args.quick else 0.4)
         return 0
     if args.correctness:
-        return 0 if all([correct(job, cases_of(job, args.dtype)) for job in args.jobs or JOBS]) else 1
+        return 0 if all([correct(job, cases_of(job, args.dtype, args.only)) for job in args.jobs or JOBS]) else 1
     run_for = functools.partial(run, seconds=0 if args.quick else None, measure=measure)
     if args.check:
         if args.check["gpu"] != machine["gpu"]:
             print(f"This was recorded on {args.check['gpu']}: its ratios may not hold here")
         return 0 if check(args.check["results"], args.tolerance, run_for) else 1
     for job in args.jobs or JOBS:
-        results = run_for(job, args.dtype)
+        results = run_for(job, args.dtype, args.only)
         if not results:
-            parser.error(f"{job} has no cases of {', '.join(map(str, args.dtype))}")
+            parser.error(f"{job} has no cases of {' '.join(map(str, [*args.dtype, args.only]))}".rstrip())
         report = machine | {"results": results}
         if args.json:
-            record(args.json, report)
+            record(args.json, report, args.only)
             print(f"{job} recorded in {args.json}", flush=True)
     return 0
 

@@ -1,0 +1,134 @@
+"""The exercises of notebook 11: the perplexity of a text in windows, and a kernel for log probabilities."""
+
+import torch
+
+from qk.course.exercises import Exercise
+
+# perplexity(losses, counts)
+
+
+def _perplexity(losses, counts):
+    return _exp(_mean(losses, counts))
+
+
+def _exp(loss):
+    return torch.tensor(loss, dtype=torch.float64).exp().item()  # not an error, but inf, where it is too large
+
+
+def _mean(losses, counts):
+    return sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+
+
+def _windows():
+    return [
+        ([3.25], [512]), ([3.0, 2.0], [512, 512]), ([3.0, 6.0], [512, 8]), ([1.5, 4.5, 0.25, 7.0], [512, 512, 512, 93]),
+        ([0.0, 0.0], [5, 1]), ([11.0, 0.5, 3.0], [2, 512, 50]), ([2.5] * 40 + [9.0], [512] * 40 + [1]),
+    ]  # fmt: skip
+
+
+_PERPLEXITY = Exercise(
+    expected=_perplexity,
+    cases=_windows,
+    bound=1e-5,
+    note="any number of windows, which may be short",
+    mistakes={
+        "a short window counts less: weight each loss by its tokens": lambda losses, counts: _exp(
+            sum(losses) / len(losses)
+        ),
+        "average the losses first, and take exp at the end": lambda losses, counts: _mean(
+            [_exp(loss) for loss in losses], counts
+        ),
+        "average the losses, not the perplexities, and weight each by its tokens": lambda losses, counts: (
+            sum(map(_exp, losses)) / len(losses)
+        ),
+        "the losses are in nats: e to the power, not 2": lambda losses, counts: 2 ** _mean(losses, counts),
+        "that is the mean loss; the perplexity is its exp": _mean,
+        "divide by the number of tokens, not of windows": lambda losses, counts: _exp(
+            _mean(losses, counts) * sum(counts) / len(counts)
+        ),
+        "a window's loss is a mean already: multiply by its tokens before you add": lambda losses, counts: _exp(
+            sum(losses) / sum(counts)
+        ),
+        "a mean, not a sum": lambda losses, counts: _exp(sum(losses)),
+        "a larger loss is a larger perplexity": lambda losses, counts: _exp(-_mean(losses, counts)),
+        "the last window counts too": lambda losses, counts: _perplexity(
+            losses[:-1] or losses, counts[:-1] or counts
+        ),
+        "a mean, not a product of perplexities": lambda losses, counts: _exp(
+            sum(loss * count for loss, count in zip(losses, counts, strict=True))
+        ),
+        "all windows count, not only the first": lambda losses, counts: _exp(losses[0]),
+    },
+)  # fmt: skip
+
+# log_probabilities(logits, BLOCK)
+
+
+def _log_probabilities(logits, BLOCK=None):
+    return logits.log_softmax(1)
+
+
+def _in_block(logits, BLOCK, value):
+    """What comes out if the columns past the end hold this value."""
+    V = logits.shape[1]
+    return torch.nn.functional.pad(logits, (0, BLOCK - V), value=value).log_softmax(1)[:, :V]
+
+
+def _logits():
+    random = torch.Generator().manual_seed(11)
+
+    def case(T, V, BLOCK, scale=3.0, shift=0.0):
+        return torch.randn(T, V, generator=random) * scale + shift, BLOCK
+
+    return [
+        case(3, 8, 8), case(5, 37, 64), case(4, 100, 128, shift=200.0), case(2, 50, 64, shift=-300.0),
+        case(3, 200, 256, scale=40.0), case(2, 30, 32, shift=-20000.0), case(7, 1, 1), case(2, 2048, 2048),
+        case(1, 3, 4),
+    ]  # fmt: skip
+
+
+def _bound(logits, BLOCK):
+    """A few steps of float32: of the largest logit, or of 1."""
+    return (2e-6 * (1 + logits.double().abs().amax(1, keepdim=True))).expand(logits.shape)
+
+
+_LOG_PROBABILITIES = Exercise(
+    expected=_log_probabilities,
+    cases=_logits,
+    kernel=True,
+    bound=_bound,
+    note="any number of logits up to BLOCK, of any size",
+    mistakes={
+        "exp(89) is infinite in float32: subtract the row's largest logit first": lambda logits, BLOCK: (
+            logits - logits.exp().sum(1, keepdim=True).log()
+        ),
+        "columns past the end must not count: load -float('inf') there": lambda logits, BLOCK: _in_block(
+            logits, BLOCK, 0.0
+        ),
+        "logits can be smaller than what you load past the end: load -float('inf')": lambda logits, BLOCK: _in_block(
+            logits, BLOCK, -10000.0
+        ),
+        "those are the probabilities: take their log": lambda logits, BLOCK: logits.softmax(1),
+        "the natural logarithm, tl.log, not tl.log2": lambda logits, BLOCK: logits.log_softmax(1) / 0.6931472,
+        "what you subtracted inside exp is still in the logit: subtract it there, too": lambda logits, BLOCK: (
+            logits - (logits - logits.amax(1, keepdim=True)).exp().sum(1, keepdim=True).log()
+        ),
+        "the log of the sum is missing": lambda logits, BLOCK: logits - logits.amax(1, keepdim=True),
+        "the log of the sum, not of the mean": lambda logits, BLOCK: logits.log_softmax(1) + torch.tensor(
+            float(logits.shape[1])
+        ).log(),
+        "a probability is below 1, so its log is below 0": lambda logits, BLOCK: -logits.log_softmax(1),
+        "all programs read row 0: row t begins at t * V": lambda logits, BLOCK: (
+            logits[:1].log_softmax(1).expand(logits.shape)
+        ),
+        "a row begins at t * V, not at t * BLOCK": lambda logits, BLOCK: torch.cat(
+            [logits.flatten(), logits.new_zeros(len(logits) * BLOCK)]
+        )[: len(logits) * BLOCK].view(-1, BLOCK)[:, : logits.shape[1]].log_softmax(1),
+        "multiply by log2(e) or use tl.exp: exp2 is 2 to the power": lambda logits, BLOCK: (
+            logits - logits.amax(1, keepdim=True)
+            - torch.exp2(logits - logits.amax(1, keepdim=True)).sum(1, keepdim=True).log()
+        ),
+    },
+)  # fmt: skip
+
+EXERCISES = {"perplexity": _PERPLEXITY, "log_probabilities": _LOG_PROBABILITIES}
