@@ -7,7 +7,7 @@ def changed(right, *pairs):
 
 
 def tokens(*lines):
-    return "\n    ".join(["def tile_tokens(per_code, per_sum, group):", *lines])
+    return "\n    ".join(["import math\n\n\ndef tile_tokens(per_code, per_sum, group):", *lines])
 
 
 UNPACK = """
@@ -35,7 +35,7 @@ ANSWERS = {
         ("how far must the even ones move?", changed(UNPACK, ("words << 4", "words << 8"))),
         ("shift to the left", changed(UNPACK, ("words << 4", "words >> 4"))),
         (
-            "the second one is missing",
+            "the second is missing",
             changed(UNPACK, ("    tl.store(out_ptr + 2 * offs + 1, words & ~0x0F0F0F0F, mask=mask)\n", "")),
         ),
         (
@@ -44,7 +44,10 @@ ANSWERS = {
         ),
         ("where does yours begin?", changed(UNPACK, ("tl.program_id(0) * BLOCK + ", ""))),
         ("load's mask", changed(UNPACK, ("words_ptr + offs, mask=mask, other=0", "words_ptr + offs"))),
-        ("past the end of out_ptr", changed(UNPACK, ("~0x0F0F0F0F, mask=mask)\n    tl.store", "~0x0F0F0F0F)\n    tl.store"))),
+        (
+            "past the end of out_ptr",
+            changed(UNPACK, ("~0x0F0F0F0F, mask=mask)\n    tl.store", "~0x0F0F0F0F)\n    tl.store")),
+        ),
         ("", changed(UNPACK, ("(words << 4) & ~0x0F0F0F0F", "(words & 0x0F0F0F0F) * 15"))),
     ],
     "tile_tokens": [
@@ -54,7 +57,10 @@ ANSWERS = {
         ("issuing still takes longer", tokens(LEFT, "return int(group * per_code / left) if left > 0 else 0")),
         ("a whole number", tokens(LEFT, "return group * per_code / left if left > 0 else 0")),
         ("it is enough", tokens(LEFT, "return int(group * per_code / left) + 1 if left > 0 else 0")),
-        ("isn't always 128", tokens("left = 4 - per_sum", "return math.ceil(128 * per_code / left) if left > 0 else 0")),
+        (
+            "isn't always 128",
+            tokens("left = 4 - per_sum", "return math.ceil(128 * per_code / left) if left > 0 else 0"),
+        ),
         ("not once per column", tokens("left = group / 32 - group * per_sum", DONE)),
         ("doesn't save any", tokens("left = group / 32 + per_sum", DONE)),
         ("32 multiply-adds per instruction", tokens("left = group / 4096 - per_sum", DONE)),

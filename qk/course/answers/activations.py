@@ -4,18 +4,10 @@ import math
 
 import torch
 
+from qk.course.answers.nb07 import _first_block, _word_cases
 from qk.course.exercises import Exercise
 
-_ALL, _FILL = 0xF0F0F0F0, 0x63636363
-
-
-def _word_cases():
-    """(words, BLOCK): any 32 bits, and all codes in all places."""
-    random = torch.Generator().manual_seed(9)
-    for n, BLOCK in (3, 64), (64, 64), (1, 16), (128, 32), (150, 64), (40, 16), (300, 256):
-        yield torch.randint(-(2**31), 2**31, (n,), generator=random).to(torch.int32), BLOCK
-    nibbles = torch.arange(16)[:, None].expand(16, 8) << 4 * torch.arange(8)
-    yield ((nibbles.sum(1) + 2**31) % 2**32 - 2**31).to(torch.int32), 16
+_ALL = 0xF0F0F0F0
 
 
 def _as_bytes(halves):
@@ -38,10 +30,6 @@ def _each(words, function):
     """Apply a function to each code [n, 8] of words, and keep the order of the halves: even codes, then odd ones."""
     codes = torch.stack([(words.long() >> 4 * i & 15 ^ 8) - 8 for i in (0, 2, 4, 6, 1, 3, 5, 7)], 1)
     return function(codes).to(torch.int8)
-
-
-def _first_block(halves, BLOCK):
-    return halves.where(torch.arange(len(halves), device=halves.device)[:, None] < BLOCK, _FILL)
 
 
 def _tile_tokens(per_code, per_sum, group):
@@ -88,8 +76,8 @@ EXERCISES = {
             "these are the codes themselves; 16 times the code has zeros in the lower half": lambda words, B: _each(
                 words, lambda codes: codes
             ),
-            "these are codes without their sign: keep the upper half of each byte, not the lower one": lambda words, B: (
-                _each(words, lambda codes: codes & 15)
+            "these are codes without their sign: keep the upper half of each byte": lambda words, B: _each(
+                words, lambda codes: codes & 15
             ),
             "the even codes come first": _unpacked(lambda words: words & _ALL, lambda words: words << 4 & _ALL),
             "both halves hold the odd codes: the even ones must move up by four bits first": _unpacked(
@@ -100,10 +88,8 @@ EXERCISES = {
             ),
             "a code is four bits wide: how far must the even ones move?": _unpacked(lambda words: words << 8 & _ALL),
             "the even codes move up, so shift to the left": _unpacked(lambda words: words >> 4 & _ALL),
-            "a word becomes two words; the second one is missing": _unpacked(
-                odd=lambda words: torch.full_like(words, _FILL)
-            ),
-            "a word becomes two words; the first one is missing": _unpacked(lambda words: torch.full_like(words, _FILL)),
+            "a word becomes two; the second is missing": _unpacked(odd=lambda words: torch.full_like(words, 99)),
+            "a word becomes two; the first is missing": _unpacked(lambda words: torch.full_like(words, 99)),
             "a word's two halves lie side by side, not n apart": _unpacked(
                 place=lambda halves, B: halves.T.contiguous().view(-1, 2)
             ),
