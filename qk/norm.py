@@ -338,8 +338,8 @@ def _swiglu_kernel(
     stride_um,
     stride_sm,
     stride_sk,
-    QUANT_BLOCK: tl.constexpr,  # None: one scale per row
-    EVENS_FIRST: tl.constexpr,  # in every 32 columns of codes, those with even numbers come first
+    QUANT_BLOCK: tl.constexpr,  # these two: as in _rms_norm_kernel
+    EVENS_FIRST: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,  # of a program; several are read again for each step

@@ -363,7 +363,7 @@ def _parser():
 
 
 def main(argv=None):
-    """Run the command line. Return its exit code."""
+    """Run `python -m qk lm`. Return its exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:

@@ -68,7 +68,7 @@ ANSWERS = {
 ANSWERS["sliced"] += [
     (
         "a race",
-        kernel(to="out_ptr + (row + 1) * N + n, out, mask=(n < N) & (row + 1 < tl.num_programs(0))")
+        kernel(to="out_ptr + (row + 1) * N + n, out, mask=(n < N) & (row + 1 + 0 * n < tl.num_programs(0))")
         + """
     tl.store(out_ptr + row * N + n, out, mask=n < N)
 """,

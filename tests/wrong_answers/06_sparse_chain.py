@@ -141,7 +141,10 @@ ANSWERS = {
         ("a lower bound on", kernel(absmax="tl.maximum(tl.max(tl.abs(x), 0), 1e-8)")),
         ("", kernel(absmax="tl.max(tl.abs(x), 0).to(tl.float16)")),
         ("with other=", kernel(other="")),
-        (RACES, kernel(before="tl.store(out_ptr + (row + 1) * C + position, code, mask=(position < C) & (row == 0))")),
+        (
+            RACES,
+            kernel(before="tl.store(out_ptr + (row + 1) * C + position, code, mask=position + row * C < C)"),
+        ),
         ("the last column", kernel("offs < K - 1", "column < K - 1")),
     ],
 }

@@ -40,7 +40,7 @@ def lookup_kernel(ids_ptr, codes_ptr, scale_ptr, out_ptr, D, BLOCK: tl.constexpr
 
 NO_KERNEL = "def lookup(ids, codes, scale, BLOCK):\n    return codes[ids] * scale[ids]"
 # a store into the next token's row before the correct one
-RACE = "tl.store(out_ptr + (token + 1) * D + column, value, mask=(column < D) & (token == 0))"
+RACE = "tl.store(out_ptr + (token + 1) * D + column, value, mask=(column < D) & (token + 0 * column == 0))"
 # right in the interpreter; but a loop can't change a variable's type
 WIDER = lookup(before="for _ in range(D * 0 + 1):\n        value = value.to(tl.float64)")
 
