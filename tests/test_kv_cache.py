@@ -348,10 +348,12 @@ def test_more_than_2_31_codes(needs):
     out = decode_attention(randn(1, 8, 128, dtype=torch.bfloat16) * 50, *cache, length, out_dtype=torch.float32)
     q = randn(1, 8, 128, dtype=torch.bfloat16) * 50
     tail = [x[:, :, -100:].contiguous() for x in cache]
-    # the sum of weights without the zeros, at scores of 0
+    # without the largest score, whose exp may overflow; the other tokens have scores of 0
     scores = q.unflatten(1, (2, 4)).double() @ (_unpacked(tail[0], tail[2][..., 0])).mT / math.sqrt(128)
-    weights = scores.exp()
-    expected = weights @ _unpacked(tail[1], tail[2][..., 1]) / (weights.sum(-1, keepdim=True) + 2**24 - 100)
+    peak = scores.amax(-1, keepdim=True).clamp(min=0)
+    weights = (scores - peak).exp()
+    total = weights.sum(-1, keepdim=True) + (2**24 - 100) * (-peak).exp()
+    expected = weights @ _unpacked(tail[1], tail[2][..., 1]) / total
     assert relative(out, expected.flatten(1, 2)) < 1e-4
 
 

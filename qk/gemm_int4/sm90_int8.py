@@ -13,11 +13,12 @@ product is on the tensor cores:
     consumer 1                     unpack | multiply, load words | rescale | unpack | multiply ...
 
 For 64 rows, 128 tokens and 128 columns the tensor cores need 256 clocks. A consumer's rescale takes 128 instructions
-(a conversion and an fma for each of a thread's 64 sums), unpacking and the loop 80 more. Counters of an H100 with 256
-tokens of 8192 x 8192 show what that means: the tensor cores are busy for half of the time, and consumers hardly ever
-wait for them. They wait for their own instructions, and a product whose left operand is in registers keeps the warp
-that starts it busy while it runs. So fewer instructions are faster, and more warps aren't: four consumers of 64 x 64
-sums were 10 % slower, two products of 64 tokens in flight 5 %. Taking turns gains nothing here.
+(a conversion and an fma for each of a thread's 64 sums), unpacking and the loop 80 more. Counters of an H100, read from
+an earlier version with two products of 64 tokens in flight, show what that means: with 256 tokens of 8192 x 8192 the
+tensor cores are busy for half of the time, but consumers hardly ever wait for them. They wait for their own
+instructions, and a product whose left operand is in registers keeps the warp that starts it busy while it runs. So
+fewer instructions are faster: that version was up to 5% slower, four consumers of 64 x 64 sums 8 to 10%. Taking turns,
+as the int8 GEMM does, gained nothing in it.
 
 Without groups and blocks nothing is rescaled until the end. The sums stay in the tensor cores' registers, and a
 consumer has room for two pieces of 64 rows.
