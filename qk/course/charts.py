@@ -176,7 +176,7 @@ def gemm_speed(record, op, shape, **options):
     options: show only results with these, e.g. activation="gelu". The axis is the same for all shapes, and extends
     beyond the peak.
     """
-    what = f"{op} {' x '.join(map(str, shape))}"
+    what = f"{op.removeprefix(_VERSIONS)} {' x '.join(map(str, shape))}"
     results = [row for row in _results(record) if row["op"] == op]
     rows = {
         row["contender"]: row for row in results
