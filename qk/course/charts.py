@@ -98,7 +98,7 @@ def _microseconds(us):
 
 def _not_measured(what):
     fig, ax = subplots(9, 1.2)
-    text = f"No measurement of {what} is recorded here. On a GPU, python -m qk bench makes one."
+    text = f"No measurement of {what} is recorded here.\nOn a GPU, python -m qk bench makes one."
     ax.text(0.5, 0.5, text, ha="center", va="center")
     ax.set_axis_off()
     ax.set_title(f"{what}: not measured")
@@ -176,7 +176,7 @@ def gemm_speed(record, op, shape, **options):
     options: show only results with these, e.g. activation="gelu". The axis is the same for all shapes, and extends
     beyond the peak.
     """
-    what = f"{op} {' x '.join(map(str, shape))}"
+    what = f"{op.removeprefix(_VERSIONS)} {' x '.join(map(str, shape))}"
     results = [row for row in _results(record) if row["op"] == op]
     rows = {
         row["contender"]: row for row in results

@@ -527,7 +527,7 @@ def test_no_two_cases_are_the_same():
     assert len(keys) == len(set(keys)) > 0
 
 
-QUANTIZERS = [case for case in jobs.JOBS["versions"]() if case.op != "versions of int4_gemm"]
+QUANTIZERS = [case for case in jobs.JOBS["versions"]() if "int4_gemm" not in case.op]
 
 
 @pytest.mark.parametrize("block_size", [128, None])
@@ -561,6 +561,17 @@ def test_versions_of_int4_gemm_are_right():
         assert error < (1e-6 if name in ("naive", "magic", "pairs") else 5e-3), name
     packed = sum(part.nbytes for part in operands[1:3])
     assert case.bytes == packed + 2 * 512 + 2 * 64
+
+
+def test_versions_with_int8_activations_are_right():
+    case = jobs.int8_activations_case(dict(jobs.grown()["int4_gemm int8"]), 128, 128, 256)
+    operands = case.inputs()
+    grown = "dequantized", "shifted", "sixteenfold", "staged", "tiled"
+    assert list(case.contenders) == [*grown, "qk", "qk 16 bits", "qk int8", "bf16"]
+    for name, (call, truth) in case.contenders.items():
+        out = call(*operands)
+        assert out.dtype == torch.bfloat16 and bench.error_of(out.float(), truth(*operands)) < 5e-3, name
+    assert case.bytes == sum(part.nbytes for part in operands[:3]) + 2 * 128 * 128
 
 
 def test_cases_of_a_dtype():

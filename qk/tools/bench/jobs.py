@@ -645,11 +645,54 @@ def int4_versions_case(functions, N=8192, K=8192):
     )
 
 
+def int8_activations_case(functions, M, N=8192, K=8192):
+    """Tokens in bfloat16, quantized on the way, times int4 weights.
+
+    functions: {name: function of x [M, K] in bfloat16, packed in int32, and absmax}. "dequantized" doesn't quantize x.
+    """
+
+    def inputs():
+        x, w = randn(M, K, dtype=torch.bfloat16), randn(N, K, dtype=torch.bfloat16)
+        return x, *qk.quantize_int4(w, 128, "int32"), w, *qk.weight_quant(w)
+
+    def plain(x, packed, absmax, *_):
+        return x.float() @ qk.dequantize_int4(packed, absmax, K, 128, torch.float32).t()
+
+    def per_token(x, *weight):
+        codes, scale = qk.quantize_per_token_ref(x)
+        return plain(codes * scale, *weight)
+
+    def ours(x, packed, absmax):
+        codes, scale = qk.quantize_per_token(x, evens_first=True)
+        how = {"x_scale": scale, "evens_first": True}
+        return qk.int4_gemm(codes, packed, absmax, group_size=128, out_dtype=x.dtype, **how)
+
+    calls = functions | {"qk": ours, "qk 16 bits": functools.partial(qk.int4_gemm, group_size=128)}
+    contenders = {
+        name: (lambda *o, call=call: call(*o[:3]), plain if name in ("dequantized", "qk 16 bits") else per_token)
+        for name, call in calls.items()
+    }
+    contenders["qk int8"] = (
+        lambda *o: qk.int8_gemm(*_act_quant(o[0]), *o[4:], out_dtype=torch.bfloat16),
+        lambda *o: product(*_act_quant(o[0]), *o[4:]),
+    )
+    contenders["bf16"] = (lambda *o: o[0] @ o[3].t(), lambda *o: o[0].float() @ o[3].float().t())
+    size = N * K // 2 + 2 * N * (K // 128) + 2 * M * K + 2 * M * N
+    options = {"group_size": 128}
+    return Case(
+        "versions of int4_gemm int8", (M, N, K), torch.bfloat16, options, inputs, contenders, size, 2 * M * N * K
+    )
+
+
 @_job
 def versions():
     for op, functions in grown().items():
         if op == "int4_gemm":
             yield int4_versions_case(dict(functions))
+            continue
+        if op == "int4_gemm int8":
+            for M in 256, 1024:
+                yield int8_activations_case(dict(functions), M)
             continue
         reference = getattr(qk, f"{op}_ref")
         ours, *rivals = _against_torch(getattr(qk, op), reference).items()

@@ -18,11 +18,15 @@ _VERSIONS = {
     ),
     "quant_slide": ("06_sparse_chain.ipynb", ("naive",)),
     "int4_gemm": ("07_int4_gemm.ipynb", ("naive_gemv", "magic_gemv", "pairs_gemv")),
+    "int4_gemm int8": (
+        "07_int8_activations.ipynb",
+        ("dequantized_gemm", "shifted_gemm", "sixteenfold_gemm", "staged_gemm", "tiled_gemm"),
+    ),
 }
 
 
 def grown():
-    """Return {function of qk: [(version, function), ...]} for the notebooks that are found."""
+    """Return {operation: [(version, function), ...]} for the notebooks that are found."""
     found = {}
     for op, (notebook, names) in _VERSIONS.items():
         if (_NOTEBOOKS / notebook).exists():

@@ -1,0 +1,133 @@
+"""07_int8_activations: the exercises' right answers, cases and mistakes."""
+
+import math
+
+import torch
+
+from qk.course.answers.nb07 import _first_block, _word_cases
+from qk.course.exercises import Exercise
+
+_ALL = 0xF0F0F0F0
+
+
+def _as_bytes(halves):
+    """int8 [n, 8] of int64 [n, 2], whose lowest 32 bits count."""
+    return ((halves.long() + 2**31) % 2**32 - 2**31).to(torch.int32).contiguous().view(torch.int8)
+
+
+def _unpacked(even=lambda words: words << 4 & _ALL, odd=lambda words: words & _ALL, place=lambda halves, BLOCK: halves):
+    """even, odd: make a half from int64 words. place: moves halves to wrong places."""
+
+    def result(words, BLOCK):
+        words = words.long()
+        halves = torch.stack([even(words), odd(words)], 1)
+        return _as_bytes(place(halves, BLOCK))
+
+    return result
+
+
+def _each(words, function):
+    """Apply a function to each code [n, 8] of words, and keep the order of the halves: even codes, then odd ones."""
+    codes = torch.stack([(words.long() >> 4 * i & 15 ^ 8) - 8 for i in (0, 2, 4, 6, 1, 3, 5, 7)], 1)
+    return function(codes).to(torch.int8)
+
+
+def _tile_tokens(per_code, per_sum, group):
+    left = group / 32 - per_sum
+    return math.ceil(group * per_code / left) if left > 0 else 0
+
+
+_COSTS = (
+    (1, 2, 128),
+    (1.5, 2, 128),
+    (1, 2, 32),
+    (5, 2, 256),
+    (1, 2, 64),
+    (0.5, 1, 64),
+    (4.25, 2.5, 128),
+    (3, 1, 32),
+    (0.375, 0, 128),
+    (0.75, 0.5, 32),
+)
+
+
+def _tokens(share, never=lambda left: left <= 0, count=math.ceil):
+    """share: (group * per_code, per_sum, group) -> what is divided, and by what."""
+
+    def answer(per_code, per_sum, group):
+        top, left = share(per_code, per_sum, group)
+        return 0 if never(left) else count(top / left)
+
+    return answer
+
+
+EXERCISES = {
+    "unpack": Exercise(
+        expected=_unpacked(),
+        cases=lambda: [*_word_cases()],
+        mistakes={
+            "without a mask, the neighbor's bits stay in the lower half of the byte": _unpacked(
+                lambda words: words << 4, lambda words: words
+            ),
+            "the odd half needs the mask, too": _unpacked(odd=lambda words: words),
+            "the even half needs the mask, too: after the shift, an odd code is in the lower half": _unpacked(
+                lambda words: words << 4
+            ),
+            "these are the codes themselves; 16 times the code has zeros in the lower half": lambda words, B: _each(
+                words, lambda codes: codes
+            ),
+            "these are codes without their sign: keep the upper half of each byte": lambda words, B: _each(
+                words, lambda codes: codes & 15
+            ),
+            "the even codes come first": _unpacked(lambda words: words & _ALL, lambda words: words << 4 & _ALL),
+            "both halves hold the odd codes: the even ones must move up by four bits first": _unpacked(
+                lambda words: words & _ALL
+            ),
+            "both halves hold the even codes: the odd ones are in the upper halves already": _unpacked(
+                odd=lambda words: words << 4 & _ALL
+            ),
+            "a code is four bits wide: how far must the even ones move?": _unpacked(lambda words: words << 8 & _ALL),
+            "the even codes move up, so shift to the left": _unpacked(lambda words: words >> 4 & _ALL),
+            "a word becomes two; the second is missing": _unpacked(odd=lambda words: torch.full_like(words, 99)),
+            "a word becomes two; the first is missing": _unpacked(lambda words: torch.full_like(words, 99)),
+            "a word's two halves lie side by side, not n apart": _unpacked(
+                place=lambda halves, B: halves.T.contiguous().view(-1, 2)
+            ),
+            "every program does the first one's part: where does yours begin?": _unpacked(place=_first_block),
+        },
+        kernel=True,
+        note="any words, any number of them, and any BLOCK",
+    ),
+    "tile_tokens": Exercise(
+        expected=_tile_tokens,
+        cases=lambda: [*_COSTS],
+        mistakes={
+            "if nothing is left of the clocks per sum, no tile is large enough: return 0": _tokens(
+                lambda c, s, g: (g * c, g / 32 - s), never=lambda left: left == 0
+            ),
+            "the rescale takes its part of the time, too": _tokens(lambda c, s, g: (g * c, g / 32)),
+            "a code of the tile is unpacked once per group, and a group has `group` of them in a row": _tokens(
+                lambda c, s, g: (c, g / 32 - s)
+            ),
+            "with that many tokens, issuing still takes longer: round up": _tokens(
+                lambda c, s, g: (g * c, g / 32 - s), count=int
+            ),
+            "a whole number of tokens: round up": _tokens(lambda c, s, g: (g * c, g / 32 - s), count=lambda n: n),
+            "where both take the same time, it is enough": _tokens(
+                lambda c, s, g: (g * c, g / 32 - s), count=lambda n: int(n) + 1
+            ),
+            "4096 multiply-adds and 128 instructions per clock: 32 multiply-adds per instruction": _tokens(
+                lambda c, s, g: (g * c, g / 4096 - s)
+            ),
+            "an instruction works for 32 threads, and 128 threads start one per clock; you counted four": _tokens(
+                lambda c, s, g: (g * c, g / 1024 - s)
+            ),
+            "the group isn't always 128 columns": _tokens(lambda c, s, g: (128 * c, 4 - s)),
+            "the rescale comes once per sum and group, not once per column": _tokens(
+                lambda c, s, g: (g * c, g / 32 - g * s)
+            ),
+            "the rescale costs time; it doesn't save any": _tokens(lambda c, s, g: (g * c, g / 32 + s)),
+        },
+        note="any counts and groups, including where both take the same time and where no tile is large enough",
+    ),
+}
