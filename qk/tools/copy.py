@@ -678,6 +678,8 @@ def _without_sentences(text, words):
         item = re.match(rf"{own}\w+: ", lines[first])  # the name of a parameter
         indent, last = own + 4 * " " * bool(item), first + 1
         while last < len(lines) and re.match(rf"{indent}(?!\w+: )[^ \"#]", lines[last]):
+            if '"""' in lines[last - 1].lstrip(' "'):
+                break  # the docstring's end; behind it there is code
             last += 1
         rest = " ".join(line.strip() for line in lines[first:last])
         lines[first:last] = textwrap.wrap(rest, WIDTH, initial_indent=own, subsequent_indent=indent) or [""]

@@ -43,7 +43,7 @@ EXAMPLES = {
     "rms_norm_quant": "randn(5, 256), randn(256), 1e-6, randn(5, 256)",
     "swiglu": "randn(5, 256)",
     "swiglu_quant": "randn(5, 256)",
-    "write_kv": "*[randn(2, 2, 3, 64)] * 2, codes(2, 2, 8, 64), codes(2, 2, 8, 64), scale(2, 2, 8, 2).half(), ints(0, 4)",
+    "write_kv": "*[randn(2, 2, 3, 64)] * 2, *[codes(2, 2, 8, 64)] * 2, scale(2, 2, 8, 2).half(), ints(0, 4)",
     "decode_attention": "randn(2, 4, 64), *[codes(2, 2, 8, 64)] * 2, scale(2, 2, 8, 2).half(), ints(8, 3)",
     "hadamard": "randn(5, 256)",
     "hadamard_quant": "randn(5, 256)",
