@@ -16,8 +16,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..nn import load
-
 __all__ = [
     "LanguageModel",
     "Shape",
@@ -218,6 +216,8 @@ def language_model():
     shape = Shape(**language_record()["shape"])
     with torch.device("meta"):
         model = LanguageModel(shape)
+    from ..nn import load  # here, because a full copy of other files has no nn
+
     return load(file, model, device="cpu", progress=False)[0].eval().requires_grad_(False)
 
 

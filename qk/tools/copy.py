@@ -369,7 +369,7 @@ _TEMPLATES = {
 _RENAMED = {"INTERPRETING": "INTERPRETED", "cdiv": "triton.cdiv", "next_power_of_2": "triton.next_power_of_2"}
 _CLEARER = {"divide": "div_rn_of_normals"}  # names that say more to a reader who sees one kernel only
 # Operators with one scale per row, which is there even if rows have no columns. Outputs of others are empty together.
-_PER_ROW = ("_quant_slide",)
+_PER_ROW = ("_quant_slide", "_rms_norm_quant", "_add_rms_norm_quant", "_swiglu_quant")
 
 
 class _Plan(NamedTuple):

@@ -310,7 +310,7 @@ def test_rounding_shows_moves_of_more_than_a_step():
 def test_block_grid_names_the_scale_of_an_element():
     found = texts(course.block_grid((300, 200), (128, 128), (299, 199)))
     assert {"s[0, 0]", "s[2, 1]"} <= set(found) and "s[3, 0]" not in found and "s[0, 2]" not in found
-    assert "300 x 200 in blocks of 128 x 128: 3 x 2 scales; element (299, 199) takes s[2, 1]" in found
+    assert "300 x 200 in blocks of 128 x 128: 3 x 2 scales; element (299, 199) uses s[2, 1]" in found
 
 
 @pytest.mark.parametrize(

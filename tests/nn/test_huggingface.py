@@ -41,7 +41,7 @@ def out(model):
 
 
 def again(folder, **options):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, device_map=DEVICE, **options)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).to(DEVICE)
 
 
 def equal(model, other):
