@@ -66,6 +66,9 @@ _IMPLEMENTATIONS = {
     "cublas fp8": ("FP8 in blocks, cuBLAS", PURPLE),
     "cublas fp8 per token": ("FP8 per token, cuBLAS", PURPLE),
     "_int_mm": ("torch._int_mm, no scales", GREEN),
+    "qk 16 bits": ("qk, 16-bit cache", INDIGO),
+    "cudnn": ("cuDNN attention", GREY),
+    "flash": ("FlashAttention", PURPLE),
 }
 
 
@@ -635,7 +638,7 @@ def scale_cost(curves, title="Smaller blocks: lower error, more scales", xlim=No
 
 # One color for each of these in every chart of `curves`. Other labels take what is left of the cycle.
 _OF_LABELS = {"int8": BLUE, "bfloat16": GREY, "float32": GREEN, "int8, round to nearest": ORANGE, "to nearest": ORANGE}
-_OF_LABELS |= dict(_IMPLEMENTATIONS.values())
+_OF_LABELS |= dict(_IMPLEMENTATIONS.values()) | {"qk, int8 cache": BLUE, "qk, int4 cache": SKY}
 
 
 @style()

@@ -1,0 +1,120 @@
+"""The exercises of notebook 12: tokens that fit into a cache, and a kernel for scores of int8 keys."""
+
+import torch
+
+from qk.course.exercises import Exercise
+
+# tokens_that_fit(size, layers, kv_heads, D, bits)
+
+
+def _bytes(layers, kv_heads, D, bits, sides=2, absmax=2):
+    row = D * bits // 8 + (absmax if bits < 16 else 0)
+    return sides * layers * kv_heads * row
+
+
+def _tokens_that_fit(size, layers, kv_heads, D, bits):
+    return size // _bytes(layers, kv_heads, D, bits)
+
+
+def _caches():
+    return [
+        (16 * 10**9, 32, 8, 128, 16), (16 * 10**9, 32, 8, 128, 8), (16 * 10**9, 32, 8, 128, 4), (10**9, 5, 6, 64, 4),
+        (2 * 34 * 30, 5, 6, 64, 4), (2 * 34 * 30 - 1, 5, 6, 64, 4), (10**6 + 7, 3, 5, 64, 8), (10**11, 80, 8, 128, 16),
+        (0, 2, 1, 128, 16),
+    ]  # fmt: skip
+
+
+_TOKENS_THAT_FIT = Exercise(
+    expected=_tokens_that_fit,
+    cases=_caches,
+    note="any number of layers and heads, and 4, 8 or 16 bits",
+    mistakes={
+        "a token has a key and a value": lambda size, *cache: size // _bytes(*cache, sides=1),
+        "each quantized row also stores its absmax": lambda size, *cache: size // _bytes(*cache, absmax=0),
+        "absmax has 16 bits, not 32": lambda size, *cache: size // _bytes(*cache, absmax=4),
+        "a key and a value have an absmax each": lambda size, *cache: size // _bytes(*cache, absmax=1),
+        "a 16-bit cache has no absmax": lambda size, layers, kv_heads, D, bits: (
+            size // (2 * layers * kv_heads * (D * bits // 8 + 2))
+        ),
+        "every layer has a cache": lambda size, layers, *cache: size // _bytes(1, *cache),
+        "every key head has its own rows": lambda size, layers, kv_heads, *row: size // _bytes(layers, 1, *row),
+        "whole tokens: round down": lambda size, *cache: -(-size // _bytes(*cache)),
+        "size is in bytes: a byte has 8 bits": lambda size, layers, kv_heads, D, bits: (
+            size // (2 * layers * kv_heads * (D * bits + (2 if bits < 16 else 0)))
+        ),
+        "two int4 codes share a byte": lambda size, layers, kv_heads, D, bits: (
+            size // _bytes(layers, kv_heads, D, max(bits, 8))
+        ),
+        "a whole number of tokens": lambda size, *cache: size / _bytes(*cache),
+    },
+)
+
+# scores(q, codes, absmax, BLOCK)
+
+
+def _scores(q, codes, absmax, BLOCK=None):
+    return ((codes.double() @ q.double()) * absmax.double() / 127).float()
+
+
+def _first_block(x, BLOCK):
+    """What every program reads that forgets its number."""
+    place = torch.arange(len(x), device=x.device) % BLOCK
+    return x[place]
+
+
+def _keys():
+    random = torch.Generator().manual_seed(12)
+
+    def case(N, D, BLOCK):
+        codes = torch.randint(-127, 128, (N, D), generator=random, dtype=torch.int8)
+        absmax = 2.0 ** torch.randint(-6, 7, (N,), generator=random) * (1 + torch.rand(N, generator=random))
+        return torch.randn(D, generator=random), codes, absmax, BLOCK
+
+    return [case(64, 64, 32), case(37, 64, 16), case(5, 128, 8), case(100, 32, 64), case(1, 64, 4), case(16, 16, 16)]
+
+
+def _bound(q, codes, absmax, BLOCK):
+    """A few steps of float32, of the largest sum that can occur on the way."""
+    return 2e-6 * (codes.double().abs() @ q.double().abs()) * absmax.double() / 127
+
+
+_SCORES = Exercise(
+    expected=_scores,
+    cases=_keys,
+    kernel=True,
+    bound=_bound,
+    note="any number of tokens, with scales of any size",
+    mistakes={
+        "the scale is missing": lambda q, codes, absmax, BLOCK: codes.float() @ q,
+        "the scale is absmax / 127": lambda q, codes, absmax, BLOCK: 127 * _scores(q, codes, absmax),
+        "divide by 127, the largest code, not by 128": lambda q, codes, absmax, BLOCK: (
+            _scores(q, codes, absmax) * (127 / 128)
+        ),
+        "absmax is missing, only 127 is there": lambda q, codes, absmax, BLOCK: codes.float() @ q / 127,
+        "multiply by the scale, once": lambda q, codes, absmax, BLOCK: _scores(q, codes, absmax) * absmax / 127,
+        "multiply by the scale, don't divide": lambda q, codes, absmax, BLOCK: (codes.float() @ q) / (absmax / 127),
+        "each token has its own scale, and you took the first one's": lambda q, codes, absmax, BLOCK: _scores(
+            q, codes, absmax[:1].expand(len(absmax))
+        ),
+        "scales begin at the program's first token, too": lambda q, codes, absmax, BLOCK: _scores(
+            q, codes, _first_block(absmax, BLOCK)
+        ),
+        "all programs read the first block's keys": lambda q, codes, absmax, BLOCK: _scores(
+            q, _first_block(codes, BLOCK), absmax
+        ),
+        "all programs read the first block": lambda q, codes, absmax, BLOCK: _scores(
+            q, _first_block(codes, BLOCK), _first_block(absmax, BLOCK)
+        ),
+        "q is missing: multiply codes by q before you add them": lambda q, codes, absmax, BLOCK: (
+            codes.float().sum(1) * absmax / 127
+        ),
+        "this is the score's negative": lambda q, codes, absmax, BLOCK: -_scores(q, codes, absmax),
+        "codes are signed": lambda q, codes, absmax, BLOCK: _scores(q, codes.short() & 255, absmax),
+        "the sum, not the mean": lambda q, codes, absmax, BLOCK: _scores(q, codes, absmax) / codes.shape[1],
+        "no softmax scale is asked for here": lambda q, codes, absmax, BLOCK: (
+            _scores(q, codes, absmax) * codes.shape[1] ** -0.5
+        ),
+    },
+)
+
+EXERCISES = {"tokens_that_fit": _TOKENS_THAT_FIT, "scores": _SCORES}

@@ -1,0 +1,63 @@
+"""Wrong answers to the exercises of the notebook of this name: (a part of the hint that must be printed, code)."""
+
+
+def fit(expression, row="D * bits // 8 + (2 if bits < 16 else 0)"):
+    return f"def tokens_that_fit(size, layers, kv_heads, D, bits):\n    row = {row}\n    return {expression}"
+
+
+RIGHT = "size // (2 * layers * kv_heads * row)"
+
+KERNEL = """@triton.jit
+def scores_kernel(q_ptr, codes_ptr, absmax_ptr, out_ptr, N, D: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column, mask = tl.arange(0, D), token < N
+    codes = tl.load(codes_ptr + token[:, None] * D + column[None, :], mask=mask[:, None], other=0)
+    q = tl.load(q_ptr + column)
+    score = tl.sum(codes.to(tl.float32) * q[None, :], 1)
+    scale = tl.load(absmax_ptr + token, mask=mask, other=0) / 127
+    tl.store(out_ptr + token, score * scale, mask=mask)
+"""
+
+
+def kernel(old, new):
+    assert KERNEL.count(old) == 1, old
+    return KERNEL.replace(old, new)
+
+
+ANSWERS = {
+    "tokens_that_fit": [
+        ("a key and a value", fit("size // (layers * kv_heads * row)")),
+        ("stores its absmax", fit(RIGHT, "D * bits // 8")),
+        ("16 bits, not 32", fit(RIGHT, "D * bits // 8 + (4 if bits < 16 else 0)")),
+        ("an absmax each", fit(RIGHT, "D * bits // 8 + (1 if bits < 16 else 0)")),
+        ("has no absmax", fit(RIGHT, "D * bits // 8 + 2")),
+        ("every layer", fit("size // (2 * kv_heads * row)")),
+        ("every key head", fit("size // (2 * layers * row)")),
+        ("round down", fit("-(-size // (2 * layers * kv_heads * row))")),
+        ("a byte has 8 bits", fit(RIGHT, "D * bits + (2 if bits < 16 else 0)")),
+        ("share a byte", fit(RIGHT, "D * max(bits, 8) // 8 + (2 if bits < 16 else 0)")),
+        ("", fit("size // (2 * layers * kv_heads * row) + 3")),
+    ],
+    "scores": [
+        ("missing or too wide?", kernel("score * scale, mask=mask)", "score * scale)")),
+        ("load's mask", kernel("absmax_ptr + token, mask=mask, other=0", "absmax_ptr + token")),
+        ("the scale is missing", kernel("score * scale", "score")),
+        ("absmax / 127", kernel(" / 127", "")),
+        ("not by 128", kernel(" / 127", " / 128")),
+        ("once", kernel("score * scale", "score * scale * scale")),
+        (
+            "don't divide",
+            kernel("score * scale,", "tl.where(mask, score / scale, 0.0),").replace("other=0) /", "other=1) /"),
+        ),
+        ("took the first one's", kernel("absmax_ptr + token, mask", "absmax_ptr + token * 0, mask")),
+        ("the program's first token", kernel("absmax_ptr + token, mask", "absmax_ptr + tl.arange(0, BLOCK), mask")),
+        ("q is missing", kernel(" * q[None, :]", "")),
+        ("negative", kernel("score * scale", "-score * scale")),
+        ("not the mean", kernel("score * scale", "score * scale / D")),
+        ("", kernel("tl.sum(", "tl.max(")),
+        (
+            "torch alone doesn't count",
+            "def scores(q, codes, absmax, BLOCK):\n    return (codes.float() @ q) * absmax / 127",
+        ),
+    ],
+}
