@@ -15,7 +15,7 @@ def _choose_backend():
     override = os.environ.get("QK_BACKEND")
     if override is not None:
         if override not in ("compile", "interpret"):
-            raise ImportError(f"QK_BACKEND is {override!r}; it takes 'compile' or 'interpret'")
+            raise ImportError(f"QK_BACKEND is {override!r}; expected 'compile' or 'interpret'")
         return override == "interpret", f"QK_BACKEND={override}"
     if os.environ.get("TRITON_INTERPRET") == "1":
         return True, "TRITON_INTERPRET=1"

@@ -51,7 +51,7 @@ def _check_factor(name, x, g, shapes, number=False):
     """number: whether a tensor of one element may have any shape."""
     check_tensor(name, x, _FACTORS, like=("gemm_output", g))
     if list(x.shape) not in shapes and not (number and x.numel() == 1):
-        raise ValueError(f"{name} has shape {list(x.shape)}; it takes {listed(shapes)}")
+        raise ValueError(f"{name} has shape {list(x.shape)}; expected {listed(shapes)}")
 
 
 def _check_scale(name, x, g, shapes):
@@ -60,9 +60,9 @@ def _check_scale(name, x, g, shapes):
         _check_factor(name, x, g, shapes, number=True)
         return x, 0.0
     if not isinstance(x, (int, float)) or isinstance(x, bool):
-        raise ValueError(f"{name} is a {type(x).__name__}; it takes a tensor or a number")
+        raise ValueError(f"{name} is a {type(x).__name__}; expected a tensor or a number")
     if _LARGEST_FLOAT < abs(x) < math.inf:
-        raise ValueError(f"{name} is a number beyond float32's largest; it takes up to {_LARGEST_FLOAT:.7e}")
+        raise ValueError(f"{name} is a number beyond float32's largest; expected up to {_LARGEST_FLOAT:.7e}")
     return None, float(x)
 
 

@@ -307,7 +307,7 @@ def int8_gelu(x, x_scale, block_size=128, *, activation="gelu", scale_layout="ro
     if _has_squares(x, x_scale, block_size):
         shape = _squares(x, block_size)
         if scale_layout == "column":
-            raise ValueError("scale_layout is 'column'; it takes 'row' where x_scale has square blocks")
+            raise ValueError("scale_layout is 'column'; expected 'row' where x_scale has square blocks")
     check_tensor("x_scale", x_scale, (torch.float32,), shape, like=("x", x))
     return _int8_gelu(x, x_scale, block_size, activation, scale_layout)
 
@@ -472,7 +472,7 @@ def int8_gelu_backward(
     if grad.dtype == torch.int8:
         check_tensor("grad_scale", grad_scale, (torch.float32,), x_scale.shape, like=("x", x))
     elif grad_scale is not None:
-        raise ValueError(f"grad_scale is a {type(grad_scale).__name__}; it takes None where grad is {grad.dtype}")
+        raise ValueError(f"grad_scale is a {type(grad_scale).__name__}; expected None where grad is {grad.dtype}")
     seed = check_rounding(rounding, seed, ("x", x))
     return _int8_gelu_backward(grad, grad_scale, x, x_scale, block_size, activation, rounding, seed)
 

@@ -163,7 +163,7 @@ def _sparse_mm(
 
 def _check_columns(name, K):
     if K > LARGEST_INT32_K:
-        takes = f"it takes at most {LARGEST_INT32_K}, beyond which int32 sums overflow"
+        takes = f"expected at most {LARGEST_INT32_K}, beyond which int32 sums overflow"
         raise ValueError(f"{name} has {K} columns; {takes}")
 
 
@@ -171,7 +171,7 @@ def _check_linear(x, K, N, bias, out_dtype):
     """Returns x as a matrix, and the dtype of the output."""
     check_tensor("x", x, FLOATS, "[..., K]")
     if x.shape[-1] != K:
-        raise ValueError(f"x has shape {list(x.shape)}; it takes [..., {K}], the weight's columns")
+        raise ValueError(f"x has shape {list(x.shape)}; expected [..., {K}], the weight's columns")
     if bias is not None:
         check_tensor("bias", bias, FLOATS, (N,), like=("x", x))
     out_dtype = x.dtype if out_dtype is None else out_dtype
@@ -265,11 +265,11 @@ def sparse_linear(x, sw, bias=None, out_dtype=None, gemm_dtype=torch.bfloat16):
         ValueError: for a bad dtype, shape, device or option.
     """
     if not isinstance(sw, SlideWeight):
-        raise ValueError(f"sw is a {type(sw).__name__}; it takes what compress_slide returns")
+        raise ValueError(f"sw is a {type(sw).__name__}; expected what compress_slide returns")
     N, K = sw.scale.shape[0], sw.columns
     matrix, out_dtype = _check_linear(x, K, N, bias, out_dtype)
     if sw.scale.device != x.device:
-        raise ValueError(f"sw is on {sw.scale.device}; it takes x's device, {x.device}")
+        raise ValueError(f"sw is on {sw.scale.device}; expected x's device, {x.device}")
     check_one_of("gemm_dtype", gemm_dtype, _SPARSE_SUMS[sw.codes.dtype])
     codes, scale = quant_slide(matrix, sw.L, sw.codes.dtype, row_multiple=16)
     sums = _sparse_mm(codes, sw.codes, matrix.shape[0], N, sw.compressed, gemm_dtype)

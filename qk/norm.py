@@ -401,7 +401,7 @@ def _check_swiglu(gate, up):
     if up is not None:
         check_tensor("up", up, (gate.dtype,), gate.shape, like=("gate", gate))
     elif gate.shape[-1] % 2:
-        raise ValueError(f"gate has shape {list(gate.shape)}; without up, it takes an even number of columns")
+        raise ValueError(f"gate has shape {list(gate.shape)}; without up, expected an even number of columns")
 
 
 @replayed()

@@ -306,7 +306,7 @@ def _slide_weight(w: torch.Tensor, L: int) -> torch.Tensor:
         row, group, _ = left.nonzero()[0].tolist()
         raise ValueError(
             f"w has {int((groups[row, group] != 0).sum())} nonzero values in row {row}, in the {L} columns from "
-            f"{group * L} on; with L {L} it takes at most {L - 2}, as prune_slide leaves"
+            f"{group * L} on; with L {L}, expected at most {L - 2}, as prune_slide leaves"
         )
     return out
 

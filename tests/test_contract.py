@@ -553,7 +553,7 @@ def test_bad_input(name):
                 # of two that don't fit together the message may begin with either
                 if not str(error).startswith((argument + " ", *(f"{other}_scale " for other in "axbw"), "absmax ")):
                     found.append(f"{case}: the message names another argument: {error}")
-                elif not any(word in str(error) for word in (" takes ", " take ", "path is ")):
+                elif not any(word in str(error) for word in (" expected ", " takes ", "path is ")):
                     found.append(f"{case}: the message doesn't say what it takes: {error}")
             except Exception as error:
                 found.append(f"{case}: {type(error).__name__} {error}")

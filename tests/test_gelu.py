@@ -404,15 +404,15 @@ def test_backward_writes_nothing_outside(windows):
 
 def test_what_squares_refuse():
     (x, x_scale), grad = squares(70, 300, 32), randn(70, 300)
-    with pytest.raises(ValueError, match="^scale_layout is 'column'; it takes 'row' where x_scale has square blocks"):
+    with pytest.raises(ValueError, match="^scale_layout is 'column'; expected 'row' where x_scale has square blocks"):
         int8_gelu(x, x_scale, 32, scale_layout="column")
-    with pytest.raises(ValueError, match=r"^x_scale has shape \[3, 10\]; it takes \[70, 5\]"):
+    with pytest.raises(ValueError, match=r"^x_scale has shape \[3, 10\]; expected \[70, 5\]"):
         int8_gelu(x, x_scale, 64)
-    with pytest.raises(ValueError, match="^grad_scale is a Tensor; it takes None where grad is torch.float32"):
+    with pytest.raises(ValueError, match="^grad_scale is a Tensor; expected None where grad is torch.float32"):
         int8_gelu_backward(grad, x_scale, x, x_scale, 32)
-    with pytest.raises(ValueError, match="^grad_scale is a NoneType; it takes a tensor"):
+    with pytest.raises(ValueError, match="^grad_scale is a NoneType; expected a tensor"):
         int8_gelu_backward(x, None, x, x_scale, 32)
-    with pytest.raises(ValueError, match=r"^x_scale has shape \[70, 10\]; it takes \[3, 10\]"):
+    with pytest.raises(ValueError, match=r"^x_scale has shape \[70, 10\]; expected \[3, 10\]"):
         int8_gelu_backward(grad, None, *quantized(70, 300, block_size=32), 32)
 
 

@@ -423,10 +423,10 @@ def test_the_seed():
     for seed in (torch.tensor(11), torch.tensor([[11]])):
         assert same(square_quant(x, 32, rounding="stochastic", seed=seed.to(DEVICE))[0], q)
     for options, message in (
-        ({"seed": 11}, "^seed is a int; it takes None where rounding is 'nearest'"),
-        ({"rounding": "stochastic"}, "^seed is None; it takes an integer of 64 bits, or an int64 tensor"),
-        ({"rounding": "stochastic", "seed": 2**63}, "^seed is 9223372036854775808; it takes"),
-        ({"rounding": "stochastic", "seed": torch.tensor([1, 2], device=DEVICE)}, r"^seed has shape \[2\]; it takes"),
+        ({"seed": 11}, "^seed is a int; expected None where rounding is 'nearest'"),
+        ({"rounding": "stochastic"}, "^seed is None; expected an integer of 64 bits, or an int64 tensor"),
+        ({"rounding": "stochastic", "seed": 2**63}, "^seed is 9223372036854775808; expected"),
+        ({"rounding": "stochastic", "seed": torch.tensor([1, 2], device=DEVICE)}, r"^seed has shape \[2\]; expected"),
     ):
         with pytest.raises(ValueError, match=message):
             square_quant(x, 32, **options)
@@ -510,7 +510,7 @@ def has_fp8():
 def test_fp8_refused_where_it_is_missing():
     if has_fp8():
         pytest.skip("this GPU has it")
-    with pytest.raises(ValueError, match="^dtype is torch.float8_e4m3fn.*takes torch.int8"):
+    with pytest.raises(ValueError, match="^dtype is torch.float8_e4m3fn.*expected torch.int8"):
         quantize_per_token(X, torch.float8_e4m3fn)
 
 

@@ -285,7 +285,7 @@ def test_refuses_what_does_not_fit_together():
         (lambda: write_kv(k, k, *cache, new[:1]), "lengths has shape"),
         (lambda: write_kv(k, k, *cache, new, new.float()), "counts has dtype"),
     ):
-        with pytest.raises(ValueError, match=f"^{start}.*takes"):
+        with pytest.raises(ValueError, match=f"^{start}.*expected"):
             call()
 
 

@@ -158,9 +158,9 @@ def test_the_largest_sums():
     assert linear._dense_mm(full, full, INT32).item() == 127 * 127 * K
     assert same(sparse_linear(x, compress_slide(w), gemm_dtype=INT32), dense_linear(x, *quantize_per_token(w)))
     longer = torch.zeros(1, K + 1, device=DEVICE)
-    with pytest.raises(ValueError, match=f"^x has {K + 1} columns; it takes at most {K}"):
+    with pytest.raises(ValueError, match=f"^x has {K + 1} columns; expected at most {K}"):
         dense_linear(longer, *quantize_per_token(longer))
-    with pytest.raises(ValueError, match=f"^w has {K + 1} columns; it takes at most {K}"):
+    with pytest.raises(ValueError, match=f"^w has {K + 1} columns; expected at most {K}"):
         compress_slide(longer)
 
 

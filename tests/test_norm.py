@@ -239,15 +239,15 @@ def test_eps():
         assert filled(out[1].isnan(), True) if eps == 0 else filled(out[1], 0), "0 / 0 only without eps"
     for eps in (-1e-6, NAN, INF, None, "1e-6", True, torch.tensor(1e-6)):
         for function in (rms_norm, rms_norm_quant):
-            with pytest.raises(ValueError, match="^eps is .* takes a number"):
+            with pytest.raises(ValueError, match="^eps is .* expected a number"):
                 function(x, ones, eps)
 
 
 def test_bad_arguments():
     x, weight = randn(4, 70), weight_of(70)
-    with pytest.raises(ValueError, match=r"^weight has shape \[69\]; it takes \[70\]"):
+    with pytest.raises(ValueError, match=r"^weight has shape \[69\]; expected \[70\]"):
         rms_norm(x, weight[:69])
-    with pytest.raises(ValueError, match="^residual has dtype torch.float16; it takes torch.float32"):
+    with pytest.raises(ValueError, match="^residual has dtype torch.float16; expected torch.float32"):
         rms_norm(x, weight, residual=x.half())
     with pytest.raises(ValueError, match=r"^residual has shape \[3, 70\]"):
         rms_norm_quant(x, weight, residual=x[:3])
@@ -255,11 +255,11 @@ def test_bad_arguments():
         rms_norm_quant(x, weight, evens_first=True)
     with pytest.raises(ValueError, match="^evens_first is True; .* 48"):
         swiglu_quant(randn(4, 96), evens_first=True)
-    with pytest.raises(ValueError, match="^block_size is 48; it takes 32, 64, 128, 256 or None"):
+    with pytest.raises(ValueError, match="^block_size is 48; expected 32, 64, 128, 256 or None"):
         swiglu_quant(x, block_size=48)
     with pytest.raises(ValueError, match=r"^gate has shape \[4, 69\]; without up"):
         swiglu(x[:, :69])
-    with pytest.raises(ValueError, match="^up has dtype torch.float16; it takes torch.float32"):
+    with pytest.raises(ValueError, match="^up has dtype torch.float16; expected torch.float32"):
         swiglu(x, x.half())
 
 

@@ -32,7 +32,7 @@ def check_one_of(name, value, choices, note=""):
     # not `value in choices`: True is 1, and an array compares element by element
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         texts = [str(choice) if isinstance(choice, torch.dtype) else repr(choice) for choice in choices]
-        raise ValueError(f"{name} is {value!r}; it takes {listed(texts)}{note}")
+        raise ValueError(f"{name} is {value!r}; expected {listed(texts)}{note}")
 
 
 def check_integer(name, value, least, most=None):
@@ -40,14 +40,14 @@ def check_integer(name, value, least, most=None):
     ok = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
     if not ok or value < least or (most is not None and value > most):
         takes = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
-        raise ValueError(f"{name} is {value!r}; it takes {takes}")
+        raise ValueError(f"{name} is {value!r}; expected {takes}")
 
 
 def check_number(name, value, least):
     """Check that a value is a finite int or float of at least `least`."""
     ok = isinstance(value, (int, float, torch.SymFloat)) and not isinstance(value, bool)
     if not ok or not least <= value < float("inf"):
-        raise ValueError(f"{name} is {value!r}; it takes a number of at least {least}")
+        raise ValueError(f"{name} is {value!r}; expected a number of at least {least}")
 
 
 def _fits(x, shape):
@@ -68,17 +68,17 @@ def check_data(name, x, dtypes, shape=None):
         ValueError: x isn't such a tensor.
     """
     if not isinstance(x, torch.Tensor):
-        raise ValueError(f"{name} is a {type(x).__name__}; it takes a tensor")
+        raise ValueError(f"{name} is a {type(x).__name__}; expected a tensor")
     if x.dtype not in dtypes:
-        raise ValueError(f"{name} has dtype {x.dtype}; it takes {listed(dtypes)}")
+        raise ValueError(f"{name} has dtype {x.dtype}; expected {listed(dtypes)}")
     if x.layout != torch.strided or x.is_nested:
         layout = "nested" if x.is_nested else x.layout
-        raise ValueError(f"{name} has layout {layout}; it takes torch.strided")
+        raise ValueError(f"{name} has layout {layout}; expected torch.strided")
     if isinstance(x, torch.nn.parameter.UninitializedTensorMixin):
-        raise ValueError(f"{name} is an uninitialized parameter; it takes a tensor that has a shape")
+        raise ValueError(f"{name} is an uninitialized parameter; expected a tensor that has a shape")
     if shape is not None and not _fits(x, shape):
         takes = shape if isinstance(shape, str) else list(shape)
-        raise ValueError(f"{name} has shape {list(x.shape)}; it takes {takes}")
+        raise ValueError(f"{name} has shape {list(x.shape)}; expected {takes}")
 
 
 def check_tensor(name, x, dtypes, shape=None, like=None):
@@ -104,25 +104,25 @@ def check_tensor(name, x, dtypes, shape=None, like=None):
     check_data(name, x, dtypes, shape)
     if x.device.type not in ("cuda", "cpu"):
         takes = "a CUDA tensor, or a CPU tensor where kernels are interpreted"
-        raise ValueError(f"{name} is on {x.device}; it takes {takes}")
+        raise ValueError(f"{name} is on {x.device}; expected {takes}")
     if x.device.type == "cpu" and not INTERPRETING:
         raise ValueError(
-            f"{name} is on the CPU, and this process compiles its kernels: it takes a CUDA tensor. To interpret them, "
+            f"{name} is on the CPU, and this process compiles its kernels: expected a CUDA tensor. To interpret them, "
             "on the CPU, start Python with TRITON_INTERPRET=1"
         )
     if like is not None:
         other, tensor = like
         if x.device != tensor.device:
-            raise ValueError(f"{name} is on {x.device}; it takes {other}'s device, {tensor.device}")
+            raise ValueError(f"{name} is on {x.device}; expected {other}'s device, {tensor.device}")
         if not torch.compiler.is_compiling():  # then all tensors are fake, and look real
             if getattr(x, "fake_mode", None) is not getattr(tensor, "fake_mode", None):
-                raise ValueError(f"{name} is a {type(x).__name__}; it takes what {other} is, a {type(tensor).__name__}")
+                raise ValueError(f"{name} is a {type(x).__name__}; expected what {other} is, a {type(tensor).__name__}")
 
 
 def check_evens_first(evens_first, K):
     """Check that the even columns of every 32 can be put before the odd ones, if that is asked for."""
     if evens_first and K % 32:
-        raise ValueError(f"evens_first is True; it takes False where 32 doesn't divide K, which is {K}")
+        raise ValueError(f"evens_first is True; expected False where 32 doesn't divide K, which is {K}")
 
 
 def check_rounding(rounding, seed, like):
@@ -130,15 +130,15 @@ def check_rounding(rounding, seed, like):
     check_one_of("rounding", rounding, ROUNDINGS)
     if rounding == "nearest":
         if seed is not None:
-            raise ValueError(f"seed is a {type(seed).__name__}; it takes None where rounding is 'nearest'")
+            raise ValueError(f"seed is a {type(seed).__name__}; expected None where rounding is 'nearest'")
         return None
     if not isinstance(seed, torch.Tensor):
         if not isinstance(seed, (int, torch.SymInt)) or isinstance(seed, bool) or not -(2**63) <= seed < 2**63:
-            raise ValueError(f"seed is {seed!r}; it takes an integer of 64 bits, or an int64 tensor of one element")
+            raise ValueError(f"seed is {seed!r}; expected an integer of 64 bits, or an int64 tensor of one element")
         return torch.full((1,), seed, dtype=torch.int64, device=like[1].device)
     check_tensor("seed", seed, (torch.int64,), like=like)
     if seed.numel() != 1:
-        raise ValueError(f"seed has shape {list(seed.shape)}; it takes one element")
+        raise ValueError(f"seed has shape {list(seed.shape)}; expected one element")
     return seed
 
 
@@ -147,7 +147,7 @@ def check_code_dtype(dtype, device):
     if dtype == torch.int8:
         return
     if INTERPRETING:
-        raise ValueError(f"dtype is {dtype}; it takes torch.int8 where kernels are interpreted")
+        raise ValueError(f"dtype is {dtype}; expected torch.int8 where kernels are interpreted")
     if torch.cuda.get_device_capability(device) < (8, 9):
         name = torch.cuda.get_device_name(device)
-        raise ValueError(f"dtype is {dtype}, for GPUs of capability 8.9 or more; on {name} it takes torch.int8")
+        raise ValueError(f"dtype is {dtype}, for GPUs of capability 8.9 or more; on {name}, expected torch.int8")

@@ -282,7 +282,7 @@ def main(argv=None):
         elif len(args.paths) == 2:
             _write_export(*map(Path, args.paths), args.force)
         else:
-            raise ValueError(f"it takes two paths, a notebook and the new one to write; it got {len(args.paths)}")
+            raise ValueError(f"expected two paths, a notebook and the new one to write; got {len(args.paths)}")
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return 0

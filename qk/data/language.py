@@ -181,11 +181,11 @@ def generate(model, codes, count, temperature=0.0, seed=0):
     """
     if codes.ndim != 1 or not 0 < len(codes) <= model.shape.context - count or count < 0:
         raise ValueError(
-            f"codes has shape {list(codes.shape)} and count is {count}; it takes [1 or more], and with the new tokens "
+            f"codes has shape {list(codes.shape)} and count is {count}; expected [1 or more], and with the new tokens "
             f"at most {model.shape.context}"
         )
     if not 0 <= temperature < torch.inf:
-        raise ValueError(f"temperature is {temperature}; it takes 0 or more")
+        raise ValueError(f"temperature is {temperature}; expected 0 or more")
     device, generator = model.norm.weight.device, torch.Generator().manual_seed(seed)
     numbers = torch.rand(count, dtype=torch.float64, generator=generator)
     past, new, found = [[] for _ in model.layers], codes.to(device), []

@@ -136,10 +136,10 @@ def _check_operands(a, a_scale, b, b_scale, bias, block_size, path, exact):
     check_one_of("exact", exact, (True, False))
     *leading, K = a.shape
     if b.ndim != 2 or b.shape[1] != K:
-        raise ValueError(f"b has shape {list(b.shape)}; it takes [N, {K}], K being that of a")
+        raise ValueError(f"b has shape {list(b.shape)}; expected [N, {K}], K being that of a")
     N = b.shape[0]
     if block_size is None and K > LARGEST_INT32_K:
-        takes = f"with block_size None it takes at most {LARGEST_INT32_K}, beyond which int32 sums overflow"
+        takes = f"with block_size None, expected at most {LARGEST_INT32_K}, beyond which int32 sums overflow"
         raise ValueError(f"K is {K}; {takes}")
     blocks = 1 if block_size is None else cdiv(K, block_size)
     rows = N if block_size is None else cdiv(N, block_size)
@@ -148,7 +148,7 @@ def _check_operands(a, a_scale, b, b_scale, bias, block_size, path, exact):
     if a.ndim == 2 and block_size is not None:
         shapes.append([cdiv(a.shape[0], block_size), blocks])
     if list(a_scale.shape) != shapes[0] and list(a_scale.shape) not in shapes[1:]:
-        raise ValueError(f"a_scale has shape {list(a_scale.shape)}; it takes {listed(shapes)}")
+        raise ValueError(f"a_scale has shape {list(a_scale.shape)}; expected {listed(shapes)}")
     check_tensor("b_scale", b_scale, (torch.float32,), (rows, blocks), like=("a", a))
     if bias is not None:
         check_tensor("bias", bias, FLOATS, (N,), like=("a", a))
@@ -158,7 +158,7 @@ def _check_operands(a, a_scale, b, b_scale, bias, block_size, path, exact):
 def _check_sizes(a, a_scale, b, *_):
     if max(math.prod(a.shape[:-1]), *b.shape) > LARGEST_SIZE:
         shapes = f"a has shape {list(a.shape)}, b {list(b.shape)}"
-        raise ValueError(f"{shapes}; they take up to {LARGEST_SIZE} rows or columns")
+        raise ValueError(f"{shapes}; expected at most {LARGEST_SIZE} rows or columns")
 
 
 def asked_path():

@@ -70,7 +70,7 @@ _ACTIVATIONS = (torch.float16, torch.bfloat16, torch.int8)
 def _check_sizes(x, packed, *_):
     if max(x.shape[:-1].numel(), packed.shape[0], x.shape[-1]) > LARGEST_SIZE:
         shapes = f"x has shape {list(x.shape)}, packed {list(packed.shape)}"
-        raise ValueError(f"{shapes}; they take up to {LARGEST_SIZE} rows or columns")
+        raise ValueError(f"{shapes}; expected at most {LARGEST_SIZE} rows or columns")
 
 
 def _empty_int4_gemm(x, packed, absmax, bias, group_size, out_dtype, *_):
@@ -95,12 +95,12 @@ def _check_int8(x, x_scale, block_size, evens_first, group_size):
     """Check what only int8 activations have."""
     *leading, K = x.shape
     if x_scale is None:
-        raise ValueError("x_scale is None; with x of torch.int8 it takes the scales of the codes")
+        raise ValueError("x_scale is None; with x of torch.int8, expected the scales of the codes")
     check_one_of("block_size", block_size, (*BLOCKS, None))
     blocks = 1 if block_size is None else cdiv(K, block_size)
     check_tensor("x_scale", x_scale, (torch.float32,), (*leading, blocks), like=("x", x))
     if group_size is None and block_size is None and K > LARGEST_INT4_K:
-        takes = f"without groups and blocks it takes at most {LARGEST_INT4_K}, beyond which int32 sums could overflow"
+        takes = f"without groups and blocks, expected at most {LARGEST_INT4_K}, beyond which int32 sums could overflow"
         raise ValueError(f"K is {K}; {takes}")
     check_evens_first(evens_first, K)
 
@@ -149,7 +149,7 @@ def int4_gemm(
     pack = 8 if packed.dtype == torch.int32 else 2
     N, words = packed.shape
     if words != cdiv(K, pack):
-        takes = f"with x of {K} columns it takes [N, {cdiv(K, pack)}] of {packed.dtype}"
+        takes = f"with x of {K} columns, expected [N, {cdiv(K, pack)}] of {packed.dtype}"
         raise ValueError(f"packed has shape {[N, words]}; {takes}")
     groups = 1 if group_size is None else cdiv(K, group_size)
     check_tensor("absmax", absmax, FLOATS, (N, groups), like=("x", x))
@@ -161,7 +161,7 @@ def int4_gemm(
     if x.dtype == torch.int8:
         _check_int8(x, x_scale, block_size, evens_first, group_size)
     elif x_scale is not None or block_size is not None or evens_first:
-        raise ValueError(f"x has dtype {x.dtype}; with x_scale, block_size or evens_first it takes torch.int8")
+        raise ValueError(f"x has dtype {x.dtype}; with x_scale, block_size or evens_first, expected torch.int8")
     if out_dtype is None:
         out_dtype = x.dtype if x_scale is None else torch.float16
     check_one_of("out_dtype", out_dtype, FLOATS)

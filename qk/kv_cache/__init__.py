@@ -43,15 +43,15 @@ def _check_cache(like, keys, values, absmax, D):
     check_tensor("keys", keys, (torch.uint8, torch.int8, x.dtype), "[B, H, N, D]", like=like)
     bits, (_, heads, capacity, _) = _BITS[keys.dtype], keys.shape
     if D not in (64, 128):
-        raise ValueError(f"{name} has {D} columns; it takes 64 or 128")
+        raise ValueError(f"{name} has {D} columns; expected 64 or 128")
     check_tensor("keys", keys, (keys.dtype,), (x.shape[0], heads, capacity, D * bits // (8 * keys.itemsize)))
     if not heads or capacity > _MOST_TOKENS:
-        raise ValueError(f"keys has shape {list(keys.shape)}; it takes 1 head or more, and up to 2**30 tokens")
+        raise ValueError(f"keys has shape {list(keys.shape)}; expected 1 head or more, and up to 2**30 tokens")
     check_tensor("values", values, (keys.dtype,), keys.shape, like=like)
     if bits < 16:
         check_tensor("absmax", absmax, (x.dtype,), (*keys.shape[:3], 2), like=like)
     elif absmax is not None:
-        raise ValueError(f"absmax is given; with keys of {keys.dtype} it takes None")
+        raise ValueError(f"absmax is given; with keys of {keys.dtype}, expected None")
 
 
 # torch.compile and torch.export don't trace this
@@ -59,7 +59,7 @@ def _check_memory(keys, values, absmax):
     """Check that kernels can take a cache where it is: a copy wouldn't do."""
     for name, x in (("keys", keys), ("values", values), ("absmax", absmax)):
         if x is not None and not (x.is_contiguous() and x.storage_offset() * x.itemsize % 4 == 0):
-            raise ValueError(f"{name} isn't contiguous; it takes a contiguous tensor, at a multiple of 4 bytes")
+            raise ValueError(f"{name} isn't contiguous; expected a contiguous tensor, at a multiple of 4 bytes")
 
 
 def _new_lengths(k, v, keys, values, absmax, lengths, counts):
@@ -105,7 +105,7 @@ def write_kv(k, v, keys, values, absmax, lengths, counts=None):
     _check_cache(("k", k), keys, values, absmax, k.shape[3])
     B, heads, tokens, _ = k.shape
     if keys.shape[1] != heads or tokens > _MOST_TOKENS:
-        takes = f"it takes the {keys.shape[1]} heads of keys, and up to 2**30 tokens"
+        takes = f"expected the {keys.shape[1]} heads of keys, and up to 2**30 tokens"
         raise ValueError(f"k has shape {list(k.shape)}; {takes}")
     check_tensor("lengths", lengths, (torch.int32,), (B,), like=("k", k))
     if counts is not None:
@@ -152,10 +152,10 @@ def decode_attention(q, keys, values, absmax, lengths, scale=None, out_dtype=Non
     B, heads, D = q.shape
     kv_heads = keys.shape[1]
     if heads % kv_heads:
-        raise ValueError(f"q has {heads} heads; it takes a multiple of the cache's {kv_heads}")
+        raise ValueError(f"q has {heads} heads; expected a multiple of the cache's {kv_heads}")
     check_tensor("lengths", lengths, (torch.int32,), (B,), like=("q", q))
     if scale is not None and (not isinstance(scale, (int, float)) or isinstance(scale, bool)):
-        raise ValueError(f"scale is {scale!r}; it takes a number, or None for 1 / sqrt(D)")
+        raise ValueError(f"scale is {scale!r}; expected a number, or None for 1 / sqrt(D)")
     out_dtype = q.dtype if out_dtype is None else out_dtype
     check_one_of("out_dtype", out_dtype, FLOATS)
     scale = 1 / math.sqrt(D) if scale is None else float(scale)

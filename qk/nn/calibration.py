@@ -85,7 +85,7 @@ def _named(model, names):
     listed = isinstance(names, collections.abc.Collection) and not isinstance(names, str)
     unknown = [name for name in names if not isinstance(name, str) or name not in layers] if listed else [names]
     if unknown:
-        raise ValueError(f"names has {unknown[0]!r}; it takes a list of names of torch.nn.Linears: {', '.join(layers)}")
+        raise ValueError(f"names has {unknown[0]!r}; expected a list of names of torch.nn.Linears: {', '.join(layers)}")
     return {name: layers[name] for name in names}
 
 
@@ -151,18 +151,18 @@ def collect(model, batches, names=None, call=None, progress=True):
             through.
     """
     if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}; it takes a torch.nn.Module")
+        raise ValueError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     # not iter(batches), which would start a DataLoader's processes
     iterable = any(hasattr(type(batches), name) for name in ("__iter__", "__getitem__"))
     if not iterable or isinstance(batches, collections.abc.Mapping | torch.Tensor | str):
-        raise ValueError(f"batches is a {type(batches).__name__}; it takes an iterable of batches, such as [batch]")
+        raise ValueError(f"batches is a {type(batches).__name__}; expected an iterable of batches, such as [batch]")
     layers = _named(model, names)
     if call is not None and not callable(call):
-        raise ValueError(f"call is {call!r}; it takes a function of a batch, or None")
+        raise ValueError(f"call is {call!r}; expected a function of a batch, or None")
     if not layers and names is not None:
-        raise ValueError("names is empty; it takes names of layers, or None: all")
+        raise ValueError("names is empty; expected names of layers, or None: all")
     if not layers:
-        raise ValueError(f"model is a {type(model).__name__} without a torch.nn.Linear; it takes one with some")
+        raise ValueError(f"model is a {type(model).__name__} without a torch.nn.Linear; expected one with some")
     call = _by_type(model) if call is None else call
     sums = {_shared(layer): _Sums(layer) for layer in layers.values()}
     modes = [(module, module.training) for module in model.modules()]
@@ -184,7 +184,7 @@ def collect(model, batches, names=None, call=None, progress=True):
         for module, mode in modes:
             module.training = mode
     if not number:
-        raise ValueError("batches is empty; it takes at least one batch")
+        raise ValueError("batches is empty; expected at least one batch")
     results = {shared: found.result() for shared, found in sums.items()}
     return {name: results[_shared(layer)] for name, layer in layers.items()}
 
@@ -217,16 +217,16 @@ def check_moment(second_moment, K=None, name="second_moment"):
     """
     check_data(name, second_moment, (torch.float32, torch.float64), "[K, K]" if K is None else (K, K))
     if second_moment.shape[0] != second_moment.shape[1]:
-        raise ValueError(f"{name} has shape {list(second_moment.shape)}; it takes [K, K]")
+        raise ValueError(f"{name} has shape {list(second_moment.shape)}; expected [K, K]")
     if second_moment.is_meta:
-        raise ValueError(f"{name} is on meta; it takes a tensor with numbers")
+        raise ValueError(f"{name} is on meta; expected a tensor with numbers")
     second_moment = second_moment.detach().double()
     if not second_moment.sum().isfinite():
-        raise ValueError(f"{name} holds NaN or Inf; it takes finite numbers")
+        raise ValueError(f"{name} holds NaN or Inf; expected finite numbers")
     if torch.linalg.norm(second_moment - second_moment.T) > 1e-6 * torch.linalg.norm(second_moment):
-        raise ValueError(f"{name} isn't symmetric; it takes a sum of x^T x")
+        raise ValueError(f"{name} isn't symmetric; expected a sum of x^T x")
     if (second_moment.diagonal() < 0).any():
-        raise ValueError(f"{name} has a diagonal below 0; it takes a sum of x^T x")
+        raise ValueError(f"{name} has a diagonal below 0; expected a sum of x^T x")
     return second_moment
 
 
@@ -235,7 +235,7 @@ def _check(w, group_size, second_moment, damping):
     check_data("w", w, FLOATS, "[N, K]")
     check_one_of("group_size", group_size, (*BLOCKS, None), " (a group is a row)")
     if not isinstance(damping, float | int) or isinstance(damping, bool) or not 0 < damping < 2**63:
-        raise ValueError(f"damping is {damping!r}; it takes a number above 0 and below 2**63")
+        raise ValueError(f"damping is {damping!r}; expected a number above 0 and below 2**63")
     if second_moment is None:
         return None
     second_moment = check_moment(second_moment, w.shape[1]).to(w.device)
@@ -335,7 +335,7 @@ def _inverse_factor(second_moment):
     lower, failed = torch.linalg.cholesky_ex(second_moment.flip(0, 1))
     # cuSOLVER reports no failure if only the last pivot is negative
     if failed or not lower.diagonal().isfinite().all():
-        raise ValueError("second_moment has a negative eigenvalue; it takes a sum of x^T x, or a larger damping")
+        raise ValueError("second_moment has a negative eigenvalue; expected a sum of x^T x, or a larger damping")
     eye = torch.eye(len(second_moment), dtype=torch.float64, device=second_moment.device)
     return torch.linalg.solve_triangular(lower.flip(0, 1), eye, upper=True)
 
@@ -365,14 +365,14 @@ def gptq(w, second_moment, group_size=None, absmax=None, damping=_DAMPING, progr
         ValueError: for bad arguments, and for a second moment with a negative eigenvalue.
     """
     if second_moment is None:
-        raise ValueError("second_moment is None; it takes a tensor")
+        raise ValueError("second_moment is None; expected a tensor")
     second_moment = _check(w, group_size, second_moment, damping)
     groups = _groups(w, group_size)
     if absmax is None:
         absmax = _clip(w, group_size, second_moment, damping, progress)
     check_data("absmax", absmax, FLOATS, groups.shape[:2])
     if absmax.device != w.device:
-        raise ValueError(f"absmax is on {absmax.device}; it takes w's device, {w.device}")
+        raise ValueError(f"absmax is on {absmax.device}; expected w's device, {w.device}")
     absmax = torch.where(groups.isfinite().all(-1) & absmax.isfinite(), absmax.detach(), torch.nan)
     return _gptq(w, second_moment, group_size, absmax, damping, progress), absmax
 

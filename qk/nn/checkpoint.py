@@ -17,7 +17,7 @@ import torch
 
 __all__ = ["Checkpoint", "Entry", "open_checkpoint"]
 
-_TAKES = "it takes a folder with safetensors files, a .safetensors file or a .gguf file"
+_TAKES = "expected a folder with safetensors files, a .safetensors file or a .gguf file"
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -131,7 +131,7 @@ def read_json(path):
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path.name} can't be read: {type(error).__name__}: {error}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{path.name} is a {type(found).__name__}; it takes an object")
+        raise ValueError(f"{path.name} is a {type(found).__name__}; expected an object")
     return found
 
 
@@ -143,7 +143,7 @@ def _open_index(index):
     for file in sorted(set(places.values())):
         # a name alone, so that an index can't point out of its folder
         if not re.fullmatch(r"[^/\\:\0]+\.safetensors", file):
-            raise ValueError(f"{index.name} names {file!r}; it takes names of .safetensors files next to it")
+            raise ValueError(f"{index.name} names {file!r}; expected names of .safetensors files next to it")
         if not (index.parent / file).is_file():
             raise ValueError(f"{index.name} names {file!r}, which isn't there")
         files[file] = _open_safetensors(index.parent / file)

@@ -41,10 +41,10 @@ class Refused(ValueError):
 def check_entry(entry, dtypes, *shapes):
     """Check a tensor's dtype, and that it has one of these shapes. Raises ValueError."""
     if entry.dtype not in dtypes:
-        raise ValueError(f"{entry.name} has dtype {entry.dtype}; it takes {listed(dtypes)}")
+        raise ValueError(f"{entry.name} has dtype {entry.dtype}; expected {listed(dtypes)}")
     if entry.shape not in shapes:
         takes = listed([list(shape) for shape in shapes])
-        raise ValueError(f"{entry.name} has shape {list(entry.shape)}; it takes {takes}")
+        raise ValueError(f"{entry.name} has shape {list(entry.shape)}; expected {takes}")
 
 
 def _group_size(size, columns):
@@ -52,13 +52,13 @@ def _group_size(size, columns):
     if size in (None, -1) or isinstance(size, int) and size >= columns:
         return None
     if size not in BLOCKS or isinstance(size, bool):
-        raise Refused(f"has groups of {size} columns; it takes {listed(BLOCKS)}, or whole rows")
+        raise Refused(f"has groups of {size} columns; expected {listed(BLOCKS)}, or whole rows")
     return size
 
 
 def _check_bits(config, key="bits"):
     if config.get(key) != 4:
-        raise Refused(f"has codes of {config.get(key)} bits; it takes 4")
+        raise Refused(f"has codes of {config.get(key)} bits; expected 4")
 
 
 def _nibbles(words, order=range(8)):
@@ -172,7 +172,7 @@ def _pack_quantized(parts, shape, config):
     _check_bits(weights, "num_bits")
     kind, strategy = weights.get("type", "int"), weights.get("strategy")
     if kind != "int" or strategy not in ("group", "channel"):
-        raise Refused(f"has {kind} codes with a scale per {strategy}; it takes int codes with one per group or channel")
+        raise Refused(f"has {kind} codes with a scale per {strategy}; expected int codes with one per group or channel")
     size = _group_size(weights.get("group_size") if strategy == "group" else None, K)
     groups = cdiv(K, size) if size else 1
     check_entry(parts["weight_packed"], (torch.int32,), (N, cdiv(K, 8)))
@@ -185,7 +185,7 @@ def _pack_quantized(parts, shape, config):
     if whole is not None:
         check_entry(whole, (torch.int64, torch.int32), (2,))
         if (stored := whole.read().tolist()) != [N, K]:
-            raise ValueError(f"{whole.name} is {stored}; it takes {[N, K]}")
+            raise ValueError(f"{whole.name} is {stored}; expected {[N, K]}")
     order = None
     if index is not None:
         check_entry(index, (torch.int32, torch.int64), (K,))
@@ -210,7 +210,7 @@ def _gptq(parts, shape, config):
     _check_bits(config)
     version = config.get("checkpoint_format", "gptq")
     if version not in ("gptq", "gptq_v2"):
-        raise Refused(f"has checkpoint_format {version!r}; it takes 'gptq' or 'gptq_v2'")
+        raise Refused(f"has checkpoint_format {version!r}; expected 'gptq' or 'gptq_v2'")
     size = _group_size(config.get("group_size"), K)
     groups = cdiv(K, size) if size else 1
     if K % 8 or N % 8:
@@ -240,7 +240,7 @@ def _awq(parts, shape, config):
     _check_bits(config)
     version = str(config.get("version", "gemm")).lower()
     if version != "gemm":
-        raise Refused(f"has version {version!r}; it takes 'gemm'")
+        raise Refused(f"has version {version!r}; expected 'gemm'")
     size = _group_size(config.get("group_size"), K)
     groups = cdiv(K, size) if size else 1
     if K % 8 or N % 8:
@@ -271,9 +271,9 @@ def _int_quantized(parts, shape, config):
     N, _ = shape
     weights, inputs = config.get("weights") or {}, config.get("input_activations") or {}
     if not weights.get("symmetric", True) or "weight_zero_point" in parts:
-        raise Refused("has zero points of 8 bits; it takes symmetric codes")
+        raise Refused("has zero points of 8 bits; expected symmetric codes")
     if not inputs.get("symmetric", True):
-        raise Refused("has activations with zero points; it takes symmetric ones")
+        raise Refused("has activations with zero points; expected symmetric ones")
     check_entry(parts["weight"], (torch.int8,), shape)
     check_entry(parts["weight_scale"], _SCALES, (N, 1), (N,), (1,), ())
     note = "" if inputs.get("dynamic") else "its activations are quantized by token all the same"
@@ -290,7 +290,7 @@ def _blocks(parts, shape, config):
     N, K = shape
     sizes = config.get("weight_block_size")
     if sizes is None or list(sizes) != [128, 128]:
-        raise Refused(f"has weight_block_size {sizes}; it takes [128, 128]")
+        raise Refused(f"has weight_block_size {sizes}; expected [128, 128]")
     check_entry(parts["weight"], (torch.float8_e4m3fn, torch.int8), shape)
     check_entry(parts["weight_scale_inv"], _SCALES, (cdiv(N, 128), cdiv(K, 128)))
 

@@ -51,15 +51,15 @@ class QkConfig(QuantizationConfigMixin):
     def __init__(self, to="int8", *, version=None, layers=None, tied=None, quant_method="qk", **options):
         self.quant_method = "qk"
         if quant_method != "qk":
-            raise ValueError(f"quant_method is {quant_method!r}; it takes 'qk'")
+            raise ValueError(f"quant_method is {quant_method!r}; expected 'qk'")
         if unknown := options.keys() - _OPTIONS:
-            raise ValueError(f"{min(unknown)} is no option; it takes {', '.join(_OPTIONS)}")
+            raise ValueError(f"{min(unknown)} is no option; expected {', '.join(_OPTIONS)}")
         self.version, self.layers, self.tied = version, layers, tied or {}
         if layers is not None or version is not None:
             check_header({"version": version, "layers": layers, "tied": self.tied})
             return
         if not isinstance(to, str):
-            raise ValueError(f"to is {to!r}; it takes 'int8' or 'int4'")
+            raise ValueError(f"to is {to!r}; expected 'int8' or 'int4'")
         self.options = {**_OPTIONS, "to": to, **options}
         check_options(**{name: self.options[name] for name in inspect.signature(check_options).parameters})
         for name in ("skip", "force"):
@@ -81,7 +81,7 @@ class QkQuantizer(HfQuantizer):
             return
         layers, tied = self.quantization_config.layers, self.quantization_config.tied
         if layers is None:
-            raise ValueError("config.json has a quantization_config of qk without layers; it takes what qk saved")
+            raise ValueError("config.json has a quantization_config of qk without layers; expected what qk saved")
         entries = None
         if checkpoint_files is not None:
             entries = {k: entry for file in checkpoint_files for k, entry in open_checkpoint(file).tensors.items()}
@@ -96,7 +96,7 @@ class QkQuantizer(HfQuantizer):
             fail([f"{name} has no values" for name, module in model.named_modules() if _is_unfilled(module)])
         else:
             if len(set(getattr(model, "hf_device_map", {"": 0}).values())) > 1:
-                raise ValueError("device_map spreads the model; to quantize while loading, it takes one device")
+                raise ValueError("device_map spreads the model; to quantize while loading, expected one device")
             quantize_(model, **self.quantization_config.options)
         self._renew(model)
         return model
@@ -178,7 +178,7 @@ def _check_parts(new, name, parts):
 
 def _empty_layer(old, settings, name, parts):
     if getattr(old, "weight", None) is None:
-        raise ValueError(f"is a {type(old).__name__} in the model; it takes a linear layer or an embedding")
+        raise ValueError(f"is a {type(old).__name__} in the model; expected a linear layer or an embedding")
     new = saved_layer(old, settings | {"dtype": str(old.weight.dtype).removeprefix("torch.")})
     _check_parts(new, name, parts)
     return new.fill(old, "meta", getattr(new, "bias", None))

@@ -217,7 +217,7 @@ class QuantizedModule(torch.nn.Module):
             for name, buffer in self._buffers.items():
                 dtype = getattr(state_dict.get(f"{prefix}{name}"), "dtype", None)
                 if name != "format" and buffer is not None and dtype not in (None, buffer.dtype):
-                    error = f"{prefix}{name} has dtype {dtype}; it takes {buffer.dtype}"
+                    error = f"{prefix}{name} has dtype {dtype}; expected {buffer.dtype}"
         if error is None:
             return super()._load_from_state_dict(state_dict, prefix, *others)
         error_msgs = others[-1]
@@ -252,7 +252,7 @@ def output_dtype(x, columns, name="x"):
     shape = x.shape if dense else ()
     if not shape or shape[-1] != columns:
         check_tensor(name, x, FLOATS, "[..., K]")
-        raise ValueError(f"{name} has shape {list(x.shape)}; it takes [..., {columns}]")
+        raise ValueError(f"{name} has shape {list(x.shape)}; expected [..., {columns}]")
     device = "cuda" if is_cuda else "cpu"
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
@@ -264,7 +264,7 @@ def check_parameters(prefix, weight, bias):
         check_data(f"{prefix}bias", bias, FLOATS, weight.shape[:1])
         if bias.is_meta != weight.is_meta:
             raise ValueError(
-                f"{prefix}bias is on {bias.device}, and the weight on {weight.device}; it takes one device"
+                f"{prefix}bias is on {bias.device}, and the weight on {weight.device}; expected one device"
             )
 
 
@@ -352,7 +352,7 @@ class QuantizedLinear(QuantizedModule):
     def _like(cls, linear, block, rotate, **how):
         """Make an empty layer on the meta device. Returns it and the weight that it is to quantize."""
         if not isinstance(linear, linear_kinds()):
-            raise ValueError(f"linear is a {type(linear).__name__}; it takes a torch.nn.Linear")
+            raise ValueError(f"linear is a {type(linear).__name__}; expected a torch.nn.Linear")
         transposed, linear = is_transposed(linear), as_linear(linear)
         check_parameters("linear.", linear.weight, linear.bias)
         (N, K), w, bias = linear.weight.shape, linear.weight.detach(), linear.bias
@@ -460,7 +460,7 @@ class Int8Linear(QuantizedLinear):
         check_block_size(block_size)
         blocks = (out_features, 1) if block_size is None else [cdiv(n, block_size) for n in (out_features, in_features)]
         if block_size is None and in_features > LARGEST_INT32_K:
-            raise ValueError(f"in_features is {in_features}; with block_size None it takes at most {LARGEST_INT32_K}")
+            raise ValueError(f"in_features is {in_features}; with block_size None, expected at most {LARGEST_INT32_K}")
         super().__init__(
             in_features, out_features, bias, [1, block_size or 0, int(rotate)], device, dtype,
             codes=torch.zeros(out_features, in_features, dtype=torch.int8, device=device),
@@ -682,7 +682,7 @@ class Int8Embedding(QuantizedModule):
             ValueError: for anything else.
         """
         if not isinstance(embedding, torch.nn.Embedding):
-            raise ValueError(f"embedding is a {type(embedding).__name__}; it takes a torch.nn.Embedding")
+            raise ValueError(f"embedding is a {type(embedding).__name__}; expected a torch.nn.Embedding")
         w = embedding.weight.detach()
         check_data("embedding.weight", w, FLOATS, "[V, D]")
         new = cls(*w.shape, embedding.padding_idx, "meta", w.dtype)

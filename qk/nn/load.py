@@ -56,7 +56,7 @@ def _build(checkpoint):
     try:
         import transformers
     except ImportError:
-        raise ValueError("model is None; without the library transformers it takes a module") from None
+        raise ValueError("model is None; without the library transformers, expected a module") from None
     config = checkpoint.config
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
@@ -108,13 +108,15 @@ def load(path, model=None, *, rename=None, device=None, progress=True):
             there is. The model is then unchanged.
     """
     if model is not None and not isinstance(model, torch.nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}; it takes a torch.nn.Module or None")
+        raise ValueError(f"model is a {type(model).__name__}; expected a torch.nn.Module or None")
     checkpoint = open_checkpoint(path)
     if model is None:
         if checkpoint.gguf:
-            raise ValueError("model is None; of a GGUF file it takes a module, and rename for the names of its tensors")
+            raise ValueError(
+                "model is None; of a GGUF file, expected a module, and rename for the names of its tensors"
+            )
         if not checkpoint.config:
-            raise ValueError("model is None, and there is no config.json next to the checkpoint; it takes a module")
+            raise ValueError("model is None, and there is no config.json next to the checkpoint; expected a module")
         model = _build(checkpoint)
     layers, slots = plan(checkpoint, model, rename)
     changes, rows = _read(model, layers, slots, device, progress)
@@ -195,14 +197,14 @@ def save(model, path):
         ValueError: for bad arguments, or a quantized layer of a kind that can't be saved.
     """
     if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}; it takes a torch.nn.Module")
+        raise ValueError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     from safetensors.torch import save_file
 
     path = Path(path)
     kept, header = saved_state(model)
     for name, settings in header["layers"].items():
         if settings["kind"] not in (*KINDS, TiedInt8Linear.__name__):
-            raise ValueError(f"{name} is a {settings['kind']}; it takes {listed(KINDS)}")
+            raise ValueError(f"{name} is a {settings['kind']}; expected {listed(KINDS)}")
     file = path if path.suffix == ".safetensors" else path / "model.safetensors"
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.partial")

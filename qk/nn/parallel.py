@@ -58,7 +58,7 @@ def _layouts(name, layout, default, last=False):
     layout = default if layout is None else layout
     if isinstance(layout, Replicate) or (type(layout) is Shard and (layout.dim == -1 or not last)):
         return (layout,)
-    raise ValueError(f"{name} is {layout!r}; it takes Replicate() or Shard({-1 if last else 'd'})")
+    raise ValueError(f"{name} is {layout!r}; expected Replicate() or Shard({-1 if last else 'd'})")
 
 
 class _Buffer(NamedTuple):
@@ -105,12 +105,12 @@ class _Style(ParallelStyle):
         if any(getattr(module, name, None) is not None for name in ("zero_point", "order")):
             raise ValueError(f"module is {module}; {type(self).__name__} takes no zero points, and no order of columns")
         if device_mesh.ndim != 1:
-            raise ValueError(f"device_mesh has {device_mesh.ndim} dimensions; it takes one, such as mesh['tp']")
+            raise ValueError(f"device_mesh has {device_mesh.ndim} dimensions; expected one, such as mesh['tp']")
         spans, buffers = self._cut(module, device_mesh.size()), kind.cuts_of(module)
         even = self._as_dtensors(spans, buffers, module)
         if not (self.use_local_output or even or self.dim == 1 or isinstance(self.output_layouts[0], Replicate)):
             raise ValueError(
-                "use_local_output is False; it takes True where parts are uneven or fused, and no DTensors"
+                "use_local_output is False; expected True where parts are uneven or fused, and no DTensors"
             )
         module.__class__ = kind
         module._become_part(self, device_mesh, spans, buffers, even)
@@ -129,7 +129,7 @@ class _Style(ParallelStyle):
         for part in fused:
             if self.units is not None and part % self.units:
                 of = f"{name} is {part}" if len(fused) == 1 else f"fused has {part}"
-                raise ValueError(f"units is {self.units}, and {of}; it takes a divisor of that")
+                raise ValueError(f"units is {self.units}, and {of}; expected a divisor of that")
             unit = block if self.units is None else max(part // self.units, 1)
             for own, (first, last) in zip(spans, spans_of(part, unit, ranks), strict=True):
                 own.append((begin + first, begin + last))
@@ -181,14 +181,14 @@ class ColwiseQuantized(_Style):
         self.input_layouts = _layouts("input_layouts", input_layouts, Replicate())
         self.output_layouts = _layouts("output_layouts", output_layouts, Shard(-1), last=True)
         if not isinstance(fused, list | tuple | None):
-            raise ValueError(f"fused is {fused!r}; it takes a list of sizes, or None")
+            raise ValueError(f"fused is {fused!r}; expected a list of sizes, or None")
         for size in fused or ():
             check_integer("a size in fused", size, 0)
         self.fused = None if fused is None else tuple(fused)
 
     def _fused(self, layer, size):
         if self.fused is not None and sum(self.fused) != size:
-            raise ValueError(f"fused is {self.fused}; it takes sizes that make up out_features, {size}")
+            raise ValueError(f"fused is {self.fused}; expected sizes that make up out_features, {size}")
         return self.fused or (size,)
 
 
@@ -293,12 +293,12 @@ class _Part:
         layout, sizes = self._style.input_layouts[0], None
         if isinstance(x, DTensor):
             if x.device_mesh != self._mesh:
-                raise ValueError(f"input is on {x.device_mesh}; it takes the layer's, {self._mesh}")
+                raise ValueError(f"input is on {x.device_mesh}; expected the layer's, {self._mesh}")
             layout = x.placements[0]
             if isinstance(layout, Shard):
                 sizes = [end - begin for begin, end in spans_of(x.shape[layout.dim], 1, len(self._spans))]
             elif not isinstance(layout, Replicate):
-                raise ValueError(f"input is {layout}; it takes Replicate() or Shard(d)")
+                raise ValueError(f"input is {layout}; expected Replicate() or Shard(d)")
             x = x.to_local()
         return _wait(x).detach() if isinstance(x, torch.Tensor) else x, layout, sizes
 
@@ -338,7 +338,7 @@ class _Part:
                 layouts = (Replicate() if cut is None else Shard(cut.dim),)
                 if value.placements != layouts or value.device_mesh != self._mesh or value.shape != whole:
                     others[-1].append(
-                        f"{prefix}{name} is {value.placements} of {list(value.shape)}; it takes {layouts}"
+                        f"{prefix}{name} is {value.placements} of {list(value.shape)}; expected {layouts}"
                     )
                     return
                 mine[f"{prefix}{name}"] = value.to_local()
@@ -353,7 +353,7 @@ def _dim(name, layout, x):
         return None
     if not isinstance(x, torch.Tensor) or not -x.ndim <= layout.dim < x.ndim:
         check_data("input", x, FLOATS, "[..., K]")
-        raise ValueError(f"{name} is {layout!r}, and input has shape {list(x.shape)}; it takes one of its dimensions")
+        raise ValueError(f"{name} is {layout!r}, and input has shape {list(x.shape)}; expected one of its dimensions")
     return layout.dim % x.ndim
 
 
@@ -380,7 +380,7 @@ class _Colwise(_Part):
         last = dim is not None and dim == x.ndim - 1
         dtype = output_dtype(x, self._columns[self._rank] if last else self.in_features, "input")
         if last and sizes not in (None, self._columns):
-            raise ValueError(f"input has {sizes} columns on the ranks; it takes {self._columns}")
+            raise ValueError(f"input has {sizes} columns on the ranks; expected {self._columns}")
         sizes = self._columns if last else sizes or (x.shape[dim],) * len(self._spans) if dim is not None else None
         if last and (self.rotate or _block(self) is None):  # a rotation, and a token's one scale, need whole rows
             x, dim = gather(x, dim, sizes, self._group), None
@@ -437,9 +437,9 @@ class _Rowwise(_Part):
             output_dtype(x, sum(self._sizes), "input")
             x = x[..., slice(*self._span)]
         elif cut != x.ndim - 1:
-            raise ValueError(f"input is {layout}; it takes Shard({x.ndim - 1}) or Replicate()")
+            raise ValueError(f"input is {layout}; expected Shard({x.ndim - 1}) or Replicate()")
         elif sizes not in (None, self._sizes):  # on some ranks x would fit, and wait for the others
-            raise ValueError(f"input has {sizes} columns on the ranks; it takes {self._sizes}")
+            raise ValueError(f"input has {sizes} columns on the ranks; expected {self._sizes}")
         dtype = output_dtype(x, self.in_features, "input")
         dim = _dim("output_layouts", self._style.output_layouts[0], x)
         x = self._by_blocks(x, torch.float32 if isinstance(self, Int8Linear) else x.dtype)

@@ -57,17 +57,17 @@ def _layers_of(config):
         return lambda name: (FORMATS["blocks"], settings)
     if method not in ("gptq", "awq"):
         takes = "compressed-tensors, gptq, awq, fp8, blockwise_int8 or qk"
-        raise ValueError(f"quantization_config has the quant_method {method!r}; it takes {takes}")
+        raise ValueError(f"quantization_config has the quant_method {method!r}; expected {takes}")
     rules = settings.get("dynamic") or {}
     if any(not str(rule).startswith("-:") for rule in rules):  # those leave layers alone
-        raise ValueError(f"quantization_config has rules for single layers, {list(rules)[:2]}; it takes one for all")
+        raise ValueError(f"quantization_config has rules for single layers, {list(rules)[:2]}; expected one for all")
     return lambda name: (FORMATS[method], settings)
 
 
 def _compressed_tensors(settings):
     for key in ("sparsity_config", "transform_config"):
         if settings.get(key) and settings[key] != {"format": "dense"}:
-            raise ValueError(f"quantization_config has a {key}; it takes none")
+            raise ValueError(f"quantization_config has a {key}; expected none")
     groups = settings.get("config_groups")
     groups = list(groups.values()) if isinstance(groups, dict) else []
     if not groups or not all(isinstance(group, dict) for group in groups):
@@ -77,7 +77,7 @@ def _compressed_tensors(settings):
         group = groups[0] if len(groups) == 1 else next((g for g in groups if _targets(g, name)), None)
         format = None if group is None else group.get("format") or settings.get("format")
         if format not in ("pack-quantized", "int-quantized"):
-            raise Refused(f"is stored as {format}; it takes pack-quantized or int-quantized")
+            raise Refused(f"is stored as {format}; expected pack-quantized or int-quantized")
         return FORMATS[format], group
 
     return of
@@ -99,7 +99,7 @@ def _targets(group, name):
 def _plan_foreign(old, parts, format, settings):
     """Plan a layer that another library quantized."""
     if not isinstance(old, (*linear_kinds(), QuantizedLinear)):
-        raise ValueError(f"is a {type(old).__name__} in the model; it takes a torch.nn.Linear")
+        raise ValueError(f"is a {type(old).__name__} in the model; expected a torch.nn.Linear")
     parts, bias = {**parts}, parts.get("bias")
     parts.pop("bias", None)
     if unknown := parts.keys() - format.required - format.optional:
@@ -144,7 +144,7 @@ def _plan_tied(old, parts, settings, tables):
     if table is None or weight_shape(table) != weight_shape(old):
         raise ValueError(f"has the table of {settings.get('table')!r}, which isn't there, or has another shape")
     if parts.keys() - {"bias"} != {"format"}:
-        raise ValueError(f"has {sorted(parts)}; it takes format and maybe bias")
+        raise ValueError(f"has {sorted(parts)}; expected format and maybe bias")
     if "bias" in parts:
         check_entry(parts["bias"], FLOATS, weight_shape(old)[:1])
 
@@ -191,7 +191,7 @@ def check_saved(new, parts):
     """Check that a file's tensors, a dict of `Entry`, are those of a layer that `saved_layer` made."""
     wanted = new.state_dict()
     if wanted.keys() != parts.keys():
-        raise ValueError(f"has {sorted(parts)}; it takes {sorted(wanted)}")
+        raise ValueError(f"has {sorted(parts)}; expected {sorted(wanted)}")
     for key, tensor in wanted.items():
         check_entry(parts[key], FLOATS if key == "bias" else (tensor.dtype,), tuple(tensor.shape))
     if (found := parts["format"].read().tolist()) != new.format_numbers:
@@ -201,7 +201,7 @@ def check_saved(new, parts):
 def _plan_own(name, old, parts, settings, tables):
     """Plan a layer that `save` wrote. tables: the new embeddings by name, to which it adds its own."""
     if not isinstance(old, (torch.nn.Embedding, *linear_kinds(), QuantizedLinear, Int8Embedding)):
-        raise ValueError(f"is a {type(old).__name__} in the model; it takes a linear layer or an embedding")
+        raise ValueError(f"is a {type(old).__name__} in the model; expected a linear layer or an embedding")
     if settings.get("kind") == TiedInt8Linear.__name__:
         return _plan_tied(old, parts, settings, tables)
     new = saved_layer(old, settings)
@@ -318,7 +318,7 @@ def _renamed(tensors, rename):
     for name, entry in tensors.items():
         new = rename(name)
         if new is not None and (not isinstance(new, str) or new in renamed):
-            raise ValueError(f"rename({name!r}) is {new!r}; it takes a name of its own, or None to leave it out")
+            raise ValueError(f"rename({name!r}) is {new!r}; expected a name of its own, or None to leave it out")
         if new is not None:
             renamed[new] = entry
     return renamed
@@ -337,7 +337,7 @@ def check_header(own):
     """Check what a file or a config says about the layers that `save` wrote. Returns layers, and tied names."""
     layers, tied = own.get("layers"), own.get("tied", {})
     if own.get("version") != VERSION or not isinstance(layers, dict) or not isinstance(tied, dict):
-        raise ValueError(f"the checkpoint was saved by another version of qk; it takes version {VERSION}")
+        raise ValueError(f"the checkpoint was saved by another version of qk; expected version {VERSION}")
     if not all(isinstance(settings, dict) for settings in layers.values()):
         raise ValueError("the checkpoint's header is damaged: it describes layers by something else than settings")
     return layers, tied

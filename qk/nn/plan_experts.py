@@ -57,7 +57,7 @@ def plan_experts(old, layers, plan_one):
         else:
             wanted |= {f"gate.{e}": _half(linear), f"up.{e}": _half(linear)}
     if not fused and (old.has_bias or not old.is_concatenated):
-        raise Refused(f"is a {type(old).__name__}; it takes experts without biases, whose gate comes before up")
+        raise Refused(f"is a {type(old).__name__}; expected experts without biases, whose gate comes before up")
     if wanted.keys() != layers.keys():
         key = min(wanted.keys() ^ layers.keys())
         raise ValueError(f"has {count} experts in the model, and the checkpoint has {'no ' * (key in wanted)}{key}")
@@ -98,7 +98,7 @@ def _half(linear):
 def _joined(top, bottom):
     """Put the rows of two quantized layers of the same format into one layer."""
     if isinstance(top, Int8Linear) and top.block_size and top.out_features % top.block_size:
-        raise Refused(f"has {top.out_features} rows in gate; it takes a multiple of the block size {top.block_size}")
+        raise Refused(f"has {top.out_features} rows in gate; expected a multiple of the block size {top.block_size}")
     settings, buffers = top.settings() | {"out_features": 2 * top.out_features}, {}
     for key, one in top._buffers.items():
         two = bottom._buffers[key]

@@ -207,7 +207,7 @@ def _matching(patterns, names):
 def _check_used(argument, unused):
     if unused:
         raise ValueError(
-            f"{argument} has {min(unused)!r}; it takes names of layers, or patterns of them, that model holds"
+            f"{argument} has {min(unused)!r}; expected names of layers, or patterns of them, that model holds"
         )
 
 
@@ -215,7 +215,7 @@ def checked_skip(skip, name="skip"):
     """Returns names, or patterns of names, as a collection. Raises ValueError for anything else."""
     skip = (skip,) if isinstance(skip, str) else skip
     if not isinstance(skip, list | tuple | set) or not all(isinstance(pattern, str) for pattern in skip):
-        raise ValueError(f"{name} is {skip!r}; it takes a list of names")
+        raise ValueError(f"{name} is {skip!r}; expected a list of names")
     return skip
 
 
@@ -261,13 +261,13 @@ def _check_module(module, job, first):
     name, layer = job.names[0], job.layers[0]
     if any(getattr(module, hooks) for hooks in FORWARD_HOOKS):
         has = f"is a {type(module).__name__} with hooks"
-        raise ValueError(f"to({name!r}, ...) {has}; it takes a module without hooks: the layer's are moved to it")
+        raise ValueError(f"to({name!r}, ...) {has}; expected a module without hooks: the layer's are moved to it")
     if first != name:
         has = f"is the {type(module).__name__} that {first!r} becomes, too"
-        raise ValueError(f"to({name!r}, ...) {has}; it takes a new module: each gets its layer's hooks")
+        raise ValueError(f"to({name!r}, ...) {has}; expected a new module: each gets its layer's hooks")
     if isinstance(module, QuantizedLinear) and weight_shape(module) != weight_shape(layer):
         takes = "in_features={1}, out_features={0}".format(*weight_shape(layer))
-        raise ValueError(f"to({name!r}, ...) is {module}; it takes one with {takes}")
+        raise ValueError(f"to({name!r}, ...) is {module}; expected one with {takes}")
 
 
 def _check_devices(layers, measure):
@@ -278,27 +278,27 @@ def _check_devices(layers, measure):
         found.setdefault(weight.device.type, (name, weight))
     if len(found) > 1:
         (a, x), (b, y), *_ = found.values()
-        raise ValueError(f"model has {a} on {x.device}, and {b} on {y.device}; it takes one that is on one device")
+        raise ValueError(f"model has {a} on {x.device}, and {b} on {y.device}; expected one that is on one device")
     for kind, (name, weight) in found.items():
         runs = kind != "meta" and (kind != "cpu" or INTERPRETED.value)
         if runs or (kind == "cpu" and not torch.cuda.is_available()):
             check_tensor(f"{name}.weight", weight, FLOATS)
         if measure and not runs:
-            raise ValueError(f"measure is {measure}, and {name} is on {kind}; it takes a model where kernels run")
+            raise ValueError(f"measure is {measure}, and {name} is on {kind}; expected a model where kernels run")
 
 
 def _check_statistics(layers, statistics):
     """Check that there are statistics for all layers, as (name, layer), that become int4."""
     if not isinstance(statistics, collections.abc.Mapping):
-        raise ValueError(f"statistics are a {type(statistics).__name__}; they take what calibration.collect returns")
+        raise ValueError(f"statistics are a {type(statistics).__name__}; expected what calibration.collect returns")
     if not layers:
         raise ValueError("statistics are given, but no layer becomes int4; only int4 layers take them")
     for name, layer in layers:
         if name not in statistics:
-            raise ValueError(f"statistics have no {name!r}; they take all layers that become int4")
+            raise ValueError(f"statistics have no {name!r}; expected all layers that become int4")
         found, what = statistics[name], f"statistics[{name!r}]"
         if not isinstance(found, LayerStatistics):
-            raise ValueError(f"{what} is a {type(found).__name__}; it takes a qk.nn.calibration.LayerStatistics")
+            raise ValueError(f"{what} is a {type(found).__name__}; expected a qk.nn.calibration.LayerStatistics")
         check_moment(found.second_moment, weight_shape(layer)[1], f"{what}.second_moment")
 
 
@@ -450,13 +450,13 @@ def _changes(model, jobs, modules):
 
 def _check_model(model, kinds):
     if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}; it takes a torch.nn.Module")
+        raise ValueError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     if isinstance(model, kinds):
-        raise ValueError(f"model is a {type(model).__name__}; it takes a model with layers in it (see from_linear)")
+        raise ValueError(f"model is a {type(model).__name__}; expected a model with layers in it (see from_linear)")
     for name, module in model.named_modules():
         if isinstance(module, QuantizedModule):
             has = f"{name} is an {type(module).__name__}" if name else f"it is an {type(module).__name__}"
-            raise ValueError(f"model is quantized already, {has}; it takes one that is not")
+            raise ValueError(f"model is quantized already, {has}; expected one that is not")
 
 
 def check_options(to, block_size, group_size, embeddings, rotate, activations):
@@ -468,7 +468,7 @@ def check_options(to, block_size, group_size, embeddings, rotate, activations):
     check_one_of("rotate", rotate, (True, False))
     check_one_of("activations", activations, ("float", "int8"))
     if activations == "int8" and to == "int8":
-        raise ValueError("activations is 'int8'; it takes 'float' where to is 'int8', whose inputs are int8 anyway")
+        raise ValueError("activations is 'int8'; expected 'float' where to is 'int8', whose inputs are int8 anyway")
 
 
 def quantize_(
@@ -601,15 +601,15 @@ def warm_up(model, tokens=_SERVED, progress=True):
         ValueError: for bad arguments, for a model without such layers, and for layers that are not on a GPU.
     """
     if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}; it takes a torch.nn.Module")
+        raise ValueError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     if isinstance(tokens, str) or not isinstance(tokens, collections.abc.Iterable):
-        raise ValueError(f"tokens is {tokens!r}; it takes a list of numbers of tokens")
+        raise ValueError(f"tokens is {tokens!r}; expected a list of numbers of tokens")
     tokens = list(tokens)
     for number in tokens:
         check_integer("a number in tokens", number, 1)
     layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     if not layers:
-        raise ValueError(f"model is a {type(model).__name__} without quantized layers; it takes what quantize_ made")
+        raise ValueError(f"model is a {type(model).__name__} without quantized layers; expected what quantize_ made")
     alike = {(type(x), x.in_features, x.out_features, x.extra_repr(), x.dtype, x.format.device): x for x in layers}
     if INTERPRETED.value:
         return
@@ -642,7 +642,7 @@ def int8_train_(model, skip=(), *, block_size=128, rounding="stochastic"):
             block_size or rounding. The model is then unchanged.
     """
     if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}; it takes a torch.nn.Module")
+        raise ValueError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     check_training(block_size, rounding)
     jobs = decide(find_layers(model, (torch.nn.Linear,), stays=True), "int8", checked_skip(skip))
     jobs = [_noted_training(job, block_size, rounding) for job in jobs]
@@ -667,6 +667,6 @@ def _noted_training(job, block_size, rounding):
     if (layer.block_size, layer.rounding) != (block_size, rounding):
         raise ValueError(
             f"block_size is {block_size} and rounding is {rounding!r}, and {name or 'model'} trains in int8 already, "
-            f"with {layer.block_size} and {layer.rounding!r}; it takes the same, or that name in skip"
+            f"with {layer.block_size} and {layer.rounding!r}; expected the same, or that name in skip"
         )
     return job._replace(note="trains in int8 already")

@@ -36,17 +36,17 @@ def dequantize_(model, progress=True):
     After an error or interrupt the model is unchanged. Old and new layers are in memory together until the end.
     """
     if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}; it takes a torch.nn.Module")
+        raise ValueError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     if isinstance(model, QuantizedModule | QuantizedExperts):
         raise ValueError(
-            f"model is itself quantized, {type(model).__name__}; it takes a model with layers in it (see to_float)"
+            f"model is itself quantized, {type(model).__name__}; expected a model with layers in it (see to_float)"
         )
     names = _quantized(model)
     if not names:
-        raise ValueError(f"model is a {type(model).__name__} without quantized layers; it takes what quantize_ made")
+        raise ValueError(f"model is a {type(model).__name__} without quantized layers; expected what quantize_ made")
     for layer, (name, *_) in names.items():
         if why := _changed(layer):
-            raise ValueError(f"model has {name}, and {why}; it takes layers as quantize_ made them")
+            raise ValueError(f"model has {name}, and {why}; expected layers as quantize_ made them")
     jobs, size = [Job([layer], places, None, "") for layer, places in names.items()], bytes_of(model)
     modules = [layer.to_float() for layer in progress_bar(names, "dequantization", progress)]
     made = dict(zip(names, modules, strict=True))

@@ -342,7 +342,7 @@ def _check_operands(input, weights, biases):
             check_tensor(name, tensor, FLOATS, "[N, K]", like=("input", input))
     for name, tensor in {"input": input, **weights}.items():
         if type(tensor).__name__ == "DTensor":
-            raise ValueError(f"{name} is a DTensor; it takes a plain tensor, as it is within torch's fully_shard")
+            raise ValueError(f"{name} is a DTensor; expected a plain tensor, as it is within torch's fully_shard")
     transforms = torch._C._functorch.get_interpreter_stack()
     if transforms is not None or forward_ad._current_level >= 0:
         _check_transforms(transforms or (), (input, *weights.values(), *biases))
@@ -435,16 +435,16 @@ class Int8FeedForward(torch.nn.Module):
         """
         for name, linear in (("up", up), ("down", down)):
             if not isinstance(linear, torch.nn.Linear):
-                raise ValueError(f"{name} is a {type(linear).__name__}; it takes a torch.nn.Linear")
+                raise ValueError(f"{name} is a {type(linear).__name__}; expected a torch.nn.Linear")
             why = why_not(linear, (torch.nn.Linear, Int8TrainLinear))
             if not why and any(getattr(linear, hooks) for hooks in FORWARD_HOOKS):
                 why = "it has hooks"
             if why:
                 takes = f"a torch.nn.Linear in {listed(FLOATS)}, without hooks"
-                raise ValueError(f"{name} is a {type(linear).__name__}, and {why}; it takes {takes}")
+                raise ValueError(f"{name} is a {type(linear).__name__}, and {why}; expected {takes}")
         sizes = down.in_features, down.out_features
         if sizes != (up.out_features, up.in_features):
-            raise ValueError(f"down has weight {list(down.weight.shape)}; it takes {list(up.weight.shape[::-1])}")
+            raise ValueError(f"down has weight {list(down.weight.shape)}; expected {list(up.weight.shape[::-1])}")
         new = cls(*up.weight.shape[::-1], False, "meta", up.weight.dtype, block_size, rounding, activation)
         for part, linear in ((new.up, up), (new.down, down)):
             part.weight, part.bias = linear.weight, linear.bias
@@ -456,7 +456,7 @@ class Int8FeedForward(torch.nn.Module):
         for name, part in (("up", up), ("down", down)):
             if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
                 raise ValueError(
-                    f"{name} has hooks (weight_norm and prune add some); it takes none, as it isn't called"
+                    f"{name} has hooks (weight_norm and prune add some); expected none, as it isn't called"
                 )
         w1, b1, w2, b2 = parameters = up.weight, up.bias, down.weight, down.bias
         _check_operands(input, {"up.weight": w1, "down.weight": w2}, (b1, b2))

@@ -328,11 +328,11 @@ def temporary(x, shape, dtype):
     return x.new_empty(shape, dtype=dtype)
 """
 _CHECK_SHAPE = """    if shape is not None and not _fits(x, shape):
-        raise ValueError(f"{name} has shape {list(x.shape)}; it takes {shape}")
+        raise ValueError(f"{name} has shape {list(x.shape)}; expected {shape}")
 """
 _CHECK_DTYPE = """    if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.dtype not in dtypes:
         got = f"{x.layout} tensor of {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__
-        raise ValueError(f"{name} is a {got}; it takes a dense tensor of {' or '.join(map(str, dtypes))}")
+        raise ValueError(f"{name} is a {got}; expected a dense tensor of {' or '.join(map(str, dtypes))}")
 """
 _CHECK_DATA = f'''
 def check_data(name, x, dtypes, shape=None):
@@ -342,15 +342,15 @@ _CHECK_TENSOR = f'''
 def check_tensor(name, x, dtypes, shape=None, like=None):
     """Check a tensor that a kernel reads."""
 {_CHECK_DTYPE}{_CHECK_SHAPE}    if x.device.type != "cuda" and not (INTERPRETED and x.device.type == "cpu"):
-        raise ValueError(f"{{name}} is on {{x.device}}; it takes a CUDA tensor, or a CPU tensor if TRITON_INTERPRET=1")
+        raise ValueError(f"{{name}} is on {{x.device}}; expected a CUDA tensor, or a CPU tensor if TRITON_INTERPRET=1")
     if like is not None and x.device != like[1].device:  # the name of another argument, and that tensor
-        raise ValueError(f"{{name}} is on {{x.device}}; it takes {{like[0]}}'s device, {{like[1].device}}")
+        raise ValueError(f"{{name}} is on {{x.device}}; expected {{like[0]}}'s device, {{like[1].device}}")
 '''
 _CHECK_ONE_OF = '''
 def check_one_of(name, value, choices, note=""):
     """Check that an argument is one of a few values, and of its type: True is 1 to Python."""
     if not any(type(value) is type(choice) and value == choice for choice in choices):
-        raise ValueError(f"{name} is {value!r}; it takes {' or '.join(map(repr, choices))}{note}")
+        raise ValueError(f"{name} is {value!r}; expected {' or '.join(map(repr, choices))}{note}")
 '''
 _VERSION = """
 if triton.__version__.startswith("3.4."):
@@ -623,7 +623,7 @@ def short(*names, arch=None):
     for where in asked if arch else ():
         if arch not in arches(where):
             takes = ", ".join(arches(where)) or "None, since only GEMMs have kernels for one instruction set"
-            raise ValueError(f"--arch is {arch!r}; for {where} it takes {takes}")
+            raise ValueError(f"--arch is {arch!r}; for {where}, expected {takes}")
     target = arch or "sm80"
 
     def read(where):
@@ -908,9 +908,9 @@ def _shadows(path):
     """Return why a file of this name would cause trouble, or None."""
     stem = path.stem
     if path.suffix != ".py":
-        return "it takes a name that ends in .py"
+        return "expected a name that ends in .py"
     if not stem.isidentifier() or keyword.iskeyword(stem):
-        return "Python can't import a file of that name: it takes letters, digits and _, as in my_kernel.py"
+        return "Python can't import a file of that name: use letters, digits and _, as in my_kernel.py"
     if stem in sys.stdlib_module_names or stem in ("torch", "triton", "numpy", "qk"):
         return f"Python would import it in place of {stem} itself"
     return None
@@ -947,7 +947,7 @@ def main(argv=None):
         print(_listing())
         return 0
     if not args.names:
-        parser.error("it takes the name of a kernel or a file; --list prints them")
+        parser.error("expected the name of a kernel or a file; --list prints them")
     if args.hub and (args.out or args.arch):
         parser.error("--hub writes a folder with the kernels of all GPUs: it takes no --out and no --arch")
     if args.full and args.arch:

@@ -322,7 +322,7 @@ def write(folder, text, public, names, force=False):
     folder = Path(folder)
     name = folder.resolve().name
     if not re.fullmatch(r"[a-z][a-z0-9-]*[a-z0-9]", name) or name in ("torch", "triton", "qk"):
-        raise ValueError(f"--hub is {str(folder)!r}; it takes a folder named with lowercase letters, digits and dashes")
+        raise ValueError(f"--hub is {str(folder)!r}; expected a folder named with lowercase letters, digits and dashes")
     files = _files(name, text, public, names)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not force:
         raise FileExistsError

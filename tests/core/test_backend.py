@@ -78,7 +78,7 @@ def test_variables_decide(machine):
 
 @pytest.mark.parametrize("value", ["", "gpu", "Compile"])
 def test_nonsense_in_qk_backend(machine, value):
-    with pytest.raises(ImportError, match=f"QK_BACKEND is '{value}'; it takes 'compile' or 'interpret'"):
+    with pytest.raises(ImportError, match=f"QK_BACKEND is '{value}'; expected 'compile' or 'interpret'"):
         machine(QK_BACKEND=value)
 
 

@@ -1,4 +1,4 @@
-"""Kernels on a GPU that other processes use meanwhile: it takes turns, and stops a kernel in its middle.
+"""Kernels on a GPU that other processes use meanwhile: expected turns, and stops a kernel in its middle.
 
 Without the fence in `gluon.keep_full`, some int8 products of 64 tokens in a thousand had other bits here.
 

@@ -1,7 +1,7 @@
 """What a learner does: JupyterLab in a browser, run all, move every slider and see its figure change.
 And what a reader without Python does: the same on a page of the site, whose sliders move without a kernel.
 
-`pytest -m browser` runs it; without the mark it is skipped, for it takes minutes. It wants Chromium or Chrome, and the
+`pytest -m browser` runs it; without the mark it is skipped, for, expected minutes. It wants Chromium or Chrome, and the
 extra `browser`. QK_SCREENSHOTS=folder keeps pictures of each cell that has sliders, before and after each move.
 """
 

@@ -203,7 +203,7 @@ def test_export_of_any_number_of_rows(strict):
 @pytest.mark.parametrize("M, N, K", [(2**31 - 4095, 5, 32), (5, 2**31 - 4095, 32), (5, 5, 2**31 - 4095)])
 def test_longest_sides(M, N, K):
     x, packed = (torch.zeros(1, 1, dtype=dtype, device=DEVICE) for dtype in (torch.float16, torch.int32))
-    with pytest.raises(ValueError, match="^x has shape .* they take up to 2147479552 rows or columns"):
+    with pytest.raises(ValueError, match="^x has shape .* expected at most 2147479552 rows or columns"):
         qk.int4_gemm(x.expand(M, K), packed.expand(N, -(-K // 8)), x.expand(N, 1))
 
 

@@ -137,7 +137,7 @@ def test_int32_sums_hold_the_longest_row():
     absmax, x_scale = torch.full((2, 1), 7.0, device=DEVICE), torch.ones(1, 1, device=DEVICE)
     out = qk.int4_gemm(x, packed, absmax, out_dtype=torch.float32, x_scale=x_scale)
     assert same(out, torch.full((1, 2), 128.0 * 8 * K, device=DEVICE))
-    with pytest.raises(ValueError, match="K is 131072; without groups and blocks it takes at most 131071"):
+    with pytest.raises(ValueError, match="K is 131072; without groups and blocks, expected at most 131071"):
         qk.int4_gemm(x.new_zeros(1, K + 1), packed.new_zeros(2, (K + 1) // 2), absmax, x_scale=x_scale)
 
 
@@ -200,14 +200,14 @@ def test_strides_and_leading_dimensions():
     "change, message",
     [
         ({"x_scale": None}, "x_scale is None; with x of torch.int8"),
-        ({"x_scale": torch.ones(3, 2)}, r"x_scale has shape \[3, 2\]; it takes \[3, 1\]"),
+        ({"x_scale": torch.ones(3, 2)}, r"x_scale has shape \[3, 2\]; expected \[3, 1\]"),
         ({"x_scale": torch.ones(3, 1, dtype=torch.float64)}, "x_scale has dtype torch.float64"),
         ({"block_size": 48}, "block_size is 48"),
-        ({"block_size": 64}, r"x_scale has shape \[3, 1\]; it takes \[3, 2\]"),
-        ({"zero_point": torch.zeros(5, 1, dtype=torch.int8)}, r"zero_point has shape \[5, 1\]; it takes \[5, 2\]"),
+        ({"block_size": 64}, r"x_scale has shape \[3, 1\]; expected \[3, 2\]"),
+        ({"zero_point": torch.zeros(5, 1, dtype=torch.int8)}, r"zero_point has shape \[5, 1\]; expected \[5, 2\]"),
         ({"zero_point": torch.zeros(5, 2)}, "zero_point has dtype torch.float32"),
         ({"evens_first": 1}, "evens_first is 1"),
-        ({"evens_first": True}, "evens_first is True; it takes False where 32 doesn't divide K, which is 100"),
+        ({"evens_first": True}, "evens_first is True; expected False where 32 doesn't divide K, which is 100"),
     ],
 )
 def test_errors(change, message):

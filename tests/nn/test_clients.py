@@ -396,7 +396,7 @@ def test_conv1d_of_anyone_else_stays():
     model = torch.nn.Sequential(Conv1D(), torch.nn.Linear(64, 64)).to(DEVICE)
     report = quantize_(model)
     assert [row.name for row in report.rows] == ["1"] and isinstance(model[0], Conv1D)
-    with pytest.raises(ValueError, match="linear is a Conv1D; it takes a torch.nn.Linear"):
+    with pytest.raises(ValueError, match="linear is a Conv1D; expected a torch.nn.Linear"):
         Int8Linear.from_linear(model[0])
 
 

@@ -183,7 +183,7 @@ UP = "model.layers.0.mlp.up_proj"
         (None, {"layers": {UP: 3}}, "describes layers by something else"),
         (None, {"layers": {"model.up": {}}}, "model.up isn't a layer in the model"),
         (None, {"layers": None, "version": None}, "of qk without layers"),
-        (None, {"bits": 4}, "bits is no option; it takes to, skip"),
+        (None, {"bits": 4}, "bits is no option; expected to, skip"),
     ],
 )
 def test_wrong_configs(folder, name, settings, match):
@@ -209,8 +209,8 @@ def test_wrong_files(folder):
     tensors = load_file(folder / "model.safetensors")
     packed = tensors[f"{UP}.packed"]
     for wrong, match in (
-        ({f"{UP}.packed": None}, f"{UP} has .*; it takes .*packed"),
-        ({f"{UP}.format": None}, f"{UP} has .*; it takes .*format"),
+        ({f"{UP}.packed": None}, f"{UP} has .*; expected .*packed"),
+        ({f"{UP}.format": None}, f"{UP} has .*; expected .*format"),
         ({f"{UP}.packed": packed.int()}, "packed has dtype torch.int32"),
         ({f"{UP}.packed": packed[:3].clone()}, "packed has shape"),
         ({f"{UP}.more": packed.clone()}, "has .*more"),
@@ -229,7 +229,7 @@ def test_wrong_files(folder):
     ("options", "match"),
     [
         ({"to": "int5"}, "to is 'int5'"),
-        ({"to": len}, "it takes 'int8' or 'int4'"),
+        ({"to": len}, "expected 'int8' or 'int4'"),
         ({"group_size": 48}, "group_size is 48"),
         ({"activations": "int8"}, "activations is 'int8'"),
         ({"skip": 3}, "skip is 3"),

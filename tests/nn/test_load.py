@@ -341,7 +341,7 @@ def test_gguf(tmp_path, alignment):
     assert same(model.table.weight, want["blk.0.table.weight"].to(DEVICE))
     assert same(model.up.bias, floats["blk.0.up.bias"].to(DEVICE)) and len(report.rows) == 2
     refused(file, "isn't a layer in the model")
-    with pytest.raises(ValueError, match="rename\\('blk.0.*'\\) is 'up'; it takes a name of its own"):
+    with pytest.raises(ValueError, match="rename\\('blk.0.*'\\) is 'up'; expected a name of its own"):
         load(file, Two(96, 64, 8), rename=lambda name: "up")
 
 
@@ -349,7 +349,7 @@ def test_gguf(tmp_path, alignment):
 def test_gguf_of_other_types_is_refused(tmp_path, kind):
     tensors = {"up.weight": (torch.randn(32, 64), kind), "down.weight": (torch.randn(8, 32), "Q4_0")}
     gguf_file(tmp_path / "x.gguf", tensors | {name: (x, None) for name, x in plain(Two(64, 32, 8)).items()})
-    refused(tmp_path / "x.gguf", f"up.weight has dtype {kind}; it takes Q4_0")
+    refused(tmp_path / "x.gguf", f"up.weight has dtype {kind}; expected Q4_0")
 
 
 def test_gguf_needs_a_model(tmp_path):
@@ -358,7 +358,7 @@ def test_gguf_needs_a_model(tmp_path):
     for config in ({}, {"architectures": ["LlamaForCausalLM"], "hidden_size": 64}):
         (tmp_path / "config.json").write_text(json.dumps(config))
         for path in (tmp_path, tmp_path / "x.gguf"):
-            with pytest.raises(ValueError, match="model is None; of a GGUF file it takes a module, and rename"):
+            with pytest.raises(ValueError, match="model is None; of a GGUF file, expected a module, and rename"):
                 load(path)
     refused(tmp_path, "can't be loaded: blk.0.attn_q isn't a layer in the model")
 
@@ -511,9 +511,9 @@ def test_own_into_another_model(tmp_path):
         load(tmp_path / "float.safetensors", model)
     with pytest.raises(ValueError, match="model is None, and there is no config.json"):
         load(tmp_path / "own.safetensors")
-    with pytest.raises(ValueError, match="model is a str; it takes a torch.nn.Module or None"):
+    with pytest.raises(ValueError, match="model is a str; expected a torch.nn.Module or None"):
         load(tmp_path / "own.safetensors", "up")
-    with pytest.raises(ValueError, match="model is a dict; it takes a torch.nn.Module"):
+    with pytest.raises(ValueError, match="model is a dict; expected a torch.nn.Module"):
         save({}, tmp_path / "own.safetensors")
 
 
@@ -638,19 +638,19 @@ def spoiled(folder, **changes):
 WRONG_TENSORS = {
     "a row less": (
         {"up.qweight": torch.zeros(7, 32, dtype=torch.int32)},
-        "shape \\[7, 32\\]; it takes \\[8, 32",
+        "shape \\[7, 32\\]; expected \\[8, 32",
     ),
-    "another dtype": ({"up.qweight": torch.zeros(8, 32)}, "up.qweight has dtype torch.float32; it takes torch.int32"),
+    "another dtype": ({"up.qweight": torch.zeros(8, 32)}, "up.qweight has dtype torch.float32; expected torch.int32"),
     "three dimensions": ({"up.scales": torch.zeros(2, 32, 1, dtype=HALF)}, "up.scales has shape"),
     "integer scales": ({"up.scales": torch.zeros(2, 32, dtype=torch.int32)}, "up.scales has dtype torch.int32"),
     "no zeros": ({"down.qzeros": None}, "down has no qzeros"),
     "another part": ({"down.extra": torch.zeros(3)}, "down has extra; GPTQ takes"),
-    "a wrong bias": ({"down.bias": torch.ones(9, dtype=HALF)}, "down.bias has shape \\[9\\]; it takes \\[8\\]"),
+    "a wrong bias": ({"down.bias": torch.ones(9, dtype=HALF)}, "down.bias has shape \\[9\\]; expected \\[8\\]"),
     "no bias": ({"up.bias": None}, "up has no bias, and the model's layer does"),
     "a group too many": ({"up.g_idx": torch.arange(64, dtype=torch.int32) // 16}, "other than 32 columns in a group"),
     "groups below 0": ({"up.g_idx": torch.arange(64, dtype=torch.int32) // 32 - 1}, "groups that aren't there"),
     "no norm": ({"norm.weight": None}, "norm.weight isn't in the checkpoint"),
-    "another norm": ({"norm.weight": torch.ones(31)}, "norm.weight has shape \\[31\\]; it takes \\[32\\]"),
+    "another norm": ({"norm.weight": torch.ones(31)}, "norm.weight has shape \\[31\\]; expected \\[32\\]"),
     "integers": ({"norm.weight": torch.ones(32, dtype=torch.int64)}, "norm.weight has dtype torch.int64"),
     "another layer": ({"side.qweight": torch.ones(3, dtype=torch.int32)}, "side isn't a layer in the model"),
     "another tensor": ({"norm.more": torch.ones(3)}, "norm.more isn't in the model"),
@@ -675,12 +675,12 @@ def with_settings(folder, **settings):
 
 
 WRONG_SETTINGS = {
-    "8 bits": ({"bits": 8}, "up has codes of 8 bits; it takes 4|down has codes of 8 bits"),
-    "small groups": ({"group_size": 16}, "has groups of 16 columns; it takes 32, 64, 128 or 256, or whole rows"),
+    "8 bits": ({"bits": 8}, "up has codes of 8 bits; expected 4|down has codes of 8 bits"),
+    "small groups": ({"group_size": 16}, "has groups of 16 columns; expected 32, 64, 128 or 256, or whole rows"),
     "no number": ({"group_size": [32]}, "has groups of \\[32\\] columns"),
     "another format": ({"checkpoint_format": "marlin"}, "has checkpoint_format 'marlin'"),
     "rules": ({"dynamic": {"+:up": {"bits": 8}}}, "has rules for single layers"),
-    "another method": ({"quant_method": "bitsandbytes"}, "has the quant_method 'bitsandbytes'; it takes"),
+    "another method": ({"quant_method": "bitsandbytes"}, "has the quant_method 'bitsandbytes'; expected"),
     "no method": ({"quant_method": ["gptq"]}, "has the quant_method \\['gptq'\\]"),
     "awq of another layout": (
         {"quant_method": "awq", "version": "gemv"},
@@ -790,12 +790,12 @@ def test_indices(tmp_path):
 
 
 def test_folders_without_a_checkpoint(tmp_path):
-    refused(tmp_path, "which has no checkpoint; it takes a folder with safetensors files")
+    refused(tmp_path, "which has no checkpoint; expected a folder with safetensors files")
     refused(tmp_path / "nothing", "which doesn't exist")
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Evil()))
     refused(tmp_path, "which has pickles only, which can run code, and are never loaded")
     refused(tmp_path / "pytorch_model.bin", "Pickles can run code, and are never loaded")
-    refused(3, "path is a int; it takes a folder")
+    refused(3, "path is a int; expected a folder")
     for name in ("a.safetensors", "b.safetensors"):
         (tmp_path / name).write_bytes(b"")
     refused(tmp_path, "which has 2 checkpoints and no index")
@@ -847,11 +847,11 @@ def test_damaged_own_files(tmp_path):
         return new
 
     for wrong in ("", "[]", "{", json.dumps(header | {"version": 2}), json.dumps(header | {"layers": []})):
-        refused(written(tensors, wrong), "saved by another version of qk; it takes version 1")
+        refused(written(tensors, wrong), "saved by another version of qk; expected version 1")
     refused(written(tensors, header | {"layers": {"up": 3}}), "describes layers by something else")
     refused(written(tensors, changed(kind="Linear")), "up is of a kind that this qk doesn't know")
     refused(written(tensors, changed(kind="Int8Linear")), "up has settings that an Int")
-    refused(written(tensors, changed(dtype="int8")), "its dtype is 'int8'; it takes")
+    refused(written(tensors, changed(dtype="int8")), "its dtype is 'int8'; expected")
     refused(written(tensors, changed(group_size=64)), "up has the format|up.absmax has shape")
     refused(written(tensors, changed(in_features=2**62)), "up has settings that an Int4Linear doesn't take")
     refused(written(tensors, changed(in_features=66)), "up has shape \\[32, 66\\], and the model's layer \\[32, 64\\]")
@@ -860,7 +860,7 @@ def test_damaged_own_files(tmp_path):
         written(tensors, changed(rotate=True)), "has the format \\[2, 32, 0\\], and its settings say \\[2, 32, 1\\]"
     )
     refused(written(tensors, changed(more=1)), "up has settings that an Int")
-    refused(written({k: x for k, x in tensors.items() if k != "up.packed"}, header), "up has .*; it takes")
+    refused(written({k: x for k, x in tensors.items() if k != "up.packed"}, header), "up has .*; expected")
     refused(written(tensors | {"up.packed": torch.zeros(3)}, header), "up.packed has dtype")
     refused(written(tensors | {"up.more": torch.zeros(3)}, header), "up has .*'more'")
     assert isinstance(load(written(tensors, header), Two(64, 32, 8))[0].up, Int4Linear)
@@ -906,7 +906,7 @@ def test_layers_with_zero_points_and_an_order(tmp_path):
         qk.nn.parallel.ColwiseQuantized()._apply(layer, None)
     for wrong, match in (
         ({"zero_point": 1}, "zero_point is 1"),
-        ({"order": True, "rotate": True}, "order is True; it takes False where rotate is True"),
+        ({"order": True, "rotate": True}, "order is True; expected False where rotate is True"),
         ({"absmax_dtype": BFLOAT16}, "absmax_dtype is torch.bfloat16"),
     ):
         with pytest.raises(ValueError, match=match):
@@ -1032,10 +1032,10 @@ def test_experts_that_do_not_fit(tmp_path):
         (missing, f"{place} has 4 experts in the model, and the checkpoint has no up.2"),
         (more, f"{place} has 4 experts in the model, and the checkpoint has up.4"),
         (order, "has gate and up with columns in different orders"),
-        (shape, "has up.2, which .*qweight has shape \\[8, 40\\]; it takes \\[8, 32\\]"),
+        (shape, "has up.2, which .*qweight has shape \\[8, 40\\]; expected \\[8, 32\\]"),
     ):
         save_file(wrong, folder / "model.safetensors", {"format": "pt"})
         refused(folder, match, model)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     model.get_submodule(place).is_concatenated = False
-    refused(folder, "is a Qwen3MoeExperts; it takes experts without biases, whose gate comes before up", model)
+    refused(folder, "is a Qwen3MoeExperts; expected experts without biases, whose gate comes before up", model)

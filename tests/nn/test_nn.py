@@ -427,41 +427,41 @@ def test_layers_of_no_size(kind, block, sizes):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Int8Linear(70, 40, block_size=48), "block_size is 48; it takes 32, 64, 128, 256 or None"),
+        (lambda: Int8Linear(70, 40, block_size=48), "block_size is 48; expected 32, 64, 128, 256 or None"),
         (
             lambda: Int8Linear(133145, 1, block_size=None, device="meta"),
-            "in_features is 133145; with block_size None it takes at most 133144",
+            "in_features is 133145; with block_size None, expected at most 133144",
         ),
-        (lambda: Int4Linear(70, 40, group_size=16), "group_size is 16; it takes 32, 64, 128, 256 or None"),
-        (lambda: Int8Linear(-1, 40), "in_features is -1; it takes an integer"),
-        (lambda: Int8Linear(70, 40, "a"), "bias is 'a'; it takes True or False"),
-        (lambda: Int4Linear(70, 40, 128), "bias is 128; it takes True or False"),
-        (lambda: Int4Linear(70, 4.0), "out_features is 4.0; it takes an integer"),
-        (lambda: Int8Linear(70, 40, rotate="yes"), "rotate is 'yes'; it takes True or False"),
-        (lambda: Int8Linear.from_linear(nn.Identity()), "linear is a Identity; it takes a torch.nn.Linear"),
-        (lambda: Int8Linear.from_linear(linear(70, 40).double()), "linear.weight has dtype torch.float64; it takes"),
+        (lambda: Int4Linear(70, 40, group_size=16), "group_size is 16; expected 32, 64, 128, 256 or None"),
+        (lambda: Int8Linear(-1, 40), "in_features is -1; expected an integer"),
+        (lambda: Int8Linear(70, 40, "a"), "bias is 'a'; expected True or False"),
+        (lambda: Int4Linear(70, 40, 128), "bias is 128; expected True or False"),
+        (lambda: Int4Linear(70, 4.0), "out_features is 4.0; expected an integer"),
+        (lambda: Int8Linear(70, 40, rotate="yes"), "rotate is 'yes'; expected True or False"),
+        (lambda: Int8Linear.from_linear(nn.Identity()), "linear is a Identity; expected a torch.nn.Linear"),
+        (lambda: Int8Linear.from_linear(linear(70, 40).double()), "linear.weight has dtype torch.float64; expected"),
         (lambda: Int8Linear.from_linear(linear(70, 40), 16), "block_size is 16"),
-        (lambda: Int8Linear(70, 40, dtype=torch.float64), "dtype is torch.float64; it takes torch.float16, torch.bf"),
-        (lambda: Int8Embedding(5, 3, dtype=torch.int8), "dtype is torch.int8; it takes"),
+        (lambda: Int8Linear(70, 40, dtype=torch.float64), "dtype is torch.float64; expected torch.float16, torch.bf"),
+        (lambda: Int8Embedding(5, 3, dtype=torch.int8), "dtype is torch.int8; expected"),
         *(
             (lambda ids=ids: Int8Embedding(5, 3, device=DEVICE)(ids), f"input {message}")
             for ids, message in [
-                (torch.ones(3, device=DEVICE), "has dtype torch.float32; it takes torch.int32 or torch.int64"),
-                (torch.ones(3, dtype=torch.bool, device=DEVICE), "has dtype torch.bool; it takes"),
-                (torch.ones(3, dtype=torch.int16, device=DEVICE), "has dtype torch.int16; it takes"),
-                ("01", "is a str; it takes a tensor"),
+                (torch.ones(3, device=DEVICE), "has dtype torch.float32; expected torch.int32 or torch.int64"),
+                (torch.ones(3, dtype=torch.bool, device=DEVICE), "has dtype torch.bool; expected"),
+                (torch.ones(3, dtype=torch.int16, device=DEVICE), "has dtype torch.int16; expected"),
+                ("01", "is a str; expected a tensor"),
             ]
         ),
-        (lambda: Int8Embedding.from_embedding(linear(5, 3)), "embedding is a Linear; it takes a torch.nn.Embedding"),
+        (lambda: Int8Embedding.from_embedding(linear(5, 3)), "embedding is a Linear; expected a torch.nn.Embedding"),
         *(
             (lambda kind=kind, x=x: layer_of(kind)(x), f"input {message}")
             for kind in (Int8Linear, Int4Linear)
             for x, message in [
-                (randn(5, 71), "has shape [5, 71]; it takes [..., 70]"),
-                (randn(1)[0], "has shape []; it takes [..., K]"),
-                (randn(5, 70).double(), "has dtype torch.float64; it takes torch.float16, torch.bfloat16 or"),
-                ([1.0] * 70, "is a list; it takes a tensor"),
-                (torch.ones(5, 70, device="meta"), "is on meta; it takes a CUDA tensor"),
+                (randn(5, 71), "has shape [5, 71]; expected [..., 70]"),
+                (randn(1)[0], "has shape []; expected [..., K]"),
+                (randn(5, 70).double(), "has dtype torch.float64; expected torch.float16, torch.bfloat16 or"),
+                ([1.0] * 70, "is a list; expected a tensor"),
+                (torch.ones(5, 70, device="meta"), "is on meta; expected a CUDA tensor"),
             ]
         ),
     ],
@@ -476,7 +476,7 @@ def test_the_default_dtype_is_a_bias_s():
     torch.set_default_dtype(torch.float64)
     try:
         for kind in (Int8Linear, Int4Linear):
-            with pytest.raises(ValueError, match=r"^dtype is torch.float64; it takes"):
+            with pytest.raises(ValueError, match=r"^dtype is torch.float64; expected"):
                 kind(70, 40)
             assert kind.from_linear(layer)(x).dtype == x.dtype and kind(70, 40, bias=False).bias is None
     finally:
@@ -622,7 +622,7 @@ def test_a_state_of_another_dtype_is_refused(kind, name, dtype, assign):
     layer = layer_of(kind)
     before = copy.deepcopy(layer.state_dict())
     state = copy.deepcopy(before) | {name: before[name].to(dtype), "bias": before["bias"] + 1}
-    message = f"{name} has dtype {dtype}; it takes {before[name].dtype}"
+    message = f"{name} has dtype {dtype}; expected {before[name].dtype}"
     with pytest.raises(RuntimeError, match=re.escape(message)):
         layer.load_state_dict(state, assign=assign)
     assert all(same(value, before[key]) for key, value in layer.state_dict().items()), "nothing was taken over"
@@ -1024,7 +1024,7 @@ def test_padded_input_of_torch_s_encoder(skip):
         out = model(x, src_key_padding_mask=mask)
         assert 0 < torch.linalg.norm((out - want)[~mask]) < 0.02 * torch.linalg.norm(want[~mask])
         quantize_(other, skip=["layers.0"])
-        with pytest.raises(ValueError, match=r"^input has layout nested; it takes torch\.strided"):
+        with pytest.raises(ValueError, match=r"^input has layout nested; expected torch\.strided"):
             other(x, src_key_padding_mask=mask)
         other.use_nested_tensor = False  # what enable_nested_tensor sets
         out = other(x, src_key_padding_mask=mask)
@@ -1304,53 +1304,53 @@ def moments(model, of=torch.eye):
 @pytest.mark.parametrize(
     ("build", "how", "message"),
     [
-        (twice, {}, "model is quantized already, 0.down is an Int8Linear; it takes one that is not"),
+        (twice, {}, "model is quantized already, 0.down is an Int8Linear; expected one that is not"),
         (lambda: Int8Linear(3, 3), {}, "model is quantized already, it is an Int8Linear"),
-        (two_devices, {}, f"model has a on {linear(1, 1).weight.device}, and b on meta; it takes one that is on one"),
-        (lambda: linear(70, 70), {}, "model is a Linear; it takes a model with layers in it"),
-        (lambda: embedding(), {"embeddings": True}, "model is a Embedding; it takes a model"),
-        (lambda: [linear(70, 70)], {}, "model is a list; it takes a torch.nn.Module"),
-        (Block, {"to": "int2"}, "to is 'int2'; it takes 'int8' or 'int4', or a function"),
-        (Block, {"to": lambda name, layer: "fp8"}, "to('up', ...) is 'fp8'; it takes 'int8', 'int4' or None"),
-        (Block, {"to": lambda name, layer: with_hooks()}, "to('up', ...) is a Linear with hooks; it takes a module w"),
+        (two_devices, {}, f"model has a on {linear(1, 1).weight.device}, and b on meta; expected one that is on one"),
+        (lambda: linear(70, 70), {}, "model is a Linear; expected a model with layers in it"),
+        (lambda: embedding(), {"embeddings": True}, "model is a Embedding; expected a model"),
+        (lambda: [linear(70, 70)], {}, "model is a list; expected a torch.nn.Module"),
+        (Block, {"to": "int2"}, "to is 'int2'; expected 'int8' or 'int4', or a function"),
+        (Block, {"to": lambda name, layer: "fp8"}, "to('up', ...) is 'fp8'; expected 'int8', 'int4' or None"),
+        (Block, {"to": lambda name, layer: with_hooks()}, "to('up', ...) is a Linear with hooks; expected a module w"),
         (
             lambda: nn.Sequential(linear(70, 70), nn.Sequential(linear(70, 70))),
             {"to": lambda name, layer: PLAIN},
-            "to('1.0', ...) is the Linear that '0' becomes, too; it takes a new module",
+            "to('1.0', ...) is the Linear that '0' becomes, too; expected a new module",
         ),
         (Block, {"to": lambda name, layer: Int8Linear(70, 8)}, "to('up', ...) is Int8Linear(in_features=70"),
-        (Block, {"skip": ["up", "downs"]}, "skip has 'downs'; it takes names of layers"),
+        (Block, {"skip": ["up", "downs"]}, "skip has 'downs'; expected names of layers"),
         (Block, {"skip": ["norm"]}, "skip has 'norm'"),
         (Block, {"skip": ["embed"]}, "skip has 'embed'"),
-        (Block, {"force": ["norm"]}, "force has 'norm'; it takes names of layers"),
-        (Block, {"force": 1}, "force is 1; it takes a list of names"),
-        (Block, {"skip": [1]}, "skip is [1]; it takes a list of names"),
-        (Block, {"skip": 1}, "skip is 1; it takes a list of names"),
-        (Block, {"block_size": 100}, "block_size is 100; it takes 32, 64, 128, 256 or None"),
-        (Block, {"to": "int4", "group_size": 100}, "group_size is 100; it takes 32, 64, 128, 256 or None"),
-        (Block, {"embeddings": 1}, "embeddings is 1; it takes True or False"),
-        (Block, {"rotate": "yes"}, "rotate is 'yes'; it takes True or False"),
-        (Block, {"measure": -1}, "measure is -1; it takes an integer of at least 0"),
-        (Block, {"measure": "yes"}, "measure is 'yes'; it takes an integer"),
-        (lambda: Block().to("meta"), {"measure": True}, "measure is True, and up is on meta; it takes a model where"),
+        (Block, {"force": ["norm"]}, "force has 'norm'; expected names of layers"),
+        (Block, {"force": 1}, "force is 1; expected a list of names"),
+        (Block, {"skip": [1]}, "skip is [1]; expected a list of names"),
+        (Block, {"skip": 1}, "skip is 1; expected a list of names"),
+        (Block, {"block_size": 100}, "block_size is 100; expected 32, 64, 128, 256 or None"),
+        (Block, {"to": "int4", "group_size": 100}, "group_size is 100; expected 32, 64, 128, 256 or None"),
+        (Block, {"embeddings": 1}, "embeddings is 1; expected True or False"),
+        (Block, {"rotate": "yes"}, "rotate is 'yes'; expected True or False"),
+        (Block, {"measure": -1}, "measure is -1; expected an integer of at least 0"),
+        (Block, {"measure": "yes"}, "measure is 'yes'; expected an integer"),
+        (lambda: Block().to("meta"), {"measure": True}, "measure is True, and up is on meta; expected a model where"),
         (Block, {"statistics": moments(Block())}, "statistics are given, but no layer becomes int4"),
-        (Block, {"to": "int4", "statistics": [1]}, "statistics are a list; they take what calibration.collect"),
-        (Block, {"to": "int4", "statistics": {"up": torch.eye(70)}}, "statistics['up'] is a Tensor; it takes a qk.nn"),
-        (Block, {"to": "int4", "statistics": {}}, "statistics have no 'up'; they take all layers that become int4"),
+        (Block, {"to": "int4", "statistics": [1]}, "statistics are a list; expected what calibration.collect"),
+        (Block, {"to": "int4", "statistics": {"up": torch.eye(70)}}, "statistics['up'] is a Tensor; expected a qk.nn"),
+        (Block, {"to": "int4", "statistics": {}}, "statistics have no 'up'; expected all layers that become int4"),
         *(
             (Block, {"to": "int4", "statistics": moments(Block(), of)}, f"statistics['up'].second_moment {message}")
             for of, message in [
-                (lambda K: torch.eye(K + 1), "has shape [71, 71]; it takes [70, 70]"),
-                (lambda K: torch.eye(K).half(), "has dtype torch.float16; it takes"),
-                (lambda K: torch.eye(K, device="meta"), "is on meta; it takes a tensor with numbers"),
-                (lambda K: torch.eye(K) * torch.nan, "holds NaN or Inf; it takes finite numbers"),
+                (lambda K: torch.eye(K + 1), "has shape [71, 71]; expected [70, 70]"),
+                (lambda K: torch.eye(K).half(), "has dtype torch.float16; expected"),
+                (lambda K: torch.eye(K, device="meta"), "is on meta; expected a tensor with numbers"),
+                (lambda K: torch.eye(K) * torch.nan, "holds NaN or Inf; expected finite numbers"),
             ]
         ),
         *(  # of the second layer
             (Block, {"to": "int4", "statistics": moments(Block(), of)}, f"statistics['down'].second_moment {message}")
             for of, message in [
-                (lambda K: torch.eye(K).index_fill_(0, torch.arange(K - 70), 1), "isn't symmetric; it takes a sum of"),
-                (lambda K: (80 - K) * torch.eye(K), "has a diagonal below 0; it takes a sum of x^T x"),
+                (lambda K: torch.eye(K).index_fill_(0, torch.arange(K - 70), 1), "isn't symmetric; expected a sum of"),
+                (lambda K: (80 - K) * torch.eye(K), "has a diagonal below 0; expected a sum of x^T x"),
             ]
         ),
     ],
@@ -1643,10 +1643,10 @@ def to_another_class(layer):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: [1], "model is a list; it takes a torch.nn.Module"),
-        (Block, "model is a Block without quantized layers; it takes what quantize_ made"),
-        (lambda: layer_of(Int8Linear), "model is itself quantized, Int8Linear; it takes a model with layers"),
-        (lambda: changed(to_another_class), "model has 1, and it is a Mine; it takes layers as quantize_ made them"),
+        (lambda: [1], "model is a list; expected a torch.nn.Module"),
+        (Block, "model is a Block without quantized layers; expected what quantize_ made"),
+        (lambda: layer_of(Int8Linear), "model is itself quantized, Int8Linear; expected a model with layers"),
+        (lambda: changed(to_another_class), "model has 1, and it is a Mine; expected layers as quantize_ made them"),
         (lambda: changed(lambda layer: layer.register_full_backward_hook(print)), "model has 1, and it has hooks"),
         (lambda: changed(lambda layer: setattr(layer, "forward", print)), "model has 1, and its forward was replaced"),
     ],
@@ -1695,11 +1695,11 @@ def test_warm_up(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([Block()],), "model is a list; it takes a torch.nn.Module"),
-        ((Block(),), "model is a Block without quantized layers; it takes what quantize_ made"),
-        ((layer_of(Int8Linear), 5), "tokens is 5; it takes a list of numbers"),
-        ((layer_of(Int8Linear), "5"), "tokens is '5'; it takes a list of numbers"),
-        ((layer_of(Int8Linear), [0]), "a number in tokens is 0; it takes an integer of at least 1"),
+        (([Block()],), "model is a list; expected a torch.nn.Module"),
+        ((Block(),), "model is a Block without quantized layers; expected what quantize_ made"),
+        ((layer_of(Int8Linear), 5), "tokens is 5; expected a list of numbers"),
+        ((layer_of(Int8Linear), "5"), "tokens is '5'; expected a list of numbers"),
+        ((layer_of(Int8Linear), [0]), "a number in tokens is 0; expected an integer of at least 1"),
     ],
 )
 def test_warm_up_of_what_it_can_t_take(arguments, message):

@@ -194,7 +194,7 @@ def _gathered(mesh, kind, rotate, block, dims):
     # a DTensor says how it is cut, and may be uneven
     part, x = cut(whole, mesh, ColwiseQuantized()), randn(7, 160, dtype=BF16)
     assert same(part(distribute_tensor(x, mesh, [Shard(0)])), here(whole(x), -1, mesh, 32))
-    refused(r"^input has shape \[7, 5\]; it takes \[..., 160\]", part, x[:, :5])
+    refused(r"^input has shape \[7, 5\]; expected \[..., 160\]", part, x[:, :5])
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_input_is_gathered_as_the_product_takes_it(ranks, size, kind, rotate, bl
 
 def _sizes(mesh):
     part = cut(layer_of(Int8Linear, 160, 96), mesh, ColwiseQuantized(input_layouts=Shard(-1)))
-    refused(r"^input has shape \[7, 160\]; it takes \[..., (96|64)\]", part, randn(7, 160))
+    refused(r"^input has shape \[7, 160\]; expected \[..., (96|64)\]", part, randn(7, 160))
 
 
 def test_columns_that_lie_elsewhere(ranks):
@@ -419,7 +419,7 @@ def _dtensors(mesh):
     assert isinstance(result, DTensor) and result.placements == (Replicate(),) and result.shape == (6, 40)
     scattered = cut(down, mesh, RowwiseQuantized(use_local_output=False, output_layouts=Shard(0)))(out)
     assert same(scattered.full_tensor(), result.to_local())
-    refused(r"it takes Shard\(1\) or Replicate", part, distribute_tensor(x, mesh, [Shard(0)]))
+    refused(r"expected Shard\(1\) or Replicate", part, distribute_tensor(x, mesh, [Shard(0)]))
     for size, fused in ((96, None), (64, (32, 32))):
         style = ColwiseQuantized(use_local_output=False, fused=fused)
         refused("^use_local_output is False", cut, Int8Linear(64, size, block_size=32), mesh, style)
@@ -466,7 +466,7 @@ def _benchmark(mesh):
     dist.all_gather_object(times, case.pace.clock(), mesh.get_group())
     assert times[0] == times[1]
     one_head = shape._replace(kv_heads=1)
-    refused("^the mesh has 2 processes; it takes up to 1", bench_parallel.random_part, one_head, "bf16", mesh)
+    refused("^the mesh has 2 processes; expected up to 1", bench_parallel.random_part, one_head, "bf16", mesh)
 
 
 def test_processes_measure_together(ranks):
@@ -654,10 +654,10 @@ def test_fsdp_s_weights_that_no_optimizer_wrote(ranks):
 def _cut_by_torch(mesh):
     layer, x = Int8TrainLinear(64, 64, device=DEVICE, block_size=32), randn(4, 64)
     whole = Int8FeedForward(64, 64, device=DEVICE, block_size=32)
-    refused("^(input|weight) is a DTensor; it takes a plain tensor", cut(layer, mesh, ColwiseParallel()), x)
+    refused("^(input|weight) is a DTensor; expected a plain tensor", cut(layer, mesh, ColwiseParallel()), x)
     replicated = distribute_tensor(x, mesh, [Replicate()])
-    refused("^input is a DTensor; it takes a plain tensor", layer, replicated)
-    refused("^input is a DTensor; it takes a plain tensor", whole, replicated)
+    refused("^input is a DTensor; expected a plain tensor", layer, replicated)
+    refused("^input is a DTensor; expected a plain tensor", whole, replicated)
     refused("^up has hooks", cut(whole, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()}), x)
 
 
@@ -682,7 +682,7 @@ def test_bad_arguments():
         with pytest.raises(ValueError, match=f"^{argument} is "):
             style(**{argument: value})
     for fused in (0, 5, "qkv", {64: 1}):
-        with pytest.raises(ValueError, match=rf"^fused is {re.escape(repr(fused))}; it takes a list of sizes, or None"):
+        with pytest.raises(ValueError, match=rf"^fused is {re.escape(repr(fused))}; expected a list of sizes, or None"):
             ColwiseQuantized(fused=fused)
     with pytest.raises(ValueError, match="^a size in fused is -1"):
         ColwiseQuantized(fused=(3, -1))
@@ -694,7 +694,7 @@ def _refused(mesh):
         (r"^units is 3, and out_features is 64", ColwiseQuantized(units=3)),
         (r"^units is 3, and fused has 32", ColwiseQuantized(units=3, fused=(32, 32))),
         (r"^units is 5, and in_features is 96", RowwiseQuantized(units=5)),
-        (r"^fused is \(32, 64\); it takes sizes that make up out_features, 64", ColwiseQuantized(fused=(32, 64))),
+        (r"^fused is \(32, 64\); expected sizes that make up out_features, 64", ColwiseQuantized(fused=(32, 64))),
         (r"would be cut at 48, inside a block of 32", RowwiseQuantized(units=2)),
     ):
         refused(match, parallelize_module, layer, mesh, style)
@@ -706,11 +706,11 @@ def _refused(mesh):
     for style, argument in ((ColwiseQuantized, "input_layouts"), (RowwiseQuantized, "output_layouts")):
         for dim in (2, -3, 5):
             part = cut(layer, mesh, style(**{argument: Shard(dim)}))
-            match = rf"^{argument} is .*{dim}.*, and input has shape \[4, \d+\]; it takes one of its dimensions"
+            match = rf"^{argument} is .*{dim}.*, and input has shape \[4, \d+\]; expected one of its dimensions"
             refused(match, part, x[:, : part.in_features])
         part = cut(layer, mesh, style(**{argument: Shard(0)}))
-        refused(r"^input has shape \[\]; it takes \[..., ", part, x[0, 0])
-        refused("^input is a list; it takes a tensor", part, [1.0])
+        refused(r"^input has shape \[\]; expected \[..., ", part, x[0, 0])
+        refused("^input is a list; expected a tensor", part, [1.0])
 
 
 def test_what_can_t_be_cut(ranks):
@@ -721,7 +721,7 @@ def _cut_elsewhere(mesh):
     """Of 64, 32 and no columns: as torch cuts x, it fits on the second rank, and only there."""
     part = cut(layer_of(Int8Linear, 96, 40, block=64), mesh, RowwiseQuantized())
     x = distribute_tensor(randn(4, 96), mesh, [Shard(1)])
-    refused(r"^input has \[32, 32, 32\] columns on the ranks; it takes \[64, 32, 0\]$", part, x)
+    refused(r"^input has \[32, 32, 32\] columns on the ranks; expected \[64, 32, 0\]$", part, x)
 
 
 def test_all_ranks_refuse_what_fits_on_one(ranks):
@@ -739,7 +739,7 @@ def test_a_rank_that_fails_ends_the_others(tmp_path):
     """With its error, long before a collective gives up."""
     on_the_cpu()
     start, failed = time.perf_counter(), torch.multiprocessing.ProcessRaisedException
-    with pytest.raises(failed, match=r"input has shape \[3, 40\]; it takes \[..., 32\]"):
+    with pytest.raises(failed, match=r"input has shape \[3, 40\]; expected \[..., 32\]"):
         torch.multiprocessing.start_processes(_fails, (tmp_path / "store",), 2, start_method="forkserver")
     assert time.perf_counter() - start < 120
 

