@@ -109,7 +109,7 @@ def _check_packed(packed, columns):
     words = cdiv(columns, _pack_of(packed))
     if packed.shape[1] != words:
         shape = list(packed.shape)
-        raise ValueError(f"packed has shape {shape}; {columns} columns take [R, {words}] of {packed.dtype}")
+        raise ValueError(f"packed has shape {shape}; with {columns} columns, expected [R, {words}] of {packed.dtype}")
 
 
 @triton.jit

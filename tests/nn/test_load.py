@@ -779,7 +779,7 @@ def test_indices(tmp_path):
     outside = ["../secret.safetensors", str(tmp_path / "secret.safetensors"), "..\\secret.safetensors", ".."]
     for file in (*outside, "a/b.safetensors", "C:x.safetensors", "x.bin", ""):
         places = dict.fromkeys(names, "part.safetensors") | {"up.qweight": file}
-        refused(index(places), "takes names of .safetensors files next to it")
+        refused(index(places), "expected names of .safetensors files next to it")
     refused(index(dict.fromkeys(names, "other.safetensors")), "names 'other.safetensors', which isn't there")
     refused(index(dict.fromkeys([*names, "more"], "part.safetensors")), "has more in 'part.safetensors', which doesn't")
     for places in ({}, [], {"up.qweight": 3}):
