@@ -123,9 +123,6 @@ IMPLEMENTATIONS = (
     Implementation("sm75_float", lambda problem: True, lambda *_: True, partial(int8_gemm_portable, float_dot=True)),
 )
 _PATHS = tuple(each.name for each in IMPLEMENTATIONS)
-# os.environ's own dictionary, where this Python has one, and its key
-_ENVIRONMENT = getattr(os.environ, "_data", os.environ)
-_PATH_NAME = "QK_GEMM_PATH" if _ENVIRONMENT is os.environ else os.environ.encodekey("QK_GEMM_PATH")
 
 
 def _check_operands(a, a_scale, b, b_scale, bias, block_size, path, exact):
@@ -162,8 +159,6 @@ def _check_sizes(a, a_scale, b, *_):
 
 
 def asked_path():
-    if _PATH_NAME not in _ENVIRONMENT:  # nearly always; os.environ.get takes ten times as long to say so
-        return None
     return os.environ.get("QK_GEMM_PATH") or None
 
 

@@ -142,7 +142,9 @@ def test_its_own_tests_pass(tmp_path):
 
 
 def test_the_layout(folder):
-    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix not in ("", ".pyc"))
+    files = sorted(
+        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"
+    )
     assert files == sorted(
         [
             "CARD.md", "build.toml", "tests/conftest.py", "tests/test_few_bits.py",

@@ -275,7 +275,8 @@ def _gemm_int4_sm90_int8_cases(arch):
         return
     for group, block, zero in (128, None, False), (128, 128, False), (None, None, False), (64, 32, True):
         for M, out in (1000, "bf16"), (300, "f32"):
-            yield f"int4_gemm_sm90_int8({_int8_problem(M, group, block, zero, True, out)})", {"wgmma": 8}
+            products = {"wgmma": 8 if block == 32 else 16}  # a step has 128 columns, or twice as many sums or columns
+            yield f"int4_gemm_sm90_int8({_int8_problem(M, group, block, zero, True, out)})", products
 
 
 def _hadamard_cases(arch):
