@@ -87,8 +87,10 @@ def _results(record):
     return record["results"] if record else []
 
 
-def _source(record):
-    return f"{record['gpu']}, {record['date']}"
+def _source(record, op=None):
+    """Name the GPU and the record's date, or that of an operation's newest results, which may be older."""
+    dates = [row["date"] for row in _results(record) if row["op"] == op and "date" in row]
+    return f"{record['gpu']}, {max(dates, default=record['date'])}"
 
 
 def _rounded(number):
@@ -243,7 +245,7 @@ def gemm_gains(record, op, weight, names, **options):
     shown = {label: lines[name] for name, label in names.items() if name in lines}
     copies = {"a copy of the same size": lines["copy"]} if "copy" in lines else {}
     top = max(y for found in gains.values() for points in found.values() for _, y in points)
-    title, ylabel = f"Speedup of {what}, {_source(record)}", "speedup over bf16, cuBLAS"
+    title, ylabel = f"Speedup of {what}, {_source(record, op)}", "speedup over bf16, cuBLAS"
     look = {"level": 1, "log": "x", "yardsticks": copies, "ylim": (0, 1.1 * top)}
     return curves(shown, title, "tokens (M)", ylabel, shown, **look)
 

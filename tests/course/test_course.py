@@ -331,6 +331,16 @@ def test_operand_blocks_count_the_scales_of_a_step(block, k_step, scales):
     assert all(mark.get_facecolor()[3] == 0 for mark in marks)  # what they frame stays visible
 
 
+def test_gains_have_the_date_of_their_own_results():
+    sizes = {"shape": [16, 8, 8], "options": {}, "us": 1.0}
+    rows = [
+        {"op": op, "contender": "bf16", "date": f"2026-01-0{day}"} | sizes for op, day in (("a", 1), ("a", 2), ("b", 9))
+    ]
+    record = {"gpu": "a GPU", "date": "2026-01-09", "results": rows}
+    title = course.gemm_gains(record, "a", (8, 8), {"bf16": "bf16"}).axes[0].get_title(loc="left")
+    assert title.endswith("a GPU, 2026-01-02")
+
+
 def test_benchmark_names_gpu_and_date_and_takes_only_what_was_asked():
     fig = course.benchmark(RECORD, "quantize_int4", group_size=None)
     ax = fig.axes[0]
