@@ -1,5 +1,6 @@
 """The measuring kit: its arithmetic on plain numbers, its command with a stand-in for measuring, and real measuring."""
 
+import contextlib
 import importlib
 import json
 import math
@@ -766,3 +767,25 @@ def test_only_some_cases_are_measured_and_the_others_kept(tmp_path, capsys):
         with pytest.raises(SystemExit):
             measured(3.0, *options)
         assert re.search(problem, capsys.readouterr().err)
+
+
+def test_a_job_that_is_cut_off_keeps_what_it_measured(tmp_path):
+    file, machine = tmp_path / "record.json", {"gpu": "a GPU", "capability": [9, 0], "date": "2026-01-01"}
+    machine |= {"versions": {}, "method": "none"}
+
+    def measured(us, cases):
+        left = iter(range(cases))
+
+        def measure(case, seconds):
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return [row(op=case.op, shape=list(case.shape), dtype="bfloat16", options=case.options, us=us)]
+
+        with contextlib.suppress(KeyboardInterrupt):
+            command.main(["int4_gemm", "--json", str(file)], here=lambda: machine, measure=measure)
+        return [row["us"] for row in command.read(file)["results"]]
+
+    total = len(list(command.cases_of("int4_gemm")))
+    assert measured(1.0, 3) == [1.0] * 3
+    assert measured(2.0, total) == [2.0] * total
+    assert sorted(measured(3.0, 3)) == [2.0] * (total - 3) + [3.0] * 3

@@ -52,8 +52,8 @@ def cases_of(job, dtypes=(), only=""):
     return (case for case in JOBS[job]() if (not dtypes or case.dtype in dtypes) and re.search(only, _name_of(case)))
 
 
-def run(job, dtypes=(), only="", seconds=None, measure=bench.measure):
-    """Measure a job and print it row by row. Return its results."""
+def run(job, dtypes=(), only="", seconds=None, measure=bench.measure, keep=None):
+    """Measure a job and print it row by row. Return its results; keep(results so far) is called after each case."""
     print(f"\n{job}\n{bench.HEADER}", flush=True)
     torch.manual_seed(0)
     rows = []
@@ -66,6 +66,8 @@ def run(job, dtypes=(), only="", seconds=None, measure=bench.measure):
         if case.fresh:
             torch._dynamo.reset()
         torch.cuda.empty_cache()
+        if keep:
+            keep(rows)
     return rows
 
 
@@ -234,9 +236,9 @@ def check(recorded, tolerance, run):
     return not lines
 
 
-def record(file, report, only=""):
-    """Write a report; results of other jobs in the file are kept, and if it has only some cases, of others, too."""
-    fields = ("job", "op", "shape", "dtype", "options") if only else ("job", "dtype")
+def record(file, report, whole=True):
+    """Write a report, keeping the file's results of other jobs, and of other cases if these aren't the whole job's."""
+    fields = ("job", "dtype") if whole else ("job", "op", "shape", "dtype", "options")
     file.write_text(dump(merge(read(file), report, fields) if file.exists() else report))
 
 
@@ -402,12 +404,13 @@ def _main(argv, here, measure):
             print(f"This was recorded on {args.check['gpu']}: its ratios may not hold here")
         return 0 if check(args.check["results"], args.tolerance, run_for) else 1
     for job in args.jobs or JOBS:
-        results = run_for(job, args.dtype, args.only)
+        # a job takes minutes: one that is cut off loses only the case that it was measuring
+        keep = args.json and (lambda results: record(args.json, machine | {"results": results}, whole=False))
+        results = run_for(job, args.dtype, args.only, keep=keep)
         if not results:
             parser.error(f"{job} has no cases of {' '.join(map(str, [*args.dtype, args.only]))}".rstrip())
-        report = machine | {"results": results}
         if args.json:
-            record(args.json, report, args.only)
+            record(args.json, machine | {"results": results}, whole=not args.only)
             print(f"{job} recorded in {args.json}", flush=True)
     return 0
 
