@@ -10,7 +10,7 @@ from cases import DEVICE, gpu
 import qk
 from qk.tools import bench
 from qk.tools.bench import model
-from qk.tools.bench.decoder import LLAMA_3_8B, Cache, Decoder, Layer, Shape, random_cache
+from qk.tools.bench.decoder import LLAMA_3_8B, Cache, Decoder, Layer, Shape, int4_cache, random_cache
 
 TINY = Shape(layers=2, width=64, inner=160, heads=4, kv_heads=2, vocabulary=100)
 
@@ -102,6 +102,25 @@ def test_fused_kernels_compute_the_same(kind, options, suffix, monkeypatch):
     assert bench.error_of(*results) < (1e-5 if kind == "bf16" else 0.01)
 
 
+def test_a_cache_in_int4_is_written_and_read():
+    """It errs as much as int4 does, and forgets nothing: a later token finds what an earlier step wrote."""
+    shape = TINY._replace(width=256, heads=4, kv_heads=2)
+    decoder = Decoder(shape).random_(0).requires_grad_(False).to(DEVICE, torch.float16)
+    tokens, last = torch.randint(shape.vocabulary, (3, 7), device=DEVICE), torch.tensor([6], device=DEVICE)
+    logits = {}
+    for first in (6, 5):
+        plain = random_cache(shape, len(tokens), 9, device=DEVICE, dtype=torch.float16)
+        for kind, cache in (("plain", plain), ("int4", int4_cache(plain))):
+            decoder(tokens[:, :first], torch.arange(first, device=DEVICE), cache)
+            for position in range(first, 6):
+                decoder(tokens[:, position : position + 1], torch.tensor([position], device=DEVICE), cache)
+            logits[kind, first] = decoder(tokens[:, 6:], last, cache)
+    error = bench.error_of(logits["int4", 6].float(), logits["plain", 6].float())
+    assert 1e-3 < error < 0.05
+    assert bench.error_of(logits["int4", 5].float(), logits["int4", 6].float()) < error
+    assert int4_cache(plain).keys[0].shape == (3, 2, 9, 32)
+
+
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 def test_a_layer_is_compiled_once(fused):
     torch._dynamo.reset()
@@ -127,6 +146,26 @@ def test_the_shape_is_llama_3_8b_s():
     assert sum(matrices) == LLAMA_3_8B.layer_weights and isinstance(decoder.layers[0], Layer)
     cache = random_cache(TINY, 3, 5)
     assert isinstance(cache, Cache) and sum(t.numel() for t in (*cache.keys, *cache.values)) == 3 * 5 * TINY.cached
+
+
+def test_long_contexts_are_also_decoded_from_a_cache_in_int4(monkeypatch):
+    monkeypatch.setattr(model, "_LONG", 6)
+    monkeypatch.setattr(model, "_KINDS", ("int4", "bf16"))
+    shape = TINY._replace(width=256)
+    short, long = model.decoder_cases(shape, decode=((2, 5), (2, 6)), prefill=())
+    name = "qk int4 fused, int4 cache"
+    assert name not in short.contenders and name in long.contenders and short.inputs()[-1] is None
+    inputs = long.inputs()
+    model_of = long.contenders["qk int4 eager"][0]
+    bytes_of = {each: model._cached(shape, 2, 6, each) for each in (False, True)}
+    for int4, cache in ((False, inputs[2]), (True, inputs[3])):
+        parts = [t for part in cache for t in part if t is not None]
+        assert sum(t.nbytes for t in parts) == bytes_of[int4]
+    more = long.more(name, {"allocated": 0, "replay": (lambda: None, 1, "graph")}) if DEVICE == "cuda" else None
+    assert more is None or more["bytes"] == long.more("qk int4 eager", {"allocated": 0, "replay": (0, 1, 0)})[
+        "bytes"
+    ] - (bytes_of[False] - bytes_of[True])
+    assert model_of(*inputs).shape == (2, shape.vocabulary)
 
 
 def test_the_kinds_are_the_same_model_and_their_rows_say_what_they_hold(monkeypatch):
@@ -183,7 +222,7 @@ def test_a_model_that_the_disk_has_no_room_for_is_not_loaded(monkeypatch):
 
 def test_a_prefill_counts_its_products():
     (case,) = model.decoder_cases(TINY, decode=(), prefill=((1, 5),))
-    tokens, positions, _ = case.inputs()
+    tokens, positions, _, _ = case.inputs()
     assert tokens.shape == (1, 5) and positions.tolist() == [0, 1, 2, 3, 4]
     assert (case.rates, case.flops) == ({"tokens_per_s": 5}, 2 * 5 * 2 * TINY.layer_weights)
 

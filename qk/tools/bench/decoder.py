@@ -11,7 +11,8 @@ compiles them one by one, so that one compiled layer serves all layers. Position
 one step serves all steps.
 
 `Layer.fused` and `Decoder.fused_end` do the same with qk's kernels between the matmuls: `rms_norm` and `swiglu`, or
-those that also quantize for the matmul that follows, if its layer takes int8.
+those that also quantize for the matmul that follows, if its layer takes int8. With a cache in int4, tokens are written
+and attended to by `write_kv` and `decode_attention`.
 """
 
 from typing import NamedTuple
@@ -51,16 +52,30 @@ LLAMA_3_8B = Shape(layers=32, width=4096, inner=14336, heads=32, kv_heads=8, voc
 
 
 class Cache(NamedTuple):
-    """Keys and values, [sequences, kv_heads, length, head] for each layer."""
+    """Keys and values, [sequences, kv_heads, length, head] for each layer, or packed in int4 with their absmax."""
 
     keys: list
     values: list
+    absmax: list  # None for each layer whose keys and values aren't quantized
 
 
 def random_cache(shape, sequences, length, **factory):
     """Make a random cache, as if earlier tokens had filled it. factory: device and dtype."""
     size = sequences, shape.kv_heads, length, shape.head
-    return Cache(*([torch.randn(size, **factory) for _ in range(shape.layers)] for _ in range(2)))
+    keys, values = ([torch.randn(size, **factory) for _ in range(shape.layers)] for _ in range(2))
+    return Cache(keys, values, [None] * shape.layers)
+
+
+def int4_cache(cache):
+    """Quantize a cache."""
+    quantized = []
+    for k, v in zip(cache.keys, cache.values, strict=True):
+        rows, nothing = k.shape[:3], torch.zeros(len(k), dtype=torch.int32, device=k.device)
+        keys, values = (k.new_empty((*rows, k.shape[3] // 2), dtype=torch.uint8) for _ in range(2))
+        absmax = k.new_empty((*rows, 2))
+        qk.write_kv(k, v, keys, values, absmax, nothing)
+        quantized.append((keys, values, absmax))
+    return Cache(*map(list, zip(*quantized, strict=True)))
 
 
 def _linear(inputs, outputs):
@@ -101,21 +116,21 @@ class Layer(torch.nn.Module):
         self.gate_up = _linear(shape.width, 2 * shape.inner)
         self.down = _linear(shape.inner, shape.width)
 
-    def forward(self, x, update, rotation, positions, keys, values):
+    def forward(self, x, update, rotation, positions, *cache):
         """Apply the layer to x and update [sequences, tokens, width]. Returns x, and the update still to be added."""
         x = x + update
-        x = x + self.output(self._attention(self.qkv(self.attention_norm(x)), rotation, positions, keys, values))
+        x = x + self.output(self._attention(self.qkv(self.attention_norm(x)), rotation, positions, *cache))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
         return x, self.down(functional.silu(gate) * up)
 
-    def fused(self, x, update, rotation, positions, keys, values):
+    def fused(self, x, update, rotation, positions, *cache):
         """Do what `forward` does, with fused kernels."""
         qkv, x = _normalized(self.qkv, self.attention_norm, update, x)
-        update = self.output(self._attention(qkv, rotation, positions, keys, values))
+        update = self.output(self._attention(qkv, rotation, positions, *cache))
         gate_up, x = _normalized(self.gate_up, self.mlp_norm, update, x)
         return x, _gated(self.down, gate_up)
 
-    def _attention(self, qkv, rotation, positions, keys, values):
+    def _attention(self, qkv, rotation, positions, keys, values, absmax):
         sequences, tokens, columns = qkv.shape
         head, shared = self.shape.head, self.shape.heads // self.shape.kv_heads
         kv_heads = columns // (shared + 2) // head  # only some, if the layer is split
@@ -125,10 +140,15 @@ class Layer(torch.nn.Module):
             for part in qkv.split([heads * head, kv_heads * head, kv_heads * head], -1)
         )
         q, k = _rotated(q, rotation), _rotated(k, rotation)
-        keys.index_copy_(2, positions, k)
-        values.index_copy_(2, positions, v)
+        if absmax is None:
+            keys.index_copy_(2, positions, k)
+            values.index_copy_(2, positions, v)
+        else:
+            lengths = qk.write_kv(k, v, keys, values, absmax, positions[:1].int().expand(sequences))
         if tokens > 1:
             out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        elif absmax is not None:
+            out = qk.decode_attention(q.squeeze(2), keys, values, absmax, lengths).unsqueeze(2)
         else:
             # the heads that share keys are rows of one matmul
             q = q.reshape(sequences, kv_heads, shared, head)
@@ -183,8 +203,8 @@ class Decoder(torch.nn.Module):
         """
         step, end = (Layer.fused, Decoder.fused_end) if fused else (Layer.forward, type(self).end)
         x, update, rotation = compiled(Decoder.begin)(self, tokens, positions)
-        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
-            x, update = compiled(step)(layer, x, update, rotation, positions, keys, values)
+        for layer, *cached in zip(self.layers, *cache, strict=True):
+            x, update = compiled(step)(layer, x, update, rotation, positions, *cached)
         return compiled(end)(self, x, update)
 
     def begin(self, tokens, positions):

@@ -5,7 +5,8 @@ loaded again; and all-MiniLM-L6-v2, where it is installed. In int8 and int4 the 
 embeddings are int8. All else is plain torch, the same for all kinds.
 
 A contender is a step, compiled by torch unless it is called "eager". Either way, the step is one CUDA graph, so the
-host's time doesn't count. In "fused", qk's kernels also normalize, add, gate and quantize; see decoder.py.
+host's time doesn't count. In "fused", qk's kernels also normalize, add, gate and quantize; with "int4 cache", they
+write and read the KV cache as well. See decoder.py.
 
     decode     shape [sequences, context]: one token each, the last of its context -> logits
     prefill    shape [sequences, context]: all tokens of the context -> logits of the last
@@ -15,7 +16,7 @@ Besides the fields that all rows have:
 
     weights      bytes of all weights and scales
     peak_bytes   the weights, the cache, and what a step allocates
-    bytes        the weights except the embedding, and the cache
+    bytes        the weights except the embedding, and the cache, as large as it is in this kind
     tops         counts only the layers' matmuls
     quantize_s   seconds to quantize the model on the GPU; the first time, kernels are compiled
     load_s       seconds to load it from a file just written
@@ -37,11 +38,12 @@ import qk
 from qk.data.sentences import minilm, minilm_folder
 from qk.nn import quantize_
 from qk.tools.bench import ALONE, Case, kernels_of
-from qk.tools.bench.decoder import LLAMA_3_8B, Decoder, random_cache
+from qk.tools.bench.decoder import LLAMA_3_8B, Decoder, int4_cache, random_cache
 
 # the smallest first: making any of them needs the memory of one in bfloat16
 _KINDS = "int4", "int4 int8 activations", "int8", "bf16"
 _DTYPE = torch.bfloat16
+_LONG, _INT4_CACHE = 4096, "fused, int4 cache"  # from this context on, and how such a step is called
 
 
 def nbytes(module):
@@ -95,13 +97,13 @@ def random_decoder(shape, kind):
     return model.requires_grad_(False), ({} if kind == "bf16" else {"quantize_s": quantize_s}) | {"load_s": load_s}
 
 
-def _case(op, shape, models, inputs, run, read, worst, cached=0, pace=ALONE, fused=False, **others):
+def _case(op, shape, models, inputs, run, read, worst, cached=lambda name: 0, pace=ALONE, options=None, **others):
     """Make the case of one step.
 
     models() returns {kind: (model, seconds)}. run(model, how, *inputs) makes the step; how compiles a function, or
-    returns it as it is. fused: whether run(..., fused=True) makes it with fused kernels. read: bytes of a model's
-    weights that a step reads. worst: the largest error that int4 may have; with normal values, its codes put each
-    matmul off by 11%. cached: bytes of the cache. others: fields of Case.
+    returns it as it is. options: {how a quantized kind's step is also called: options of run}. read: bytes of a
+    model's weights that a step reads. worst: the largest error that int4 may have; with normal values, its codes put
+    each matmul off by 11%. cached: returns the bytes of a contender's cache. others: fields of Case.
     """
     compiled = functools.cache(functools.partial(torch.compile, fullgraph=True, dynamic=False))
     contenders, kinds = {}, {}
@@ -112,15 +114,15 @@ def _case(op, shape, models, inputs, run, read, worst, cached=0, pace=ALONE, fus
     for kind in reversed(_KINDS):
         name = kind if kind == "bf16" else f"qk {kind}"
         steps = {name: step(kind, compiled), f"{name} eager": step(kind)}
-        if fused and kind != "bf16":
-            steps[f"{name} fused"] = step(kind, compiled, fused=True)
+        if kind != "bf16":
+            steps |= {f"{name} {also}": step(kind, compiled, **how) for also, how in (options or {}).items()}
         kinds |= dict.fromkeys(steps, kind)
         contenders |= {name: (call, step("bf16")) for name, call in steps.items()}
 
     def more(name, outcome):
         model, seconds = models()[kinds[name]]
-        row = {"bytes": read(model) + cached, "weights": nbytes(model)}
-        row |= {"peak_bytes": row["weights"] + cached + outcome["allocated"]} | seconds
+        row = {"bytes": read(model) + cached(name), "weights": nbytes(model)}
+        row |= {"peak_bytes": row["weights"] + cached(name) + outcome["allocated"]} | seconds
         replay, calls, _ = outcome["replay"]
         return row if name.endswith("eager") else row | {"kernels": kernels_of(replay, calls, pace=pace)}
 
@@ -131,37 +133,58 @@ def _decoder_case(models, shape, op, sequences, context, kv_heads=None, pace=ALO
     """kv_heads: how many of them this process caches, if not all."""
     new = context if op == "prefill" else 1
     where, matrices = {"device": qk.device()}, shape.layers * shape.layer_weights
-    cached = shape if kv_heads is None else shape._replace(kv_heads=kv_heads)
+    kept = shape if kv_heads is None else shape._replace(kv_heads=kv_heads)
+    options = {} if kv_heads else {"fused": {"fused": True}}
+    if options and new == 1 and context >= _LONG:
+        options[_INT4_CACHE] = {"fused": True, "int4": True}
 
     def inputs():
         tokens = torch.randint(shape.vocabulary, (sequences, new), **where)
         positions = torch.arange(context - new, context, **where)
-        return tokens, positions, random_cache(cached, sequences, context, dtype=_DTYPE, **where)
+        cache = random_cache(kept, sequences, context, dtype=_DTYPE, **where)
+        return tokens, positions, cache, int4_cache(cache) if _INT4_CACHE in options else None
+
+    def run(model, how, tokens, positions, cache, small, int4=False, **options):
+        return model(tokens, positions, small if int4 else cache, how, **options)
 
     # a step of one token per sequence is memory-bound, whatever it multiplies
     flops = 2 * matrices * sequences * new if new > 1 else 0
     return _case(
-        op, (sequences, context), models, inputs,
-        run=lambda model, how, *tensors, **options: model(*tensors, how, **options),
+        op, (sequences, context), models, inputs, run,
         read=lambda model: nbytes(model) - nbytes(model.embedding),
-        worst=0.3, cached=sequences * context * cached.cached * _DTYPE.itemsize,
-        bytes=matrices, flops=flops, rates={"tokens_per_s": sequences * new}, pace=pace, fused=kv_heads is None,
+        worst=0.3, cached=lambda name: _cached(kept, sequences, context, name.endswith(_INT4_CACHE)),
+        bytes=matrices, flops=flops, rates={"tokens_per_s": sequences * new}, pace=pace, options=options,
     )  # fmt: skip
 
 
-def decoder_cases(shape=LLAMA_3_8B, decode=((1, 512), (8, 512), (64, 512)), prefill=((1, 2048),)):
-    """Yield the decoder's cases, or none if the GPU has too little memory. decode, prefill: [(sequences, context)]."""
-    if qk.device() == "cuda":
-        free, needs = torch.cuda.mem_get_info()[0], 2.5 * nbytes(_empty(shape, "bf16"))
-        if free < needs:
-            print(
-                f"no decoder: it needs {needs / 2**30:.0f} GiB of free GPU memory, {free / 2**30:.0f} are", flush=True
-            )
-            return
+def _cached(shape, sequences, context, int4):
+    """Return the bytes of a cache."""
+    values = sequences * context * shape.cached
+    return values // 2 + values // shape.head * _DTYPE.itemsize if int4 else values * _DTYPE.itemsize
+
+
+def _has_room(needs, what):
+    if qk.device() != "cuda":
+        return True
+    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+    if free < needs:
+        print(f"no {what}: it needs {needs / 2**30:.0f} GiB of free GPU memory, {free / 2**30:.0f} are", flush=True)
+    return free >= needs
+
+
+def decoder_cases(
+    shape=LLAMA_3_8B, decode=((1, 512), (8, 512), (64, 512), (16, 8192), (64, 8192)), prefill=((1, 2048),)
+):
+    """Yield the decoder's cases for which the GPU has enough memory. decode, prefill: [(sequences, context)]."""
+    needs = 2.5 * nbytes(_empty(shape, "bf16"))  # of all kinds
+    if not _has_room(needs, "decoder"):
+        return
     models = functools.cache(lambda: {kind: random_decoder(shape, kind) for kind in _KINDS})
     for op, steps in (("decode", decode), ("prefill", prefill)):
-        for step in steps:
-            yield _decoder_case(models, shape, op, *step)
+        for sequences, context in steps:
+            caches = sum(_cached(shape, sequences, context, int4) for int4 in (False, True))
+            if _has_room(needs + 1.1 * caches, f"{op} of {sequences} x {context} tokens"):
+                yield _decoder_case(models, shape, op, sequences, context)
 
 
 def _embed(model, how, ids):
