@@ -7,7 +7,8 @@ are summed in float32, and the sum is multiplied by the group's scale. Activatio
 products are summed in int32. If there is a zero_point, it is subtracted from a group's codes.
 
 This file holds the checks, the table of implementations and the reference. Each implementation has a file of its own:
-`sm90.py` for Hopper, `sm75.py` for float16 on a T4, and `portable.py` for everything else, the interpreter included.
+`sm90.py` for Hopper, `sm75.py` for float16 and int8 on a T4, and `portable.py` for everything else, including the
+interpreter.
 """
 
 from collections.abc import Callable

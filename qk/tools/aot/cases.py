@@ -242,6 +242,16 @@ def _gemm_int4_sm75_cases(arch):
         # one for each 16 rows, 8 tokens and 8 columns of an iteration
         products = tile.mt * tile.nt * min(group or 64, 64) // 8
         yield f"int4_gemm_sm75(Int4Problem({operands}, {group}), '{config}')", {"mma": products}
+    for config, group, block, zeros in (
+        ("decode", None, None, False), ("small", 64, None, True), ("large", 128, None, False), ("large", 32, 128, True),
+        ("large", None, None, False), ("decode", 128, 128, False),
+    ):  # fmt: skip
+        tile, groups = int4_sm75._CONFIGS[config], 1 if group is None else 8192 // group
+        operands = f"i8(100, 8192), i32(8192, 1024), f16(8192, {groups}), None, f16(100, 8192), {group}"
+        x = f"f32(100, {1 if block is None else 8192 // block}), {block}"
+        zero_point = f"i8(8192, {groups})" if zeros else "None"
+        products = tile.mt * 2 * tile.nt * min(group or 64, 64) // 16  # 8 rows, 8 tokens and 16 columns each
+        yield f"int4_gemm_sm75(Int4Problem({operands}, {x}, {zero_point}), '{config}')", {"mma": products}
 
 
 def _gemm_int4_sm90_cases(arch):
