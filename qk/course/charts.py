@@ -181,7 +181,8 @@ def gemm_speed(record, op, shape, **options):
     options: show only results with these, e.g. activation="gelu". The axis is the same for all shapes, and extends
     beyond the peak.
     """
-    what = f"{op.removeprefix(_VERSIONS)} {' x '.join(map(str, shape))}"
+    name = "int8_gemm, step by step," if op == "ladder" else op.removeprefix(_VERSIONS)
+    what = f"{name} {' x '.join(map(str, shape))}"
     results = [row for row in _results(record) if row["op"] == op]
     rows = {
         row["contender"]: row for row in results
@@ -195,6 +196,8 @@ def gemm_speed(record, op, shape, **options):
     longest = max(row.get(key, 0) for row in results if (row["shape"] in copied) == (copy is not None))
     rows = {name: row for name, row in rows.items() if "us" in row}
     colors = _colors_of(rows) | dict.fromkeys((name for name in rows if name.startswith("qk")), BLUE)
+    if op == "ladder":
+        colors |= dict.fromkeys((name for name in rows if name not in _IMPLEMENTATIONS and name[:2] != "qk"), SKY)
     bf16 = rows.get("bf16", {}).get("us")
     fig, ax = subplots(9, 1.7 + 0.32 * len(rows))
     for y, (name, row) in enumerate(rows.items()):
@@ -341,7 +344,7 @@ def roofline(record, shape):
         )
     ax.set(xscale="log", yscale="log", xlim=ends, ylim=(0.5, 2 * max([*tops, *peaks.values()], default=ends[1])))
     ax.set_xlabel("operations per byte moved")
-    title = " x ".join(map(str, shape))
+    title = "Roofline of a GEMM, " + " x ".join(map(str, shape))
     if copies:
         what = "dots" if tops else "slope"
         ax.set(title=f"{title}; {what}: measured, {_source(record)}", ylabel="TOPS")
