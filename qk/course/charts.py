@@ -69,6 +69,10 @@ _IMPLEMENTATIONS = {
     "qk 16 bits": ("qk, 16-bit cache", INDIGO),
     "cudnn": ("cuDNN attention", GREY),
     "flash": ("FlashAttention", PURPLE),
+    "around": ("around each", SKY),
+    "int8_gemm": ("int8_gemm alone", BLUE),
+    # our own kernels with something missing
+    **{name: (name, SKY) for name in ("4 warps", "+ 8 warps", "+ L2 groups", "+ 3 stages", "unfused", "unfused bf16")},
 }
 
 
@@ -181,7 +185,7 @@ def gemm_speed(record, op, shape, **options):
     options: show only results with these, e.g. activation="gelu". The axis is the same for all shapes, and extends
     beyond the peak.
     """
-    name = "int8_gemm, step by step," if op == "ladder" else op.removeprefix(_VERSIONS)
+    name = {"ladder": "int8_gemm, step by step,", "ffn": "an FFN,"}.get(op, op.removeprefix(_VERSIONS))
     what = f"{name} {' x '.join(map(str, shape))}"
     results = [row for row in _results(record) if row["op"] == op]
     rows = {
@@ -196,8 +200,6 @@ def gemm_speed(record, op, shape, **options):
     longest = max(row.get(key, 0) for row in results if (row["shape"] in copied) == (copy is not None))
     rows = {name: row for name, row in rows.items() if "us" in row}
     colors = _colors_of(rows) | dict.fromkeys((name for name in rows if name.startswith("qk")), BLUE)
-    if op == "ladder":
-        colors |= dict.fromkeys((name for name in rows if name not in _IMPLEMENTATIONS and name[:2] != "qk"), SKY)
     bf16 = rows.get("bf16", {}).get("us")
     fig, ax = subplots(9, 1.7 + 0.32 * len(rows))
     for y, (name, row) in enumerate(rows.items()):
