@@ -69,6 +69,10 @@ _IMPLEMENTATIONS = {
     "qk 16 bits": ("qk, 16-bit cache", INDIGO),
     "cudnn": ("cuDNN attention", GREY),
     "flash": ("FlashAttention", PURPLE),
+    "around": ("around each", SKY),
+    "int8_gemm": ("int8_gemm alone", BLUE),
+    # our own kernels with something missing
+    **{name: (name, SKY) for name in ("4 warps", "+ 8 warps", "+ L2 groups", "+ 3 stages", "unfused", "unfused bf16")},
 }
 
 
@@ -181,7 +185,8 @@ def gemm_speed(record, op, shape, **options):
     options: show only results with these, e.g. activation="gelu". The axis is the same for all shapes, and extends
     beyond the peak.
     """
-    what = f"{op.removeprefix(_VERSIONS)} {' x '.join(map(str, shape))}"
+    name = {"ladder": "int8_gemm, step by step,", "ffn": "an FFN,"}.get(op, op.removeprefix(_VERSIONS))
+    what = f"{name} {' x '.join(map(str, shape))}"
     results = [row for row in _results(record) if row["op"] == op]
     rows = {
         row["contender"]: row for row in results
@@ -341,7 +346,7 @@ def roofline(record, shape):
         )
     ax.set(xscale="log", yscale="log", xlim=ends, ylim=(0.5, 2 * max([*tops, *peaks.values()], default=ends[1])))
     ax.set_xlabel("operations per byte moved")
-    title = " x ".join(map(str, shape))
+    title = "Roofline of a GEMM, " + " x ".join(map(str, shape))
     if copies:
         what = "dots" if tops else "slope"
         ax.set(title=f"{title}; {what}: measured, {_source(record)}", ylabel="TOPS")

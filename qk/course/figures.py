@@ -542,7 +542,7 @@ def rescale_scatter(sums, outputs, factor):
     ax.plot(sums, outputs, "o", color=BLUE, markersize=4, label="an output of the layer")
     ax.axline((0, 0), slope=factor, color=VERMILION, label="the best single factor")
     ax.grid(True)
-    ax.set(title="One token, 128 channels that share their scales", ylabel="exact output")
+    ax.set(title="One token: no single factor fits 128 channels that share scales", ylabel="exact output")
     ax.set_xlabel("sum of products of codes over all of K")
     fig.legend(loc="outside lower center", ncols=2)
     return fig

@@ -490,7 +490,7 @@ def test_gemm_gains_without_measurements_says_so(record, weight):
 @pytest.mark.parametrize("record", [None, RECORD, GEMM_RECORD])
 def test_gemm_speed_without_measurements_says_so(record):
     fig = course.gemm_speed(record, "ladder", (8192, 8192, 8192))
-    assert any("No measurement of ladder 8192 x 8192 x 8192" in text for text in texts(fig))
+    assert any("No measurement of int8_gemm, step by step, 8192 x 8192 x 8192" in text for text in texts(fig))
 
 
 def test_gemm_bytes():

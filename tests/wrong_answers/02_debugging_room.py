@@ -133,7 +133,7 @@ ANSWERS = {
         ("", changed(ABSMAX, "x_ptr + row * K", "x_ptr")),
     ],
     "unpack": [
-        ("neighbour's place", changed(UNPACK, "(offs % 2)", "(1 - offs % 2)")),
+        ("neighbor's place", changed(UNPACK, "(offs % 2)", "(1 - offs % 2)")),
         ("above 7", changed(UNPACK, "tl.where(nibble > 7, nibble - 16, nibble)", "nibble")),
         ("its low nibble", changed(UNPACK, " >> 4 * (offs % 2)", "")),
         ("its high nibble", changed(UNPACK, "4 * (offs % 2)", "4")),

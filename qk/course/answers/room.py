@@ -244,7 +244,7 @@ EXERCISES = {
                 _gathered(lambda row, K: row * K)(x, rows),
                 0,
             ),
-            "place has more than 16 bits, signed or not": _gathered(lambda row, K: row * K % (2 * _WRAP)),
+            "place needs more than 16 bits, signed or not": _gathered(lambda row, K: row * K % (2 * _WRAP)),
             "the cast drops the fraction: use nearest": _gathered(lambda row, K: row * K, torch.trunc),
             "row by row: which element does a row start with?": _gathered(lambda row, K: row),
         },
@@ -255,10 +255,10 @@ EXERCISES = {
         expected=_combined(lambda tiles: tiles.amax(0)),
         cases=_absmax_cases,
         mistakes={
-            "another order gives another result": _combined(lambda tiles: tiles[-1]),
+            "another order gives a different result": _combined(lambda tiles: tiles[-1]),
             "only one tile of a row counts, the others don't": lambda x, order, size: x[:, :size].float().abs().amax(1),
             "that is the sum of the tiles": _combined(lambda tiles: tiles.sum(0)),
-            "absmax starts at 0, so that is the smallest": _combined(lambda tiles: tiles.amin(0) * 0),
+            "absmax starts at 0, so a minimum stays 0": _combined(lambda tiles: tiles.amin(0) * 0),
             "absmax is the largest magnitude": _combined(
                 lambda tiles: tiles.amax(0).clamp(min=0), values=lambda tile: tile
             ),
@@ -271,7 +271,7 @@ EXERCISES = {
         expected=_unpacked(lambda j: j % 2 * 4),
         cases=_packed_cases,
         mistakes={
-            "the picture: each weight comes back in its neighbour's place": _unpacked(lambda j: 4 - j % 2 * 4),
+            "the picture: each weight comes back in its neighbor's place": _unpacked(lambda j: 4 - j % 2 * 4),
             "nibbles above 7 mean negative codes": _unpacked(lambda j: j % 2 * 4, low=lambda nibble: nibble),
             "a nibble has four bits: shift by 4, not by 1": _unpacked(lambda j: j % 2),
             "a nibble has four bits: shift by 4, not by 3": _unpacked(lambda j: j % 2 * 3),
