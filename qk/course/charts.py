@@ -389,14 +389,14 @@ def speedups(record):
     ax.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
     ax.grid(True, axis="x")
     ax.set_title(f"Speedup of qk over other implementations, {_source(record)}")
-    ax.set_xlabel("speedup, one dot per shape (left of the dashed line: qk is slower)")
+    ax.set_xlabel("speedup in GPU time, one dot per shape (left of the dashed line: qk is slower)")
     fig.legend(loc="outside lower center", ncols=3)
     return fig
 
 
 @style()
 def host_times(record):
-    """Wall time of a call of each operation at one token, next to other implementations: a dot for each."""
+    """CPU time of a call of each operation at one token, next to other implementations: a dot for each."""
     known = {"qk": ("qk", BLUE), "qk compile": ("qk, torch.compile", BLUE)}
     known |= {name: _IMPLEMENTATIONS[name] for name in _RIVALS}
     rows = [row for row in _results(record) if row["shape"][0] == 1 and row["contender"] in known and "us" in row]
@@ -419,12 +419,12 @@ def host_times(record):
             ax.plot(*zip(*points, strict=True), "o", color=color, alpha=0.75, markersize=7, label=label, **fill)
     ax.set_yticks(range(len(dots)), [f"{op}, {' x '.join(map(str, shape))}" for op, (shape, _) in dots.items()])
     ax.set(xscale="log", ylim=(len(dots) - 0.5, -0.5), ylabel="operation, shape")
-    ax.set_title(f"Wall time of a call for one token, {_source(record)}")
+    ax.set_title(f"CPU time of a call for one token, {_source(record)}")
     ax.xaxis.set_major_locator(matplotlib.ticker.FixedLocator((5, 10, 20, 30, 50, 70, 100, 200, 300, 500, 1000)))
     ax.xaxis.set_major_formatter("{x:g}")
     ax.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
     ax.grid(True, axis="x")
-    ax.set_xlabel("time per call, from Python (µs; shorter is better)")
+    ax.set_xlabel("time per call, from Python (µs; lower is better)")
     fig.legend(loc="outside lower center", ncols=4)
     return fig
 
