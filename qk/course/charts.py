@@ -596,7 +596,7 @@ def traffic(ways, title="Bytes moved, step by step", unit="bytes per element", l
 
 
 @style()
-def tradeoff(points, title="Smaller groups: lower error, more bits", ylabel="error: |restored - x| / |x|"):
+def tradeoff(points, title="Smaller groups: lower error, more bits", ylabel="relative error"):
     """Error against size. points: (label, bits per weight, error) of each way to quantize."""
     fig, ax = subplots(7, 3.6)
     labels, bits, errors = zip(*points, strict=True)
@@ -626,7 +626,7 @@ def scale_cost(curves, title="Smaller blocks: lower error, more scales", xlim=No
             place = {"ha": "right", "va": "top"} if i % 2 else {"ha": "left", "va": "bottom"}
             ax.annotate(name, (x, y), (4 * side, 4 * side), textcoords="offset points", fontsize=9, **place)
     ax.margins(x=0.12, y=0.15)
-    ax.set(xscale="log", yscale="log", title=title, ylabel="error: |restored - x| / |x|")
+    ax.set(xscale="log", yscale="log", title=title, ylabel="relative error")
     ax.set(**{end: ends for end, ends in (("xlim", xlim), ("ylim", ylim)) if ends})
     ax.set_xlabel("bytes of scales per 100 bytes of codes")
     ax.xaxis.set_major_formatter("{x:g}")
