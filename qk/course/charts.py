@@ -394,14 +394,14 @@ def speedups(record):
     ax.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
     ax.grid(True, axis="x")
     ax.set_title(f"Speedup of qk over other implementations, {_source(record)}")
-    ax.set_xlabel("speedup, one dot per shape (left of the dashed line: qk is slower)")
+    ax.set_xlabel("speedup in GPU time, one dot per shape (left of the dashed line: qk is slower)")
     fig.legend(loc="outside lower center", ncols=3)
     return fig
 
 
 @style()
 def host_times(record):
-    """Wall time of a call of each operation at one token, next to other implementations: a dot for each."""
+    """CPU time of a call of each operation at one token, next to other implementations: a dot for each."""
     known = {"qk": ("qk", BLUE), "qk compile": ("qk, torch.compile", BLUE)}
     known |= {name: _IMPLEMENTATIONS[name] for name in _RIVALS}
     rows = [row for row in _results(record) if row["shape"][0] == 1 and row["contender"] in known and "us" in row]
@@ -424,12 +424,12 @@ def host_times(record):
             ax.plot(*zip(*points, strict=True), "o", color=color, alpha=0.75, markersize=7, label=label, **fill)
     ax.set_yticks(range(len(dots)), [f"{op}, {' x '.join(map(str, shape))}" for op, (shape, _) in dots.items()])
     ax.set(xscale="log", ylim=(len(dots) - 0.5, -0.5), ylabel="operation, shape")
-    ax.set_title(f"Wall time of a call for one token, {_source(record)}")
+    ax.set_title(f"CPU time of a call for one token, {_source(record)}")
     ax.xaxis.set_major_locator(matplotlib.ticker.FixedLocator((5, 10, 20, 30, 50, 70, 100, 200, 300, 500, 1000)))
     ax.xaxis.set_major_formatter("{x:g}")
     ax.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
     ax.grid(True, axis="x")
-    ax.set_xlabel("time per call, from Python (µs; shorter is better)")
+    ax.set_xlabel("time per call, from Python (µs; lower is better)")
     fig.legend(loc="outside lower center", ncols=4)
     return fig
 
@@ -601,7 +601,7 @@ def traffic(ways, title="Bytes moved, step by step", unit="bytes per element", l
 
 
 @style()
-def tradeoff(points, title="Smaller groups: lower error, more bits", ylabel="error: |restored - x| / |x|"):
+def tradeoff(points, title="Smaller groups: lower error, more bits", ylabel="relative error"):
     """Error against size. points: (label, bits per weight, error) of each way to quantize."""
     fig, ax = subplots(7, 3.6)
     labels, bits, errors = zip(*points, strict=True)
@@ -631,7 +631,7 @@ def scale_cost(curves, title="Smaller blocks: lower error, more scales", xlim=No
             place = {"ha": "right", "va": "top"} if i % 2 else {"ha": "left", "va": "bottom"}
             ax.annotate(name, (x, y), (4 * side, 4 * side), textcoords="offset points", fontsize=9, **place)
     ax.margins(x=0.12, y=0.15)
-    ax.set(xscale="log", yscale="log", title=title, ylabel="error: |restored - x| / |x|")
+    ax.set(xscale="log", yscale="log", title=title, ylabel="relative error")
     ax.set(**{end: ends for end, ends in (("xlim", xlim), ("ylim", ylim)) if ends})
     ax.set_xlabel("bytes of scales per 100 bytes of codes")
     ax.xaxis.set_major_formatter("{x:g}")

@@ -87,6 +87,11 @@ NUMBERS = [
     ("README", r"bfloat16 overtakes it at (\d+) to (\d+) tokens", lambda: extremes(overtaken())),
     ("00_start_here", r"at ([\d.]+) to ([\d.]+) times the speed of cuBLAS FP8", lambda: extremes(fp8().values())),
     (
+        "00_start_here",
+        r"chain needs (\d+) µs of CPU time and (\d+) µs of GPU time, and bfloat16 needs (\d+) and (\d+)",
+        lambda: [times("chain", field)[1, 8192, 8192][name] for name in ("qk", "bf16") for field in ("wall_us", "us")],
+    ),
+    (
         "02_block_quantization",
         r"(\d+) µs (?:to make the call )?for `qk` and (\d+) µs for `torch.compile`",
         lambda: [times("act_quant", "wall_us")[1, 8192][name] for name in ("qk", "compile")],
