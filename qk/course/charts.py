@@ -644,7 +644,8 @@ def scale_cost(curves, title="Smaller blocks: lower error, more scales", xlim=No
 
 
 # One color for each of these in every chart of `curves`. Other labels take what is left of the cycle.
-_OF_LABELS = {"int8": BLUE, "bfloat16": GREY, "float32": GREEN, "int8, round to nearest": ORANGE, "to nearest": ORANGE}
+_OF_LABELS = {"int8": BLUE, "int4": SKY, "bf16": GREY, "bfloat16": GREY, "float32": GREEN}
+_OF_LABELS |= {"int8, round to nearest": ORANGE, "to nearest": ORANGE}
 _OF_LABELS |= dict(_IMPLEMENTATIONS.values()) | {"qk, int8 cache": BLUE, "qk, int4 cache": SKY}
 
 
@@ -654,16 +655,16 @@ def curves(
 ):
     """Plot lines and dots on common axes.
 
-    lines, dots, dashed: {label: [(x, y), ...]}, one color per label; dashed holds second lines of these labels. mark,
-    level: an x and a y to draw a line at. yardsticks: reference lines, dashed, in a color of their own. ylim: the ends
-    of y, so that sliders don't move them.
+    lines, dots, dashed: {label: [(x, y), ...]}, one color per label; dashed holds second lines of these labels. What
+    follows a colon in a label doesn't change its color. mark, level: an x and a y to draw a line at. yardsticks:
+    reference lines, dashed, in a color of their own. ylim: the ends of y, so that sliders don't move them.
     Axes are logarithmic (except a y axis that spans little); linear with log=False, when x may also be text. With
     log="x" only the x axis is logarithmic.
     """
     dots, dashed = dots or {}, dashed or {}
     labels = list(dict.fromkeys([*lines, *dots]))
     fig, ax = subplots(8, 4)
-    known = {label: _OF_LABELS[label] for label in labels if label in _OF_LABELS}
+    known = {label: _OF_LABELS[name] for label in labels if (name := label.partition(":")[0]) in _OF_LABELS}
     free = [color for color in (*CYCLE, VERMILION, SKY, GREY) if color not in known.values()]
     colors = known | dict(zip([label for label in labels if label not in known], free, strict=False))
     for label, color in colors.items():

@@ -568,7 +568,7 @@ def test_versions_with_int8_activations_are_right():
     case = jobs.int8_activations_case(dict(jobs.grown()["int4_gemm int8"]), 128, 128, 256)
     operands = case.inputs()
     grown = "dequantized", "shifted", "sixteenfold", "staged", "tiled"
-    assert list(case.contenders) == [*grown, "qk", "qk 16 bits", "qk int8", "bf16"]
+    assert list(case.contenders) == [*grown, "qk", "qk, 16-bit activations", "qk int8", "bf16"]
     for name, (call, truth) in case.contenders.items():
         out = call(*operands)
         assert out.dtype == torch.bfloat16 and bench.error_of(out.float(), truth(*operands)) < 5e-3, name

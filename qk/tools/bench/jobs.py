@@ -667,9 +667,12 @@ def int8_activations_case(functions, M, N=8192, K=8192):
         how = {"x_scale": scale, "evens_first": True}
         return qk.int4_gemm(codes, packed, absmax, group_size=128, out_dtype=x.dtype, **how)
 
-    calls = functions | {"qk": ours, "qk 16 bits": functools.partial(qk.int4_gemm, group_size=128)}
+    calls = functions | {"qk": ours, "qk, 16-bit activations": functools.partial(qk.int4_gemm, group_size=128)}
     contenders = {
-        name: (lambda *o, call=call: call(*o[:3]), plain if name in ("dequantized", "qk 16 bits") else per_token)
+        name: (
+            lambda *o, call=call: call(*o[:3]),
+            plain if name in ("dequantized", "qk, 16-bit activations") else per_token,
+        )
         for name, call in calls.items()
     }
     contenders["qk int8"] = (
