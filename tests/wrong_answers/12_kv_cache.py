@@ -52,7 +52,7 @@ ANSWERS = {
         ("took the first one's", kernel("absmax_ptr + token, mask", "absmax_ptr + token * 0, mask")),
         ("the program's first token", kernel("absmax_ptr + token, mask", "absmax_ptr + tl.arange(0, BLOCK), mask")),
         ("q is missing", kernel(" * q[None, :]", "")),
-        ("negative", kernel("score * scale", "-score * scale")),
+        ("sign of the score", kernel("score * scale", "-score * scale")),
         ("not the mean", kernel("score * scale", "score * scale / D")),
         ("", kernel("tl.sum(", "tl.max(")),
         (

@@ -122,7 +122,7 @@ _ROUNDED = Exercise(
         "u is between 0 and 1, so another half is half a step too much": _rounded(
             lambda x, u, i: (x * i + u + 0.5).floor()
         ),
-        "that is rounding to nearest: u must decide": _rounded(lambda x, u, i: (x * i).round()),
+        "that is rounding to nearest: u must decide whether to round up": _rounded(lambda x, u, i: (x * i).round()),
         "always rounding down is a bias, too: where is u?": _rounded(lambda x, u, i: (x * i).floor()),
         "rounding up adds a whole step": _rounded(lambda x, u, i: (x * i + u).ceil()),
         "u is between 0 and 1: subtract nothing before you round down": _rounded(

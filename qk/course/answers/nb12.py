@@ -108,7 +108,7 @@ _SCORES = Exercise(
         "q is missing: multiply codes by q before you add them": lambda q, codes, absmax, BLOCK: (
             codes.float().sum(1) * absmax / 127
         ),
-        "this is the score's negative": lambda q, codes, absmax, BLOCK: -_scores(q, codes, absmax),
+        "the sign of the score is wrong": lambda q, codes, absmax, BLOCK: -_scores(q, codes, absmax),
         "codes are signed": lambda q, codes, absmax, BLOCK: _scores(q, codes.short() & 255, absmax),
         "the sum, not the mean": lambda q, codes, absmax, BLOCK: _scores(q, codes, absmax) / codes.shape[1],
         "no softmax scale is asked for here": lambda q, codes, absmax, BLOCK: (

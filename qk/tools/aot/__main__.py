@@ -69,7 +69,7 @@ def _parser():
         help="only cases that match; a case is file.function(arguments), such as int4.pack_int4(...)",
     )
     parser.add_argument(
-        "--every", type=_positive("a number"), default=1, metavar="N", help="only every N-th of a function's cases"
+        "--every", type=_positive("a number"), default=1, metavar="N", help="only every Nth case of a function"
     )
     parser.add_argument(
         "--jobs",
@@ -79,7 +79,7 @@ def _parser():
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table here, with instruction counts")
     parser.add_argument(
-        "--keep", type=Path, metavar="DIR", help="keep Triton's stages, PTX, cubin and SASS in this folder"
+        "--keep", type=Path, metavar="DIR", help="keep Triton's IR of each stage, PTX, cubin and SASS in this folder"
     )
     parser.add_argument("--force", action="store_true", help="overwrite FILE, and write to a DIR that isn't empty")
     return parser
