@@ -1,8 +1,8 @@
-"""What follows from the repository's address: badges that open a notebook on Colab or Kaggle, and the set-up cell.
+"""What follows from the repository's address: badges that open a notebook on Colab or Kaggle, and the setup cell.
 
 The address is one line of pyproject.toml, `Repository` under `[project.urls]`. After a change, `python -m qk export
 --badges` writes it into all notebooks and the README. A notebook that was opened from a badge has nothing next to it,
-so its set-up cell installs qk from that address.
+so its setup cell installs qk from that address.
 """
 
 import re
@@ -63,7 +63,7 @@ def address(pyproject):
 
 
 def setup_source(address):
-    """The set-up cell's code, for a package that comes from this address."""
+    """The setup cell's code, for a package that comes from this address."""
     return _SETUP.format(address=address)
 
 
@@ -93,7 +93,7 @@ def links(text):
 
 
 def update(notebook, address, file):
-    """Write the address into a notebook: the badges under its title, and its set-up cell, the first with code.
+    """Write the address into a notebook: the badges under its title, and its setup cell, the first with code.
 
     Args:
         notebook: the dict that its JSON holds. No cell needs to run again.
@@ -104,7 +104,7 @@ def update(notebook, address, file):
         The new notebook, as a dict.
 
     Raises:
-        ValueError: it doesn't start with a title, or its first code cell isn't the set-up cell.
+        ValueError: it doesn't start with a title, or its first code cell isn't the setup cell.
     """
     cells = list(notebook["cells"])
     title, end, rest = "".join(cells[0]["source"]).partition("\n")
@@ -112,7 +112,7 @@ def update(notebook, address, file):
         raise ValueError(f"{file} doesn't start with a title")
     place = next((i for i, cell in enumerate(cells) if cell["cell_type"] == "code"), 0)
     if 'find_spec("qk")' not in "".join(cells[place]["source"]):
-        raise ValueError(f"the first code cell of {file} isn't the set-up cell")
+        raise ValueError(f"the first code cell of {file} isn't the setup cell")
     first, _, others = (rest := rest.lstrip("\n")).partition("\n\n")
     body = rest if _BADGE.sub("", first).strip() else others
     sources = {0: f"{title}\n\n{badges(address, file)}\n\n{body}".rstrip("\n"), place: setup_source(address)}

@@ -55,7 +55,7 @@ class Setting(NamedTuple):
     batch: int = 32
     dropout: float = 0.3
     decay: float = 0.5  # weight decay of matrices
-    steps: int = 4000
+    steps: int = 3000
     warmup: int = 200
     rate: float = 1e-3  # the highest; it falls to a tenth
     every: int = 100  # steps from one validation to the next

@@ -134,7 +134,7 @@ def test_the_site_opens_notebooks_and_loads_nothing(clone, tmp_path):
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
-    """A stand-in for Colab: run(folder, **variables) runs the set-up cell of the only notebook in a folder there.
+    """A stand-in for Colab: run(folder, **variables) runs the setup cell of the only notebook in a folder there.
 
     It has real pip and git, all that these tests' Python has but qk, and no network: git finds a local repository at
     the fork's address. In its environment, an ipywidgets and a torch are installed that pip must leave alone.

@@ -103,7 +103,7 @@ def test_export_runs_alone(exported, monkeypatch):
     notebook = nbformat.read(exported, as_version=4)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    # up to its set-up cell
+    # up to its setup cell
     notebook.cells = code[: len(packed(notebook))]
     notebook.cells.append(nbformat.v4.new_code_cell("print(qk.__file__)\nfrom qk import data\nprint(data.names())"))
     for name in ("PYTHONPATH", "QK_SOURCE"):

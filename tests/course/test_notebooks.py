@@ -106,7 +106,7 @@ def problems(notebook, common_setup):
     if 3 * sum(IGNORE in cell.metadata.get("tags", []) for cell in cells) > len(cells):
         found.append(f"more than a third of its cells have the tag {IGNORE}")
     if cells[0].source != common_setup:
-        found.append("its set-up cell differs from the other notebooks'")
+        found.append("its setup cell differs from the other notebooks'")
     if "widgets" in notebook.metadata:
         found.append("has metadata.widgets")
     if notebook.metadata.get("kernelspec", {}).get("name") != "python3":
@@ -217,7 +217,7 @@ def without_title(notebook):
         (setup_not_ignored, "code cell 1: differs by machine"),
         (skipped, "the only nbval mark"),
         (marked_by_comment, "the only nbval mark"),
-        (other_setup, "set-up cell differs"),
+        (other_setup, "setup cell differs"),
         (without_pictures, "no picture"),
         (without_pictures, "its sliders left no figure"),
         (widgets_saved, "metadata.widgets"),
@@ -511,7 +511,7 @@ def test_a_gap_is_found():
 
 @pytest.fixture
 def run_setup(tmp_path, monkeypatch):
-    """Runs the set-up cell in an empty folder, as if packages were missing. -> new places on sys.path, calls of pip"""
+    """Runs the setup cell in an empty folder, as if packages were missing. -> new places on sys.path, calls of pip"""
 
     def run(*hidden, pip_returns=0):
         find_spec, installed, path = importlib.util.find_spec, [], list(sys.path)
