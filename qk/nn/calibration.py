@@ -24,7 +24,7 @@ from ..core.launch import cdiv
 from ..core.matrices import as_matrix
 from ..hadamard import hadamard_ref, hadamard_size
 from ..int4 import pack_int4_ref
-from .kinds import linear_kinds, weight_shape
+from .weights import linear_kinds, weight_shape
 
 __all__ = ["LayerStatistics", "clip", "collect", "gptq", "quantize_weight", "rotate_moment"]
 

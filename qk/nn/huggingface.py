@@ -20,12 +20,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from .checkpoint import open_checkpoint
 from .experts import QuantizedExperts
 from .header import note_in_config, saved_state
-from .kinds import weight_shape
 from .layers import QuantizedModule, TiedInt8Linear
 from .plan import by_layer, check_header, check_saved, fail, saved_layer
 from .plan_experts import experts_in
 from .replace import check_options, checked_skip, quantize_
 from .restore import dequantize_
+from .weights import weight_shape
 
 __all__ = ["QkConfig", "QkQuantizer"]
 

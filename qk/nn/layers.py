@@ -39,8 +39,18 @@ from ..gemm_int4 import int4_gemm
 from ..hadamard import hadamard, hadamard_quant
 from ..int8 import act_quant, quantize_per_token
 from .calibration import quantize_weight, rotate_moment
-from .kinds import as_conv1d, as_linear, is_transposed, linear_kinds, weight_shape
-from .weights import from_int4, from_int8, rotate_weight, to_int4, to_int8
+from .weights import (
+    as_conv1d,
+    as_linear,
+    from_int4,
+    from_int8,
+    is_transposed,
+    linear_kinds,
+    rotate_weight,
+    to_int4,
+    to_int8,
+    weight_shape,
+)
 
 __all__ = ["Int4Linear", "Int8Embedding", "Int8Linear"]
 

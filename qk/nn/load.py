@@ -21,10 +21,10 @@ from .checkpoint import open_checkpoint
 from .experts import is_experts
 from .formats import Scratch
 from .header import KINDS, note_in_config, saved_state
-from .kinds import linear_kinds, weight_shape
 from .layers import FORWARD_HOOKS, QuantizedModule, TiedInt8Linear
 from .plan import Slot, plan
 from .report import Report, Row, bytes_of, rows_of_others
+from .weights import linear_kinds, weight_shape
 
 __all__ = ["load", "save"]
 

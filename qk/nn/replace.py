@@ -21,7 +21,6 @@ from ..core.numerics import INTERPRETED
 from .calibration import LayerStatistics, check_moment, progress_bar
 from .experts import QuantizedExperts, is_experts, linears_of
 from .header import note_in_config
-from .kinds import as_linear, linear_kinds, weight_shape
 from .layers import (
     FORWARD_HOOKS,
     OTHER_HOOKS,
@@ -38,6 +37,7 @@ from .layers import (
 )
 from .report import Report, Row, bytes_of, rows_of_others, tensors_of
 from .training import Int8TrainLinear, check_training
+from .weights import as_linear, linear_kinds, weight_shape
 
 __all__ = ["int8_train_", "quantize_", "warm_up"]
 

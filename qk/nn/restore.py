@@ -6,10 +6,10 @@ import torch
 
 from .calibration import progress_bar
 from .experts import QuantizedExperts
-from .kinds import weight_shape
 from .layers import OTHER_HOOKS, Int4Linear, Int8Embedding, Int8Linear, QuantizedModule, TiedInt8Linear
 from .replace import Job, replacing
 from .report import Report, Row, bytes_of, rows_of_others
+from .weights import weight_shape
 
 __all__ = ["dequantize_"]
 
