@@ -18,11 +18,10 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .checkpoint import open_checkpoint
-from .experts import QuantizedExperts
+from .experts import QuantizedExperts, experts_in
 from .header import note_in_config, saved_state
 from .layers import QuantizedModule, TiedInt8Linear
 from .plan import by_layer, check_header, check_saved, fail, saved_layer
-from .plan_experts import experts_in
 from .replace import check_options, checked_skip, quantize_
 from .restore import dequantize_
 from .weights import weight_shape

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 
 from ..core.checks import FLOATS, check_one_of
+from .experts import experts_in, plan_experts
 from .formats import FORMATS, MARKS, Refused, check_entry, dequantized
 from .header import DTYPE_NAMES, KINDS, VERSION
 from .layers import Int4Linear, Int8Embedding, Int8Linear, QuantizedLinear, TiedInt8Linear
-from .plan_experts import experts_in, plan_experts
 from .weights import linear_kinds, weight_shape
 
 __all__ = ["Layer", "Slot", "by_layer", "check_header", "check_saved", "fail", "plan", "saved_layer"]
