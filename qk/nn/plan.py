@@ -14,7 +14,7 @@ from .header import DTYPE_NAMES, KINDS, VERSION
 from .layers import Int4Linear, Int8Embedding, Int8Linear, QuantizedLinear, TiedInt8Linear
 from .weights import linear_kinds, weight_shape
 
-__all__ = ["Layer", "Slot", "by_layer", "check_header", "check_saved", "fail", "plan", "saved_layer"]
+__all__ = ["plan"]
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _FLOATS = (*FLOATS, torch.float64)
@@ -138,11 +138,18 @@ def _error(new, weight):
     return torch.linalg.vector_norm(new.dequantize().sub_(weight)).item() / (norm or 1.0)
 
 
+def table_of(old, settings, tables):
+    """Returns the embedding that a head shares its table with, out of those by name."""
+    table = tables.get(settings.get("table"))
+    fits = table is not None and isinstance(old, (*linear_kinds(), QuantizedLinear))
+    if not fits or weight_shape(table) != weight_shape(old):
+        raise ValueError(f"has the table of {settings.get('table')!r}, which isn't there, or has another shape")
+    return table
+
+
 def _plan_tied(old, parts, settings, tables):
     """Plan a head that has an embedding's table."""
-    table = tables.get(settings.get("table"))
-    if table is None or weight_shape(table) != weight_shape(old):
-        raise ValueError(f"has the table of {settings.get('table')!r}, which isn't there, or has another shape")
+    table = table_of(old, settings, tables)
     if parts.keys() - {"bias"} != {"format"}:
         raise ValueError(f"has {sorted(parts)}; expected format and maybe bias")
     if "bias" in parts:
@@ -157,12 +164,13 @@ def _plan_tied(old, parts, settings, tables):
     return make
 
 
-def saved_layer(old, settings):
+def saved_layer(old, settings, like_old=False):
     """Make the layer that `save` described, without values, on the meta device.
 
     Args:
         old: the model's layer in its place.
         settings: what the file says about it.
+        like_old: whether its dtype is the model's, not that of the settings.
 
     Raises:
         ValueError: these settings describe no layer, or one that doesn't fit there.
@@ -178,6 +186,8 @@ def saved_layer(old, settings):
         old, (torch.nn.Embedding, Int8Embedding) if kind is Int8Embedding else (*linear_kinds(), QuantizedLinear)
     ):
         raise ValueError(f"is a {type(old).__name__} in the model, and an {kind.__name__} in the checkpoint")
+    if like_old:
+        settings["dtype"] = old.weight.dtype
     try:
         new = kind(**settings, device="meta")
     except (TypeError, RuntimeError) as error:  # unknown names, or sizes beyond any memory
@@ -200,8 +210,6 @@ def check_saved(new, parts):
 
 def _plan_own(name, old, parts, settings, tables):
     """Plan a layer that `save` wrote. tables: the new embeddings by name, to which it adds its own."""
-    if not isinstance(old, (torch.nn.Embedding, *linear_kinds(), QuantizedLinear, Int8Embedding)):
-        raise ValueError(f"is a {type(old).__name__} in the model; expected a linear layer or an embedding")
     if settings.get("kind") == TiedInt8Linear.__name__:
         return _plan_tied(old, parts, settings, tables)
     new = saved_layer(old, settings)
@@ -217,7 +225,7 @@ def _plan_own(name, old, parts, settings, tables):
     return make
 
 
-def _plan_layers(model, quantized, plan_one):
+def plan_layers(model, quantized, plan_one):
     """Plan all quantized layers.
 
     Args:
@@ -324,7 +332,7 @@ def _renamed(tensors, rename):
     return renamed
 
 
-def by_layer(entries):
+def _by_layer(entries):
     """Group entries by layer: for each name of a layer, a dict of its parts."""
     groups = {}
     for name, entry in entries.items():
@@ -343,22 +351,26 @@ def check_header(own):
     return layers, tied
 
 
-def _plan_of_own(own, entries):
-    """Check what `save` wrote. Returns the entries, the quantized layers, and a function that plans one."""
+def own_layers(own, entries):
+    """Check what `save` wrote. Returns the entries by all names of their tensors, and the parts of quantized layers."""
     layers, tied = check_header(own)
     entries = {**entries, **{name: entries[kept] for name, kept in tied.items() if kept in entries}}
-    groups = by_layer(entries)
-    tables, last = {}, TiedInt8Linear.__name__  # which need the embeddings
-    quantized = {
-        name: groups.get(name, {}) for name in sorted(layers, key=lambda name: layers[name].get("kind") == last)
-    }
-    return entries, quantized, lambda name, old, parts: _plan_own(name, old, parts, layers[name], tables)
+    groups, last = _by_layer(entries), TiedInt8Linear.__name__  # which need the embeddings
+    names = sorted(layers, key=lambda name: layers[name].get("kind") == last)
+    return entries, {name: groups.get(name, {}) for name in names}
+
+
+def _plan_of_own(own, entries):
+    """Returns the entries, the quantized layers, and a function that plans one."""
+    entries, quantized = own_layers(own, entries)
+    tables = {}
+    return entries, quantized, lambda name, old, parts: _plan_own(name, old, parts, own["layers"][name], tables)
 
 
 def _plan_of_gguf(model, entries):
     """As `_plan_of_own`, for a GGUF file. Embeddings are dequantized."""
     modules, entries, quantized = dict(model.named_modules(remove_duplicate=False)), dict(entries), {}
-    for layer, parts in by_layer(entries).items():
+    for layer, parts in _by_layer(entries).items():
         weight = parts.get("weight")
         if weight is None or isinstance(weight.dtype, torch.dtype):
             continue
@@ -372,7 +384,7 @@ def _plan_of_gguf(model, entries):
 def _plan_of_others(config, entries):
     """As `_plan_of_own`, for safetensors of other libraries."""
     format_of = _layers_of(config)
-    quantized = {layer: parts for layer, parts in by_layer(entries).items() if MARKS & parts.keys()}
+    quantized = {layer: parts for layer, parts in _by_layer(entries).items() if MARKS & parts.keys()}
     return entries, quantized, lambda name, old, parts: _plan_foreign(old, parts, *format_of(name))
 
 
@@ -385,7 +397,7 @@ def plan(checkpoint, model, rename):
         entries, quantized, plan_one = _plan_of_gguf(model, entries)
     else:
         entries, quantized, plan_one = _plan_of_others(checkpoint.config, entries)
-    layers, problems = _plan_layers(model, quantized, plan_one)
+    layers, problems = plan_layers(model, quantized, plan_one)
     fail(problems)
     left = {name: entry for name, entry in entries.items() if name.rpartition(".")[0] not in quantized}
     slots, problems = _plan_slots(model, left, {layer.old for layer in layers})
