@@ -46,23 +46,13 @@ _TOKENS = 256  # rows that measure=True gives a layer
 _SERVED = (1, 2, *itertools.chain(*((2**k - 1, 2**k) for k in range(3, 13))))
 
 
-class _Reader(NamedTuple):
-    """A kind of module that computes with a child's weight instead of calling it, so that a new layer gains nothing."""
-
-    package: str  # where the class is defined
-    kind: str  # its name
-    children: tuple
-    note: str
-    force: bool = True  # whether `force` replaces the child anyway
-
-
-_READERS = (
-    _Reader("torch", "MultiheadAttention", ("out_proj",), "MultiheadAttention computes with its weight itself"),
-    _Reader(
-        "transformers", "MambaMixer", ("x_proj", "dt_proj", "out_proj"), "MambaMixer computes with its weight itself"
-    ),
-    _Reader("qk", "Int8FeedForward", ("up", "down"), "Int8FeedForward computes with its weight itself", force=False),
-)
+# Modules that compute with a child's weight instead of calling it, so that a new layer gains nothing. By package and
+# class, the children. `force` replaces the child anyway, but not in our own.
+_READERS = {
+    ("torch", "MultiheadAttention"): ("out_proj",),
+    ("transformers", "MambaMixer"): ("x_proj", "dt_proj", "out_proj"),
+    ("qk", "Int8FeedForward"): ("up", "down"),
+}
 
 
 class Job(NamedTuple):
@@ -189,12 +179,10 @@ def _reader(model, name):
     for child in filter(None, name.split(".")):  # "": the model is itself the layer
         if child in getattr(type(module), "adapter_layer_names", ()):
             return "an adapter that peft trains", True
-        for reader in _READERS:
-            if child in reader.children and any(
-                kind.__name__ == reader.kind and kind.__module__.partition(".")[0] == reader.package
-                for kind in type(module).__mro__
-            ):
-                return reader.note, reader.force
+        for kind in type(module).__mro__:
+            package = kind.__module__.partition(".")[0]
+            if child in _READERS.get((package, kind.__name__), ()):
+                return f"{kind.__name__} computes with its weight itself", package != "qk"
         module = module._modules[child]
     return "", True
 
@@ -332,16 +320,14 @@ def _relative_error(new, layer):
 
 def _not_finite(new, layer):
     """Say why codes can't represent a layer's weight, or return ""."""
-    return next(filter(None, (_not_finite_in(*pair) for pair in _pairs(new, layer))), "")
-
-
-def _not_finite_in(new, weight):
-    scale = new.table.scale if isinstance(new, TiedInt8Linear) else getattr(new, "absmax", getattr(new, "scale", None))
-    if scale.is_meta or scale.isfinite().all():
-        return ""
-    if not weight.isfinite().all():
-        return "its weight holds NaN or Inf"
-    return f"its weight reaches {weight.abs().max().item():.3g}, and the float16 scales of int4 end at 65504"
+    for part, weight in _pairs(new, layer):
+        table = part.table if isinstance(part, TiedInt8Linear) else part
+        scale = table.absmax if isinstance(table, Int4Linear) else table.scale
+        if not scale.is_meta and not scale.isfinite().all():
+            if not weight.isfinite().all():
+                return "its weight holds NaN or Inf"
+            return f"its weight reaches {weight.abs().max().item():.3g}, and the float16 scales of int4 end at 65504"
+    return ""
 
 
 def _microseconds(layer, example):
@@ -385,16 +371,12 @@ class _Options(NamedTuple):
         if isinstance(layer, torch.nn.Embedding):
             return Int8Embedding.from_embedding(layer)
         if is_experts(layer):
-            return self.make_experts(layer, to)
+            alone = self._replace(statistics=None)
+            return QuantizedExperts(layer, lambda linear: alone.make("", linear, to))
         if to == "int8":
             return Int8Linear.from_linear(layer, self.block_size, self.rotate)
         moment = None if self.statistics is None else self.statistics[name].second_moment
         return Int4Linear.from_linear(layer, self.group_size, self.rotate, moment, activations=self.activations)
-
-    def make_experts(self, experts, to):
-        """Quantize experts, without statistics. to: "int8" or "int4"."""
-        alone = self._replace(statistics=None)
-        return QuantizedExperts(experts, lambda linear: alone.make("", linear, to))
 
 
 @torch.no_grad()
