@@ -21,8 +21,7 @@ from .experts import QuantizedExperts
 from .header import note_in_config, saved_state
 from .layers import Int8Embedding, QuantizedModule, TiedInt8Linear
 from .plan import check_header, check_saved, fail, own_layers, plan_layers, saved_layer, table_of
-from .replace import check_options, checked_skip, quantize_
-from .restore import dequantize_
+from .replace import check_options, checked_skip, dequantize_, quantize_
 
 __all__ = ["QkConfig", "QkQuantizer"]
 

@@ -766,13 +766,13 @@ def why_unusual(layer, kinds, stays=False):
     weight = layer._parameters["weight"]
     if type(weight) is not torch.nn.Parameter:
         return f"its weight is a {type(weight).__name__}"
+    return why_changed(layer, stays)
+
+
+def why_changed(layer, stays=False):
+    """Say how a layer's calls were changed, or return "". stays: as for `why_unusual`."""
     if "forward" in layer.__dict__:
         return "its forward was replaced"
     if not stays and any(getattr(layer, hooks) for hooks in OTHER_HOOKS):
         return "it has hooks besides those of forward"
     return ""
-
-
-def why_not(layer, kinds, stays=False):
-    """Say why a layer isn't replaced, or return "". kinds, stays: as for `why_unusual`."""
-    return why_unfit(layer) or why_unusual(layer, kinds, stays)

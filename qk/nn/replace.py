@@ -1,6 +1,7 @@
 """Replace the layers of a model, and compile the kernels that the new ones need.
 
 quantize_       frozen int8 or int4 layers in place of torch.nn's
+dequantize_     float layers again
 int8_train_     layers that train in int8
 warm_up         compiles the kernels of a quantized model before it serves
 """
@@ -23,7 +24,6 @@ from .experts import QuantizedExperts, is_experts, linears_of
 from .header import note_in_config
 from .layers import (
     FORWARD_HOOKS,
-    OTHER_HOOKS,
     Int4Linear,
     Int8Embedding,
     Int8Linear,
@@ -32,6 +32,7 @@ from .layers import (
     TiedInt8Linear,
     check_block_size,
     check_group_size,
+    why_changed,
     why_unfit,
     why_unusual,
 )
@@ -39,7 +40,7 @@ from .report import Report, Row, bytes_of, rows_of_others, tensors_of
 from .training import Int8TrainLinear, check_training
 from .weights import as_linear, linear_kinds, weight_shape
 
-__all__ = ["int8_train_", "quantize_", "warm_up"]
+__all__ = ["dequantize_", "int8_train_", "quantize_", "warm_up"]
 
 _TOKENS = 256  # rows that measure=True gives a layer
 # Each power of two, and a number below it that neither 16 nor a tile divides: kernels are chosen and compiled by these.
@@ -168,9 +169,7 @@ def _why_not_experts(experts):
             return f"its {name} is a {type(parameter).__name__}"
         if parameter.dtype not in FLOATS:
             return f"its {name} has dtype {parameter.dtype}"
-    if "forward" in experts.__dict__:
-        return "its forward was replaced"
-    return "it has hooks besides those of forward" if any(getattr(experts, hooks) for hooks in OTHER_HOOKS) else ""
+    return why_changed(experts)
 
 
 def _reader(model, name):
@@ -567,6 +566,80 @@ def replacing(model, jobs, modules):
             settings[key] = value
         note_in_config(model)
         raise
+
+
+@torch.no_grad()
+def dequantize_(model, progress=True):
+    """Undo `quantize_`: replace quantized layers with float ones of the kinds that they were made from, in place.
+
+    The weights are what the codes stand for, so the rounding stays: quantizing lost it for good. They have the dtype
+    that the model has now. What `quantize_` made one module of (layers that shared a weight) stays one. Biases stay the
+    same parameters, except those of experts, and forward hooks move to the new layers.
+
+    Args:
+        model: what `quantize_` made, on any device.
+        progress: whether to show a progress bar, if it takes longer than a second.
+
+    Returns:
+        A `Report` without errors.
+
+    Raises:
+        ValueError: for a model without quantized layers, for one that is itself such a layer (see its method
+            `to_float`), and for a layer that was changed: cut up for several GPUs, say, or with another forward.
+
+    After an error or interrupt the model is unchanged. Old and new layers are in memory together until the end.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    if isinstance(model, QuantizedModule | QuantizedExperts):
+        raise ValueError(
+            f"model is itself quantized, {type(model).__name__}; expected a model with layers in it (see to_float)"
+        )
+    names = _quantized_in(model)
+    if not names:
+        raise ValueError(f"model is a {type(model).__name__} without quantized layers; expected what quantize_ made")
+    for layer, (name, *_) in names.items():
+        if why := _changed(layer):
+            raise ValueError(f"model has {name}, and {why}; expected layers as quantize_ made them")
+    jobs, size = [Job([layer], places, None, "") for layer, places in names.items()], bytes_of(model)
+    modules = [layer.to_float() for layer in progress_bar(names, "dequantization", progress)]
+    made = dict(zip(names, modules, strict=True))
+    for layer, new in made.items():
+        if isinstance(layer, TiedInt8Linear) and layer.table in made:
+            new.weight = made[layer.table].weight
+    with replacing(model, jobs, modules):
+        rows = [_row_of_float(job, new) for job, new in zip(jobs, modules, strict=True)]
+        others = rows_of_others(model, set(modules), True)
+        return Report(rows, size, bytes_of(model), others, bytes_of(torch.nn.ModuleList(names)))
+
+
+def _quantized_in(model):
+    """Returns {quantized module: its names} for all that aren't parts of another one."""
+    names, parts = collections.defaultdict(list), set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, QuantizedExperts):
+            parts.update(f"{name}.{part}" for part, _ in module.named_modules())
+        elif isinstance(module, TiedInt8Linear):
+            parts.add(f"{name}.table")
+        if name not in parts and isinstance(module, QuantizedModule | QuantizedExperts):
+            names[module].append(name)
+    return names
+
+
+def _changed(layer):
+    """Say how a quantized layer differs from one that `quantize_` made, or return ""."""
+    if isinstance(layer, QuantizedExperts):
+        return next(filter(None, map(_changed, layer.layers())), "")
+    if type(layer) not in (Int8Linear, Int4Linear, Int8Embedding, TiedInt8Linear):
+        return f"it is a {type(layer).__name__}"
+    return why_changed(layer)
+
+
+def _row_of_float(job, new):
+    layer, name = job.layers[0], job.names[0]
+    note = f"also {', '.join(job.names[1:])}" if len(job.names) > 1 else ""
+    kinds, sizes = (type(layer).__name__, type(new).__name__), (bytes_of(layer), bytes_of(new))
+    return Row(name, *kinds, weight_shape(new), None, *sizes, None, None, note)
 
 
 def warm_up(model, tokens=_SERVED, progress=True):

@@ -32,7 +32,7 @@ from ..core.operators import differentiable
 from ..gelu import int8_gelu, int8_gelu_backward
 from ..gemm import int8_addmm, int8_addmm_quant, int8_gemm, int8_gemm_quant
 from ..int8 import square_quant, square_quant_sums, weight_quant
-from .layers import FORWARD_HOOKS, output_dtype, why_not
+from .layers import FORWARD_HOOKS, output_dtype, why_unfit, why_unusual
 
 __all__ = ["Int8FeedForward", "Int8TrainLinear"]
 
@@ -436,7 +436,7 @@ class Int8FeedForward(torch.nn.Module):
         for name, linear in (("up", up), ("down", down)):
             if not isinstance(linear, torch.nn.Linear):
                 raise ValueError(f"{name} is a {type(linear).__name__}; expected a torch.nn.Linear")
-            why = why_not(linear, (torch.nn.Linear, Int8TrainLinear))
+            why = why_unfit(linear) or why_unusual(linear, (torch.nn.Linear, Int8TrainLinear))
             if not why and any(getattr(linear, hooks) for hooks in FORWARD_HOOKS):
                 why = "it has hooks"
             if why:

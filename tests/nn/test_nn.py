@@ -21,7 +21,7 @@ from torch.utils.benchmark import Timer
 
 import qk
 from qk.core import launch as launches
-from qk.nn import Int4Linear, Int8Embedding, Int8Linear, dequantize_, int8_train_, quantize_, replace, restore, warm_up
+from qk.nn import Int4Linear, Int8Embedding, Int8Linear, dequantize_, int8_train_, quantize_, replace, warm_up
 from qk.nn.calibration import LayerStatistics, collect, quantize_weight, rotate_moment
 from qk.nn.training import Int8FeedForward
 
@@ -1665,7 +1665,7 @@ def test_a_dequantization_that_fails_changes_nothing(monkeypatch):
     before, out = list(model.modules()), model(IDS)
     for name in ("bytes_of", "rows_of_others"):
         with monkeypatch.context() as fails:
-            fails.setattr(restore, name, lambda *args: [][0])
+            fails.setattr(replace, name, lambda *args: [][0])
             with pytest.raises(IndexError):
                 dequantize_(model)
         assert all(a is b for a, b in zip(before, model.modules(), strict=True)) and same(model(IDS), out)
