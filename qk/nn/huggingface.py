@@ -21,7 +21,7 @@ from .experts import QuantizedExperts
 from .header import note_in_config, saved_state
 from .layers import Int8Embedding, QuantizedModule, TiedInt8Linear
 from .plan import check_header, check_saved, fail, own_layers, plan_layers, saved_layer, table_of
-from .replace import check_options, checked_skip, dequantize_, quantize_
+from .replace import check_options, checked_skip, dequantize_, quantize_, replacements
 
 __all__ = ["QkConfig", "QkQuantizer"]
 
@@ -148,10 +148,8 @@ def _put_empty_layers(model, header, entries):
     layers, problems = plan_layers(model, quantized, plan_one)
     fail(problems)
     made = {layer.old: layer.read("meta", None)[0] for layer in layers}
-    for name, old in [*model.named_modules(remove_duplicate=False)]:
-        if old in made:
-            parent, _, key = name.rpartition(".")
-            model.get_submodule(parent)._modules[key] = made[old]
+    for places, key, new in replacements(model, made):
+        places[key] = new
     for new in made.values():
         if isinstance(new, QuantizedExperts):
             new.source._is_hf_initialized = True  # it has no parameters left that transformers could initialize

@@ -378,6 +378,11 @@ class _Options(NamedTuple):
         return Int4Linear.from_linear(layer, self.group_size, self.rotate, moment, activations=self.activations)
 
 
+def _also(names):
+    """What a row's note says of all names of a layer but the first."""
+    return f"also {', '.join(names[1:])}" if len(names) > 1 else ""
+
+
 @torch.no_grad()
 def _quantized(job, options, times, tables):
     """Do a job without changing the model. Returns the new module, or None, and the Row.
@@ -386,9 +391,7 @@ def _quantized(job, options, times, tables):
     tables: what embeddings became, by embedding.
     """
     layer, name, to = job.layers[0], job.names[0], job.to
-    new, error, us, notes = None, None, (None, None), [job.note] if job.note else []
-    if len(job.names) > 1:
-        notes.append(f"also {', '.join(job.names[1:])}")
+    new, error, us, notes = None, None, (None, None), [job.note, _also(job.names)]
     if to is not None:
         home, alike, here = _weight(layer).device, name, layer
         new = to
@@ -414,19 +417,7 @@ def _quantized(job, options, times, tables):
             new.to(home)
     kinds = type(layer).__name__, type(new or layer).__name__
     sizes = bytes_of(layer), bytes_of(layer if new is None else new)
-    return new, Row(name, *kinds, weight_shape(layer), error, *sizes, *us, ", ".join(notes))
-
-
-def _changes(model, jobs, modules):
-    """List what to set, as (dict, key, value), to put new modules in place of the jobs' layers."""
-    for job, new in zip(jobs, modules, strict=True):
-        if new is None:
-            continue
-        for hooks in FORWARD_HOOKS:  # the dict itself: a hook's handle knows it
-            yield new.__dict__, hooks, getattr(job.layers[0], hooks)
-        for at in job.names:
-            parent, _, key = at.rpartition(".")
-            yield model.get_submodule(parent)._modules, key, new
+    return new, Row(name, *kinds, weight_shape(layer), error, *sizes, *us, ", ".join(filter(None, notes)))
 
 
 def _check_model(model, kinds):
@@ -537,24 +528,35 @@ def _quantize(model, jobs, options, embeddings, progress):
         new, _ = found[job.layers[0]] = _quantized(job, options, times, tables)
         if isinstance(new, Int8Embedding):
             tables[job.layers[0]] = new
-    results = [found[job.layers[0]] for job in jobs]
-    with replacing(model, jobs, [new for new, _ in results]):
+    made = {old: found[job.layers[0]][0] for job in jobs for old in job.layers}
+    with changed(model, replacements(model, {old: new for old, new in made.items() if new is not None})):
         left = set(tensors_of(model))
         replaced = sum(size for x, size in zip(tensors, sizes, strict=True) if x not in left)
-        return Report([row for _, row in results], sum(sizes), bytes_of(model), others, replaced)
+        return Report([found[job.layers[0]][1] for job in jobs], sum(sizes), bytes_of(model), others, replaced)
 
 
 def _is_head(job):
     return isinstance(job.tie, torch.nn.Embedding)
 
 
+def replacements(model, made):
+    """List what to set, as (dict, key, value), to put modules in place of others. made: the new ones by the old."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, old in modules.items():
+        parent, _, key = name.rpartition(".")
+        if old in made and modules[parent] not in made:
+            yield modules[parent]._modules, key, made[old]
+            for hooks in FORWARD_HOOKS:  # the dict itself: a hook's handle knows it
+                yield made[old].__dict__, hooks, getattr(old, hooks)
+
+
 @contextlib.contextmanager
-def replacing(model, jobs, modules):
-    """Put modules in place of the jobs' layers. If the body fails or is interrupted, put the layers back.
+def changed(model, changes):
+    """Set values, as (dict, key, value). If the body fails or is interrupted, set what was there before.
 
     A transformers model's config says what is quantized.
     """
-    changes = list(_changes(model, jobs, modules))
+    changes = list(changes)
     before = [settings[key] for settings, key, _ in changes]
     try:
         for settings, key, value in changes:
@@ -601,15 +603,13 @@ def dequantize_(model, progress=True):
     for layer, (name, *_) in names.items():
         if why := _changed(layer):
             raise ValueError(f"model has {name}, and {why}; expected layers as quantize_ made them")
-    jobs, size = [Job([layer], places, None, "") for layer, places in names.items()], bytes_of(model)
-    modules = [layer.to_float() for layer in progress_bar(names, "dequantization", progress)]
-    made = dict(zip(names, modules, strict=True))
+    made, size = {layer: layer.to_float() for layer in progress_bar(names, "dequantization", progress)}, bytes_of(model)
     for layer, new in made.items():
         if isinstance(layer, TiedInt8Linear) and layer.table in made:
             new.weight = made[layer.table].weight
-    with replacing(model, jobs, modules):
-        rows = [_row_of_float(job, new) for job, new in zip(jobs, modules, strict=True)]
-        others = rows_of_others(model, set(modules), True)
+    with changed(model, replacements(model, made)):
+        rows = [_row_of_float(names[layer], layer, new) for layer, new in made.items()]
+        others = rows_of_others(model, set(made.values()), True)
         return Report(rows, size, bytes_of(model), others, bytes_of(torch.nn.ModuleList(names)))
 
 
@@ -635,11 +635,9 @@ def _changed(layer):
     return why_changed(layer)
 
 
-def _row_of_float(job, new):
-    layer, name = job.layers[0], job.names[0]
-    note = f"also {', '.join(job.names[1:])}" if len(job.names) > 1 else ""
+def _row_of_float(names, layer, new):
     kinds, sizes = (type(layer).__name__, type(new).__name__), (bytes_of(layer), bytes_of(new))
-    return Row(name, *kinds, weight_shape(new), None, *sizes, None, None, note)
+    return Row(names[0], *kinds, weight_shape(new), None, *sizes, None, None, _also(names))
 
 
 def warm_up(model, tokens=_SERVED, progress=True):
@@ -703,13 +701,12 @@ def int8_train_(model, skip=(), *, block_size=128, rounding="stochastic"):
     jobs = [_noted_training(job, block_size, rounding) for job in jobs]
     rows = []
     for job in jobs:
-        layer, name, note = job.layers[0], job.names[0], job.note
+        layer, name = job.layers[0], job.names[0]
         was, size = type(layer).__name__, bytes_of(layer)
         if job.to is not None:
             layer.__class__ = Int8TrainLinear
             layer.block_size, layer.rounding = block_size, rounding
-        if len(job.names) > 1:
-            note = ", ".join(filter(None, (note, f"also {', '.join(job.names[1:])}")))
+        note = ", ".join(filter(None, (job.note, _also(job.names))))
         rows.append(Row(name, was, type(layer).__name__, weight_shape(layer), None, size, size, None, None, note))
     return Report(rows, bytes_of(model), bytes_of(model))
 
