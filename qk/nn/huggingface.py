@@ -163,7 +163,7 @@ def _empty_layer(name, old, settings, tables):
     """Make a quantized layer without values. tables: the new embeddings by name, to which it adds its own."""
     if settings.get("kind") == TiedInt8Linear.__name__:
         # it gets its table after the weights are read: until then, each tensor has one name
-        new = TiedInt8Linear(table_of(old, settings, tables), old)
+        new = TiedInt8Linear(table_of(old, settings, tables), old, old.bias)
         del new._modules["table"]
         new.table_name = settings["table"]
         return new

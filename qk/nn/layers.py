@@ -42,8 +42,7 @@ from .calibration import quantize_weight, rotate_moment
 from .weights import (
     as_conv1d,
     as_linear,
-    from_int4,
-    from_int8,
+    from_codes,
     is_transposed,
     linear_kinds,
     rotate_weight,
@@ -175,9 +174,6 @@ class QuantizedModule(torch.nn.Module):
         """What the buffer `format` holds, as a list."""
         return list(self._format)
 
-    def _fill(self, layer, **buffers):
-        return self.fill(layer, layer.weight.device, getattr(layer, "bias", None), **buffers)
-
     def fill(self, layer, device, bias, **buffers):
         """Give a module made on the meta device its buffers, and what it inherits from the layer that it replaces.
 
@@ -278,26 +274,17 @@ def check_parameters(prefix, weight, bias):
             )
 
 
-def _empty_input_gradient(g, columns, rotate, dtype, block_size, *weight):
+def _empty_input_gradient(g, codes, scale, zero_point, columns, block, rotate, dtype):
     return g.new_empty((*g.shape[:-1], columns), dtype=dtype)
 
 
-# Operators, since torch.compile limits what a backward function may ask of its tensors.
+# An operator, since torch.compile limits what a backward function may ask of its tensors.
 @operator(_empty_input_gradient, fills=False)
-def _int8_input_gradient(
-    g: torch.Tensor, columns: int, rotate: bool, dtype: torch.dtype, block_size: int | None, codes: torch.Tensor,
-    scale: torch.Tensor,
+def _input_gradient(
+    g: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, columns: int,
+    block: int | None, rotate: bool, dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
-    dx = g @ from_int8(codes, scale, block_size, g.dtype)
-    return rotate_weight(dx, dtype) if rotate else dx.to(dtype)
-
-
-@operator(_empty_input_gradient, fills=False)
-def _int4_input_gradient(
-    g: torch.Tensor, columns: int, rotate: bool, dtype: torch.dtype, group_size: int | None, packed: torch.Tensor,
-    absmax: torch.Tensor, zero_point: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    dx = g @ from_int4(packed, absmax, columns, group_size, g.dtype, zero_point=zero_point)
+    dx = g @ from_codes(codes, scale, zero_point, columns, block, g.dtype)
     return rotate_weight(dx, dtype) if rotate else dx.to(dtype)
 
 
@@ -344,8 +331,8 @@ class _Frozen(torch.autograd.Function):
 class QuantizedLinear(QuantizedModule):
     """What Int8Linear and Int4Linear share: sizes, the bias, and the steps of a call.
 
-    A subclass has `prepare` and `multiply`, the two halves of a call, and `input_gradient`. Layers that are cut up for
-    several GPUs exchange activations between the two.
+    A subclass has `operands`, and the halves of a call, `prepare` and `multiply`. Layers that are cut up for several
+    GPUs exchange activations between the two.
     """
 
     def __init__(self, in_features, out_features, bias, format, device, dtype, **quantized):
@@ -363,14 +350,12 @@ class QuantizedLinear(QuantizedModule):
         """Make an empty layer on the meta device. Returns it and the weight that it is to quantize."""
         if not isinstance(linear, linear_kinds()):
             raise ValueError(f"linear is a {type(linear).__name__}; expected a torch.nn.Linear")
-        transposed, linear = is_transposed(linear), as_linear(linear)
+        linear = as_linear(linear)
         check_parameters("linear.", linear.weight, linear.bias)
         (N, K), w, bias = linear.weight.shape, linear.weight.detach(), linear.bias
         new = cls(K, N, bias is not None, block, rotate, "meta", w.dtype if bias is None else bias.dtype, **how)
-        new.dtype, new.trainable, new.transposed = w.dtype, linear.weight.requires_grad, transposed
-        if bias is not None:
-            new.bias.requires_grad_(bias.requires_grad)
-        return new.train(linear.training), rotate_weight(w, torch.float32) if rotate and not w.is_meta else w
+        new.dtype = w.dtype
+        return new, rotate_weight(w, torch.float32) if rotate and not w.is_meta else w
 
     def forward(self, input):
         dtype, parameters = output_dtype(input, self.in_features, "input"), self._parameters
@@ -398,13 +383,29 @@ class QuantizedLinear(QuantizedModule):
         """
         return None
 
+    def operands(self):
+        """Returns the codes, their scale, and zero points or None."""
+        raise NotImplementedError
+
+    @property
+    def block(self):
+        """The columns of the weight that share a scale, or None if a row does."""
+        return self._format[1] or None
+
     def input_gradient(self, g, dtype):
         """The gradient of the input, [..., in_features] in `dtype`, given the output's, g [..., out_features]."""
-        raise NotImplementedError
+        dx = _input_gradient(g, *self.operands(), self.in_features, self.block, self.rotate, dtype)
+        return self._in_place(dx)
 
     def dequantize(self):
         """Returns the weight that the layer stands for, float32 [out_features, in_features]."""
-        raise NotImplementedError
+        w = from_codes(*self.operands(), self.in_features, self.block, torch.float32)
+        return rotate_weight(w) if self.rotate else self._in_place(w)
+
+    def _in_place(self, columns):
+        """Put columns of the codes back to where they are in x."""
+        order = self._buffers.get("order")
+        return columns if order is None else torch.empty_like(columns).index_copy_(-1, order, columns)
 
     def to_float(self):
         new = torch.nn.Linear(self.in_features, self.out_features, False, "meta")
@@ -420,7 +421,7 @@ class QuantizedLinear(QuantizedModule):
     def extra_repr(self):
         block = "block_size" if hasattr(self, "block_size") else "group_size"
         parts = {name: getattr(self, name) for name in ("in_features", "out_features")}
-        parts |= {"bias": self.bias is not None, block: getattr(self, block), "rotate": self.rotate}
+        parts |= {"bias": self.bias is not None, block: self.block, "rotate": self.rotate}
         return ", ".join(f"{name}={value}" for name, value in parts.items())
 
 
@@ -491,18 +492,18 @@ class Int8Linear(QuantizedLinear):
         """
         new, w = cls._like(linear, block_size, rotate)
         if w.is_meta:
-            return new
+            return new.fill(linear, w.device, linear.bias)
         codes, scale = to_int8(w, block_size)
-        return new._fill(linear, codes=codes, scale=scale)
+        return new.fill(linear, w.device, linear.bias, codes=codes, scale=scale)
 
     def settings(self):
         return super().settings() | {"block_size": self.block_size}
 
-    def _operands(self):
-        return self._buffers["codes"], self._buffers["scale"]  # by attribute, they take nn.Module's slow path
+    def operands(self):
+        return self._buffers["codes"], self._buffers["scale"], None  # by attribute, they take nn.Module's slow path
 
     def compute(self, x, bias, dtype):
-        return _int8_linear(x, *self._operands(), bias, self.block_size, self.rotate, dtype)
+        return _int8_linear(x, *self.operands()[:2], bias, self.block_size, self.rotate, dtype)
 
     def prepare(self, x, dtype):
         return _quantize_input(x, self.block_size, self.rotate)
@@ -512,15 +513,7 @@ class Int8Linear(QuantizedLinear):
         return None if self.rotate else {"block_size": self.block_size, "scale_layout": layout}
 
     def multiply(self, prepared, bias, dtype):
-        return int8_addmm(*prepared, *self._operands(), bias, self.block_size, dtype)
-
-    def input_gradient(self, g, dtype):
-        how = self.in_features, self.rotate, dtype, self.block_size
-        return _int8_input_gradient(g, *how, *self._operands())
-
-    def dequantize(self):
-        w = from_int8(*self._operands(), self.block_size, torch.float32)
-        return rotate_weight(w) if self.rotate else w
+        return int8_addmm(*prepared, *self.operands()[:2], bias, self.block_size, dtype)
 
 
 def _evens_first(device, columns):
@@ -606,13 +599,13 @@ class Int4Linear(QuantizedLinear):
         """
         new, w = cls._like(linear, group_size, rotate, activations=activations)
         if w.is_meta:
-            return new
+            return new.fill(linear, w.device, linear.bias)
         if second_moment is None:
             packed, absmax = to_int4(w.half(), group_size)
         else:
             moment = rotate_moment(second_moment) if rotate else second_moment
             packed, absmax = quantize_weight(w, group_size, moment, progress=False)
-        return new._fill(linear, packed=packed, absmax=absmax)
+        return new.fill(linear, w.device, linear.bias, packed=packed, absmax=absmax)
 
     def prepare(self, x, dtype):
         taken, int8 = x.dtype, self.activations == "int8"
@@ -630,28 +623,15 @@ class Int4Linear(QuantizedLinear):
             return None
         return {"block_size": None, "evens_first": _evens_first(device, self.in_features)}
 
+    def operands(self):
+        return self._buffers["packed"], self._buffers["absmax"], self._buffers["zero_point"]
+
     def multiply(self, prepared, bias, dtype):
-        buffers, x, how = self._buffers, prepared[0], {}
-        if buffers["zero_point"] is not None:
-            how["zero_point"] = buffers["zero_point"]
+        packed, absmax, zero_point = self.operands()
+        x, how = prepared[0], {} if zero_point is None else {"zero_point": zero_point}
         if len(prepared) > 1:
             how |= {"x_scale": prepared[1], "evens_first": _evens_first(x.device, x.shape[-1])}
-        return int4_gemm(x, buffers["packed"], buffers["absmax"], bias, self.group_size, dtype, **how)
-
-    def input_gradient(self, g, dtype):
-        buffers, how = self._buffers, (self.in_features, self.rotate, dtype, self.group_size)
-        dx = _int4_input_gradient(g, *how, buffers["packed"], buffers["absmax"], buffers["zero_point"])
-        return self._in_place(dx)
-
-    def dequantize(self):
-        how = self.in_features, self.group_size, torch.float32
-        w = from_int4(self.packed, self.absmax, *how, zero_point=self.zero_point)
-        return rotate_weight(w) if self.rotate else self._in_place(w)
-
-    def _in_place(self, columns):
-        """Put columns of the codes back to where they are in x."""
-        order = self._buffers["order"]
-        return columns if order is None else torch.empty_like(columns).index_copy_(-1, order, columns)
+        return int4_gemm(x, packed, absmax, bias, self.group_size, dtype, **how)
 
 
 class Int8Embedding(QuantizedModule):
@@ -697,9 +677,9 @@ class Int8Embedding(QuantizedModule):
         check_data("embedding.weight", w, FLOATS, "[V, D]")
         new = cls(*w.shape, embedding.padding_idx, "meta", w.dtype)
         if w.is_meta:
-            return new.train(embedding.training)
+            return new.fill(embedding, w.device, None)
         codes, scale = to_int8(w, None)
-        return new._fill(embedding, codes=codes, scale=scale)
+        return new.fill(embedding, w.device, None, codes=codes, scale=scale)
 
     def forward(self, input):
         if not isinstance(input, torch.Tensor) or input.dtype not in (torch.int32, torch.int64):
@@ -729,20 +709,19 @@ class TiedInt8Linear(Int8Linear):
 
     Args:
         table: the `Int8Embedding`, a scale for each of whose rows suits `block_size=None`.
-        linear: the torch.nn.Linear that it is made from, whose bias it copies.
+        linear: the torch.nn.Linear that it is made from.
+        bias: a tensor of which it keeps a copy, or None.
     """
 
-    def __init__(self, table, linear):
+    def __init__(self, table, linear, bias):
         size = table.embedding_dim, table.num_embeddings
         QuantizedLinear.__init__(self, *size, False, [1, 0, 0], table.format.device, table.dtype)
-        self.block_size, self.table, self.trainable = None, table, linear.weight.requires_grad
-        if linear.bias is not None:
-            self.bias = torch.nn.Parameter(linear.bias.detach().clone(), linear.bias.requires_grad)
-        self.train(linear.training)
+        self.block_size, self.table = None, table
+        self.fill(linear, table.format.device, bias)
 
-    def _operands(self):
+    def operands(self):
         buffers = self._modules["table"]._buffers
-        return buffers["codes"], buffers["scale"]
+        return buffers["codes"], buffers["scale"], None
 
 
 def why_unfit(layer):

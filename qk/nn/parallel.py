@@ -76,11 +76,6 @@ class _Buffer(NamedTuple):
         return torch.cat([whole.narrow(self.dim, begin, end - begin) for begin, end in spans], self.dim)
 
 
-def _block(layer):
-    """The columns of a layer that share a scale, or None if a row does."""
-    return layer.block_size if isinstance(layer, Int8Linear) else layer.group_size
-
-
 class _Style(ParallelStyle):
     dim = 0  # the dimension of the weight that is cut
 
@@ -119,9 +114,9 @@ class _Style(ParallelStyle):
     def _cut(self, layer, ranks):
         """Returns the spans of each rank in the weight's dimension: one, or one for each fused part."""
         size = (layer.out_features, layer.in_features)[self.dim]
-        block = _block(layer) or _ALIGNED
+        block = layer.block or _ALIGNED
         # rows of int8 blocks share scales, and int4 rows don't; two int4 columns share a byte
-        border = _block(layer) or 1
+        border = layer.block or 1
         if isinstance(layer, Int4Linear):
             border = 1 if self.dim == 0 else layer.group_size or 2
         name, fused = ("out_features", "in_features")[self.dim], self._fused(layer, size)
@@ -360,14 +355,14 @@ def _dim(name, layout, x):
 class _Colwise(_Part):
     @staticmethod
     def cuts_of(layer):
-        if isinstance(layer, Int8Linear):
-            return {"codes": _Buffer(0, 1), "scale": _Buffer(0, layer.block_size or 1), "bias": _Buffer(0, 1)}
-        return {"packed": _Buffer(0, 1), "absmax": _Buffer(0, 1), "bias": _Buffer(0, 1)}
+        codes, scale, *_ = layer._buffers
+        rows = layer.block or 1 if isinstance(layer, Int8Linear) else 1
+        return {codes: _Buffer(0, 1), scale: _Buffer(0, rows), "bias": _Buffer(0, 1)}
 
     def _become_part(self, style, *others):
         super()._become_part(style, *others)
         self.out_features = self._sizes[self._rank]
-        block = _block(self) or _ALIGNED
+        block = self.block or _ALIGNED
         self._columns = [end - begin for begin, end in spans_of(self.in_features, block, len(self._spans))]
         # where each span begins among the gathered columns, in the order of the whole
         spans = [span for own in self._spans for span in own]
@@ -382,7 +377,7 @@ class _Colwise(_Part):
         if last and sizes not in (None, self._columns):
             raise ValueError(f"input has {sizes} columns on the ranks; expected {self._columns}")
         sizes = self._columns if last else sizes or (x.shape[dim],) * len(self._spans) if dim is not None else None
-        if last and (self.rotate or _block(self) is None):  # a rotation, and a token's one scale, need whole rows
+        if last and (self.rotate or self.block is None):  # a rotation, and a token's one scale, need whole rows
             x, dim = gather(x, dim, sizes, self._group), None
         prepared = self.prepare(x, dtype)
         if dim is not None:  # codes, and scales of blocks of columns
@@ -402,12 +397,10 @@ class _Colwise(_Part):
 class _Rowwise(_Part):
     @staticmethod
     def cuts_of(layer):
-        if isinstance(layer, Int8Linear):
-            codes, name = {"codes": _Buffer(1, 1)}, "scale"
-        else:
-            codes, name = {"packed": _Buffer(1, 2)}, "absmax"
+        codes, scale, *_ = layer._buffers
+        cuts = {codes: _Buffer(1, 1 if isinstance(layer, Int8Linear) else 2)}
         # a scale for a whole row serves all parts
-        return codes if _block(layer) is None else codes | {name: _Buffer(1, _block(layer))}
+        return cuts if layer.block is None else cuts | {scale: _Buffer(1, layer.block)}
 
     def _become_part(self, style, *others):
         block = hadamard_size(self.in_features) if self.rotate else None

@@ -156,10 +156,8 @@ def _plan_tied(old, parts, settings, tables):
         check_entry(parts["bias"], FLOATS, weight_shape(old)[:1])
 
     def make(device, scratch):
-        new = TiedInt8Linear(table, old)
-        grad = new.bias is None or new.bias.requires_grad
-        new.bias = torch.nn.Parameter(parts["bias"].read(device), grad) if "bias" in parts else None
-        return new, None, f"saved by qk, with the table of {settings['table']}"
+        bias = parts["bias"].read(device) if "bias" in parts else None
+        return TiedInt8Linear(table, old, bias), None, f"saved by qk, with the table of {settings['table']}"
 
     return make
 

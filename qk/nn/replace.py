@@ -320,8 +320,7 @@ def _relative_error(new, layer):
 def _not_finite(new, layer):
     """Say why codes can't represent a layer's weight, or return ""."""
     for part, weight in _pairs(new, layer):
-        table = part.table if isinstance(part, TiedInt8Linear) else part
-        scale = table.absmax if isinstance(table, Int4Linear) else table.scale
+        scale = part.scale if isinstance(part, Int8Embedding) else part.operands()[1]
         if not scale.is_meta and not scale.isfinite().all():
             if not weight.isfinite().all():
                 return "its weight holds NaN or Inf"
@@ -398,7 +397,10 @@ def _quantized(job, options, times, tables):
         if isinstance(to, str):
             if home.type == "cpu" and not INTERPRETED.value:
                 here = _on_gpu(layer)
-            new = options.make(name, here, to) if job.tie not in tables else TiedInt8Linear(tables[job.tie], layer)
+            if job.tie in tables:
+                new = TiedInt8Linear(tables[job.tie], layer, layer.bias)
+            else:
+                new = options.make(name, here, to)
             alike = type(layer), repr(new), _weight(layer).dtype, home
             if problem := _not_finite(new, here):
                 new, notes = None, [problem, *notes]

@@ -81,7 +81,7 @@ def _compact(x):
 
 rotate_weight = _where(hadamard, hadamard_ref)
 to_int4 = _where(int4.quantize_int4, int4.quantize_int4_ref)
-from_int4 = _where(int4.dequantize_int4, int4.dequantize_int4_ref)
+_from_int4 = _where(int4.dequantize_int4, int4.dequantize_int4_ref)
 _rows_to_int8 = _where(int8.quantize_per_token, int8.quantize_per_token_ref)
 _rows_from_int8 = _where(int8.act_dequant, int8.act_dequant_ref)
 _squares_to_int8 = _where(int8.weight_quant, int8.weight_quant_ref)
@@ -93,9 +93,17 @@ def to_int8(w, block_size):
     return _rows_to_int8(w) if block_size is None else _squares_to_int8(w, block_size)
 
 
-def from_int8(codes, scale, block_size, dtype):
-    """Dequantize a weight that `to_int8` quantized."""
-    if block_size is not None:
-        return _squares_from_int8(codes, scale, block_size, dtype)
+def from_codes(codes, scale, zero_point, columns, block, dtype):
+    """Dequantize a weight [N, columns].
+
+    Args:
+        codes, scale: as `to_int8` returns them, or `to_int4`: packed uint8.
+        zero_point: of int4 codes, or None.
+        block: their block or group size.
+    """
+    if codes.dtype == torch.uint8:
+        return _from_int4(codes, scale, columns, block, dtype, zero_point=zero_point)
+    if block is not None:
+        return _squares_from_int8(codes, scale, block, dtype)
     widest = BLOCKS[-1]
-    return _rows_from_int8(codes, scale.expand(-1, cdiv(codes.shape[1], widest)), widest, dtype)
+    return _rows_from_int8(codes, scale.expand(-1, cdiv(columns, widest)), widest, dtype)
