@@ -21,15 +21,7 @@ as if x had not been quantized. The bias gets a gradient if it requires one.
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..core.checks import (
-    BLOCKS,
-    FLOATS,
-    LARGEST_INT32_K,
-    check_data,
-    check_integer,
-    check_one_of,
-    check_tensor,
-)
+from ..core.checks import BLOCKS, FLOATS, LARGEST_INT32_K, check_data, check_integer, check_one_of, check_tensor
 from ..core.launch import cdiv, gpu
 from ..core.matrices import as_matrix
 from ..core.operators import operator
@@ -98,6 +90,7 @@ class QuantizedWeight:
     dtype = property(lambda self: self._layer.dtype)
     device = property(lambda self: self._layer.format.device)
     shape = property(lambda self: torch.Size(weight_shape(self._layer)))
+    T = property(lambda self: self.dequantize().T)
     ndim = 2
 
     def size(self, dim=None):
@@ -115,10 +108,6 @@ class QuantizedWeight:
 
     def __getitem__(self, index):
         return self.dequantize()[index]
-
-    @property
-    def T(self):
-        return self.dequantize().T
 
     def __getattr__(self, name):
         if name.startswith("__"):  # what copy and pickle look for
@@ -151,14 +140,14 @@ class QuantizedModule(torch.nn.Module):
     """A module whose buffers keep their dtypes, and whose state must have the same format.
 
     Args:
-        format: [kind, block size (0 for a row), flags].
+        format: [kind, block size (0 for a row), flags]. It is kept as `format_numbers`, too.
         dtype: the dtype of the weight that the codes stand for. It follows .half() and .to(dtype).
         buffers: codes and scales.
     """
 
     def __init__(self, format, device, dtype, **buffers):
         super().__init__()
-        self._format, self.dtype = format, dtype
+        self.format_numbers, self.dtype = format, dtype
         self.trainable = True  # whether the float layer's weight required a gradient, and will again
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer)
@@ -169,11 +158,6 @@ class QuantizedModule(torch.nn.Module):
         """A `QuantizedWeight`, with the dtype, device and shape that other code may read."""
         return QuantizedWeight(self)
 
-    @property
-    def format_numbers(self):
-        """What the buffer `format` holds, as a list."""
-        return list(self._format)
-
     def fill(self, layer, device, bias, **buffers):
         """Give a module made on the meta device its buffers, and what it inherits from the layer that it replaces.
 
@@ -183,7 +167,7 @@ class QuantizedModule(torch.nn.Module):
         """
         self.trainable = getattr(layer, "trainable", layer.weight.requires_grad)
         self.transposed = getattr(layer, "transposed", is_transposed(layer))
-        buffers["format"] = torch.tensor(self._format, dtype=torch.int32, device=device)
+        buffers["format"] = torch.tensor(self.format_numbers, dtype=torch.int32, device=device)
         for name, buffer in buffers.items():
             setattr(self, name, buffer)
         if bias is not None:
@@ -216,8 +200,8 @@ class QuantizedModule(torch.nn.Module):
         has = self._other_format(state_dict, prefix)
         if has is not None:
             error = (
-                f"{where} is an {type(self).__name__} and takes {_described(self._format)}; the state has {has}. "
-                "Quantize the model as the saved one was quantized, then load."
+                f"{where} is an {type(self).__name__} and takes {_described(self.format_numbers)}; "
+                f"the state has {has}. Quantize the model as the saved one was quantized, then load."
             )
         else:
             for name, buffer in self._buffers.items():
@@ -240,7 +224,7 @@ class QuantizedModule(torch.nn.Module):
         if getattr(format, "is_meta", False):
             return None
         format = format.tolist() if isinstance(format, torch.Tensor) else format
-        return None if isinstance(format, list) and format == self._format else _described(format)
+        return None if isinstance(format, list) and format == self.format_numbers else _described(format)
 
 
 def output_dtype(x, columns, name="x"):
@@ -390,7 +374,7 @@ class QuantizedLinear(QuantizedModule):
     @property
     def block(self):
         """The columns of the weight that share a scale, or None if a row does."""
-        return self._format[1] or None
+        return self.format_numbers[1] or None
 
     def input_gradient(self, g, dtype):
         """The gradient of the input, [..., in_features] in `dtype`, given the output's, g [..., out_features]."""

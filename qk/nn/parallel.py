@@ -78,6 +78,7 @@ class _Buffer(NamedTuple):
 
 class _Style(ParallelStyle):
     dim = 0  # the dimension of the weight that is cut
+    fused = None
 
     def __init__(self, units, use_local_output):
         super().__init__()
@@ -88,9 +89,6 @@ class _Style(ParallelStyle):
 
     def __repr__(self):
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
-
-    def _fused(self, layer, size):
-        return (size,)
 
     def _apply(self, module, device_mesh):
         kind = _PARTS.get((type(self), type(module)))
@@ -119,7 +117,9 @@ class _Style(ParallelStyle):
         border = layer.block or 1
         if isinstance(layer, Int4Linear):
             border = 1 if self.dim == 0 else layer.group_size or 2
-        name, fused = ("out_features", "in_features")[self.dim], self._fused(layer, size)
+        if self.fused is not None and sum(self.fused) != size:
+            raise ValueError(f"fused is {self.fused}; expected sizes that make up out_features, {size}")
+        name, fused = ("out_features", "in_features")[self.dim], self.fused or (size,)
         spans, begin = [[] for _ in range(ranks)], 0
         for part in fused:
             if self.units is not None and part % self.units:
@@ -180,11 +180,6 @@ class ColwiseQuantized(_Style):
         for size in fused or ():
             check_integer("a size in fused", size, 0)
         self.fused = None if fused is None else tuple(fused)
-
-    def _fused(self, layer, size):
-        if self.fused is not None and sum(self.fused) != size:
-            raise ValueError(f"fused is {self.fused}; expected sizes that make up out_features, {size}")
-        return self.fused or (size,)
 
 
 class RowwiseQuantized(_Style):
@@ -257,6 +252,12 @@ def _sum(parts, bias, dtype):
     return (total if bias is None else total + bias).to(dtype)
 
 
+def _as_dtensor(part, mesh, layouts, shape):
+    """A DTensor whose whole is contiguous and has this shape."""
+    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return DTensor.from_local(part, mesh, layouts, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
 class _Part:
     """What a layer turns into: its tensors, in_features and out_features are those of a rank's part."""
 
@@ -301,14 +302,11 @@ class _Part:
         """Returns out, as a DTensor if the style asks for one. shape: the shape of the whole."""
         if self._style.use_local_output:
             return out
-        stride = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         layouts = [
             Shard(layout.dim % len(shape)) if isinstance(layout, Shard) else layout
             for layout in self._style.output_layouts
         ]
-        return DTensor.from_local(
-            out.contiguous(), self._mesh, layouts, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
-        )
+        return _as_dtensor(out.contiguous(), self._mesh, layouts, shape)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         if not self._even:
@@ -317,11 +315,8 @@ class _Part:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, buffer in self._cut.items():
             if (part := getattr(self, name)) is not None:
-                shape = self._whole[name]
-                stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-                destination[f"{prefix}{name}"] = DTensor.from_local(
-                    part.detach(), self._mesh, [Shard(buffer.dim)], run_check=False, shape=shape, stride=stride
-                )
+                whole = _as_dtensor(part.detach(), self._mesh, [Shard(buffer.dim)], self._whole[name])
+                destination[f"{prefix}{name}"] = whole
 
     def _load_from_state_dict(self, state_dict, prefix, *others):
         """Load the state of a whole layer, and keep this rank's part of it, or load a state of parts."""

@@ -24,7 +24,6 @@ _SHOWN = 4  # problems that an error names
 class Layer(NamedTuple):
     """A quantized layer of a checkpoint."""
 
-    name: str
     old: torch.nn.Module
     entries: list
     read: Callable  # takes a device and a Scratch; returns the new module, its relative error or None, and a note
@@ -242,7 +241,7 @@ def plan_layers(model, quantized, plan_one):
             problems.append(f"{name} {error}")
             continue
         entries = [entry for _, layer in parts.values() for entry in layer.values()]
-        layers.append(Layer(name, modules[name], entries, read))
+        layers.append(Layer(modules[name], entries, read))
     for name, parts in quantized.items():
         old = modules.get(name)
         try:
@@ -254,7 +253,7 @@ def plan_layers(model, quantized, plan_one):
         except ValueError as error:
             problems.append(f"{name} {error}")
             continue
-        layers.append(Layer(name, old, list(parts.values()), read))
+        layers.append(Layer(old, list(parts.values()), read))
     return layers, problems
 
 
