@@ -46,22 +46,10 @@ from .weights import (
 __all__ = ["Int4Linear", "Int8Embedding", "Int8Linear"]
 
 _KINDS = {1: "int8 codes in blocks of {}", 2: "int4 codes in groups of {}", 3: "int8 codes in groups of {}"}
+_HOOKS = [name for name in vars(torch.nn.Module()) if "hooks" in name]
 # A hook's handle keeps a reference to the dict itself, and removes the hook from there.
-FORWARD_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
-OTHER_HOOKS = (
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
+FORWARD_HOOKS = [name for name in _HOOKS if name.startswith("_forward")]
+OTHER_HOOKS = [name for name in _HOOKS if name not in FORWARD_HOOKS]
 
 
 def _described(format):
@@ -180,9 +168,7 @@ class QuantizedModule(torch.nn.Module):
         raise NotImplementedError
 
     def _float_weight(self):
-        like = self.weight
-        values = torch.empty(like.shape, dtype=like.dtype, device="meta") if self.format.is_meta else like.dequantize()
-        return torch.nn.Parameter(values, self.trainable)
+        return torch.nn.Parameter(self.weight.dequantize(), self.trainable)
 
     def _apply(self, fn, recurse=True):
         buffers = [buffer for buffer in self._buffers.values() if buffer is not None]
@@ -339,7 +325,7 @@ class QuantizedLinear(QuantizedModule):
         (N, K), w, bias = linear.weight.shape, linear.weight.detach(), linear.bias
         new = cls(K, N, bias is not None, block, rotate, "meta", w.dtype if bias is None else bias.dtype, **how)
         new.dtype = w.dtype
-        return new, rotate_weight(w, torch.float32) if rotate and not w.is_meta else w
+        return new, rotate_weight(w, torch.float32) if rotate else w
 
     def forward(self, input):
         dtype, parameters = output_dtype(input, self.in_features, "input"), self._parameters
@@ -475,8 +461,6 @@ class Int8Linear(QuantizedLinear):
             ValueError: for bad arguments.
         """
         new, w = cls._like(linear, block_size, rotate)
-        if w.is_meta:
-            return new.fill(linear, w.device, linear.bias)
         codes, scale = to_int8(w, block_size)
         return new.fill(linear, w.device, linear.bias, codes=codes, scale=scale)
 
@@ -582,9 +566,7 @@ class Int4Linear(QuantizedLinear):
             ValueError: for bad arguments.
         """
         new, w = cls._like(linear, group_size, rotate, activations=activations)
-        if w.is_meta:
-            return new.fill(linear, w.device, linear.bias)
-        if second_moment is None:
+        if second_moment is None or w.is_meta:
             packed, absmax = to_int4(w.half(), group_size)
         else:
             moment = rotate_moment(second_moment) if rotate else second_moment
@@ -660,8 +642,6 @@ class Int8Embedding(QuantizedModule):
         w = embedding.weight.detach()
         check_data("embedding.weight", w, FLOATS, "[V, D]")
         new = cls(*w.shape, embedding.padding_idx, "meta", w.dtype)
-        if w.is_meta:
-            return new.fill(embedding, w.device, None)
         codes, scale = to_int8(w, None)
         return new.fill(embedding, w.device, None, codes=codes, scale=scale)
 

@@ -4,7 +4,8 @@ torch.nn.Linear        x @ weight.T + bias      weight [out, in]
 transformers' Conv1D   x @ weight + bias        weight [in, out], in GPT-2
 
 On the CPU kernels are interpreted, and the references compute the same bits in a fraction of the time. So a weight is
-quantized by kernels on a GPU, and by references on the CPU. A layer's call runs kernels everywhere.
+quantized by kernels on a GPU, and by references on the CPU and on the meta device, where they find shapes and dtypes. A
+layer's call runs kernels everywhere.
 """
 
 import importlib
@@ -63,10 +64,10 @@ def weight_shape(layer):
 
 
 def _where(function, reference):
-    """Returns what calls the function, or its reference if the first argument is on the CPU."""
+    """Returns what calls the function, or its reference if the first argument is on the CPU or on the meta device."""
 
     def call(x, *args, **options):
-        if not x.is_cpu:
+        if not x.is_cpu and not x.is_meta:
             return function(x, *args, **options)
         results = reference(x, *args, **options)
         return tuple(map(_compact, results)) if isinstance(results, tuple) else results
