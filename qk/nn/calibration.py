@@ -15,6 +15,7 @@ All of it is plain torch, on the CPU or a GPU, in float64 wherever there is a su
 """
 
 import collections.abc
+import functools
 from typing import NamedTuple
 
 import torch
@@ -64,13 +65,10 @@ def progress_bar(items, what, progress):
     return tqdm(items, what, disable=None if progress else True, delay=_PATIENCE, leave=False)
 
 
-def _by_type(model):
-    def call(batch):
-        if isinstance(batch, collections.abc.Mapping):
-            return model(**batch)
-        return model(*batch) if isinstance(batch, list | tuple) else model(batch)
-
-    return call
+def _by_type(model, batch):
+    if isinstance(batch, collections.abc.Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, list | tuple) else model(batch)
 
 
 def _named(model, names):
@@ -163,7 +161,7 @@ def collect(model, batches, names=None, call=None, progress=True):
         raise ValueError("names is empty; expected names of layers, or None: all")
     if not layers:
         raise ValueError(f"model is a {type(model).__name__} without a torch.nn.Linear; expected one with some")
-    call = _by_type(model) if call is None else call
+    call = functools.partial(_by_type, model) if call is None else call
     sums = {_shared(layer): _Sums(layer) for layer in layers.values()}
     modes = [(module, module.training) for module in model.modules()]
     # including layers that aren't named but share a weight with one

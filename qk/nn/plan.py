@@ -234,26 +234,22 @@ def plan_layers(model, quantized, plan_one):
     """
     modules, layers, planned, problems = dict(model.named_modules(remove_duplicate=False)), [], {}, []
     experts, quantized = experts_in(model, quantized)
-    for name, parts in experts.items():
-        try:
-            read = plan_experts(modules[name], parts, plan_one)
-        except ValueError as error:
-            problems.append(f"{name} {error}")
-            continue
-        entries = [entry for _, layer in parts.values() for entry in layer.values()]
-        layers.append(Layer(modules[name], entries, read))
-    for name, parts in quantized.items():
-        old = modules.get(name)
+    for name, parts in [*experts.items(), *quantized.items()]:
+        old, entries = modules.get(name), list(parts.values())
         try:
             if old is None or not name:
                 raise ValueError("isn't a layer in the model")
-            if planned.setdefault(old, parts) != parts:
+            if experts.get(name) is parts:
+                entries = [entry for _, layer in parts.values() for entry in layer.values()]
+                read = plan_experts(old, parts, plan_one)
+            elif planned.setdefault(old, parts) != parts:
                 raise ValueError("is a layer that has another name, too, and the checkpoint has two layers")
-            read = plan_one(name, old, parts)
+            else:
+                read = plan_one(name, old, parts)
         except ValueError as error:
             problems.append(f"{name} {error}")
-            continue
-        layers.append(Layer(old, list(parts.values()), read))
+        else:
+            layers.append(Layer(old, entries, read))
     return layers, problems
 
 
@@ -272,8 +268,7 @@ def _find_slots(model, replaced):
                     computed[name] = tensor
                     continue
                 slot = by_name[name] = slots.setdefault(tensor, Slot(tensor, [], []))
-                if all(settings is not other or key != at for other, at in slot.places):
-                    slot.places.append((settings, key))
+                slot.places.append((settings, key))
     return by_name, computed
 
 
