@@ -25,7 +25,7 @@ from ..core.launch import cdiv
 from ..core.matrices import as_matrix
 from ..hadamard import hadamard_ref, hadamard_size
 from ..int4 import pack_int4_ref
-from .weights import linear_kinds, weight_shape
+from .weights import check_model, linear_kinds, weight_shape
 
 __all__ = ["LayerStatistics", "clip", "collect", "gptq", "quantize_weight", "rotate_moment"]
 
@@ -148,8 +148,7 @@ def collect(model, batches, names=None, call=None, progress=True):
         ValueError: for bad arguments, if there is no batch, and if an input holds NaN or Inf. Errors of the model pass
             through.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    check_model(model)
     # not iter(batches), which would start a DataLoader's processes
     iterable = any(hasattr(type(batches), name) for name in ("__iter__", "__getitem__"))
     if not iterable or isinstance(batches, collections.abc.Mapping | torch.Tensor | str):

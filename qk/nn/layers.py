@@ -46,6 +46,8 @@ from .weights import (
 __all__ = ["Int4Linear", "Int8Embedding", "Int8Linear"]
 
 _KINDS = {1: "int8 codes in blocks of {}", 2: "int4 codes in groups of {}", 3: "int8 codes in groups of {}"}
+# settings that a layer's text leaves out
+_USUAL = {"zero_point": False, "order": False, "absmax_dtype": torch.float16, "activations": "float"}.items()
 _HOOKS = [name for name in vars(torch.nn.Module()) if "hooks" in name]
 # A hook's handle keeps a reference to the dict itself, and removes the hook from there.
 FORWARD_HOOKS = [name for name in _HOOKS if name.startswith("_forward")]
@@ -385,14 +387,12 @@ class QuantizedLinear(QuantizedModule):
 
     def settings(self):
         """What the class takes to make a layer like this one, besides device and dtype."""
-        names = "in_features", "out_features", "rotate"
-        return {name: getattr(self, name) for name in names} | {"bias": self.bias is not None}
+        block = "block_size" if hasattr(self, "block_size") else "group_size"
+        sizes = {"in_features": self.in_features, "out_features": self.out_features, "bias": self.bias is not None}
+        return sizes | {block: self.block, "rotate": self.rotate}
 
     def extra_repr(self):
-        block = "block_size" if hasattr(self, "block_size") else "group_size"
-        parts = {name: getattr(self, name) for name in ("in_features", "out_features")}
-        parts |= {"bias": self.bias is not None, block: self.block, "rotate": self.rotate}
-        return ", ".join(f"{name}={value}" for name, value in parts.items())
+        return ", ".join(f"{name}={value}" for name, value in self.settings().items() if (name, value) not in _USUAL)
 
 
 def _check_linear(in_features, out_features, bias, rotate):
@@ -463,9 +463,6 @@ class Int8Linear(QuantizedLinear):
         new, w = cls._like(linear, block_size, rotate)
         codes, scale = to_int8(w, block_size)
         return new.fill(linear, w.device, linear.bias, codes=codes, scale=scale)
-
-    def settings(self):
-        return super().settings() | {"block_size": self.block_size}
 
     def operands(self):
         return self._buffers["codes"], self._buffers["scale"], None  # by attribute, they take nn.Module's slow path
@@ -540,14 +537,8 @@ class Int4Linear(QuantizedLinear):
         self.group_size, self.activations = group_size, activations
 
     def settings(self):
-        how = {"group_size": self.group_size, "activations": self.activations, "absmax_dtype": self.absmax.dtype}
-        return super().settings() | how | {name: self._buffers[name] is not None for name in ("zero_point", "order")}
-
-    def extra_repr(self):
-        extras = [f"{name}=True" for name in ("zero_point", "order") if self._buffers[name] is not None]
-        if self.absmax.dtype != torch.float16:
-            extras.append(f"absmax_dtype={self.absmax.dtype}")
-        return ", ".join([super().extra_repr(), *extras])
+        buffers = {name: self._buffers[name] is not None for name in ("zero_point", "order")}
+        return super().settings() | buffers | {"absmax_dtype": self.absmax.dtype, "activations": self.activations}
 
     @classmethod
     def from_linear(cls, linear, group_size=128, rotate=False, second_moment=None, *, activations="float"):

@@ -25,7 +25,7 @@ from .layers import QuantizedModule, TiedInt8Linear
 from .plan import Slot, plan
 from .replace import changed, replacements
 from .report import Report, Row, bytes_of, rows_of_others
-from .weights import linear_kinds, weight_shape
+from .weights import check_model, linear_kinds, weight_shape
 
 __all__ = ["load", "save"]
 
@@ -184,8 +184,7 @@ def save(model, path):
     Raises:
         ValueError: for bad arguments, or a quantized layer of a kind that can't be saved.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    check_model(model)
     from safetensors.torch import save_file
 
     path = Path(path)

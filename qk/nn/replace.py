@@ -38,7 +38,7 @@ from .layers import (
 )
 from .report import Report, Row, bytes_of, rows_of_others, tensors_of
 from .training import Int8TrainLinear, check_training
-from .weights import as_linear, linear_kinds, weight_shape
+from .weights import as_linear, check_model, linear_kinds, weight_shape
 
 __all__ = ["dequantize_", "int8_train_", "quantize_", "warm_up"]
 
@@ -422,9 +422,8 @@ def _quantized(job, options, times, tables):
     return new, Row(name, *kinds, weight_shape(layer), error, *sizes, *us, ", ".join(filter(None, notes)))
 
 
-def _check_model(model, kinds):
-    if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+def _check_float_model(model, kinds):
+    check_model(model)
     if isinstance(model, kinds):
         raise ValueError(f"model is a {type(model).__name__}; expected a model with layers in it (see from_linear)")
     for name, module in model.named_modules():
@@ -504,7 +503,7 @@ def quantize_(
     tokens = _TOKENS if measure is True else 0 if measure is False else measure
     check_integer("measure", tokens, 0)
     kinds = *linear_kinds(), Int8TrainLinear, *((torch.nn.Embedding,) if embeddings else ())
-    _check_model(model, kinds)
+    _check_float_model(model, kinds)
     kinds = *kinds, *{type(module) for module in model.modules() if is_experts(module)}
     jobs = _tied(decide(find_layers(model, kinds, force=force), to, skip), to)
     _check_devices([(job.names[0], job.layers[0]) for job in jobs if isinstance(job.to, str)], measure)
@@ -593,8 +592,7 @@ def dequantize_(model, progress=True):
 
     After an error or interrupt the model is unchanged. Old and new layers are in memory together until the end.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    check_model(model)
     if isinstance(model, QuantizedModule | QuantizedExperts):
         raise ValueError(
             f"model is itself quantized, {type(model).__name__}; expected a model with layers in it (see to_float)"
@@ -655,8 +653,7 @@ def warm_up(model, tokens=_SERVED, progress=True):
     Raises:
         ValueError: for bad arguments, for a model without such layers, and for layers that are not on a GPU.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    check_model(model)
     if isinstance(tokens, str) or not isinstance(tokens, collections.abc.Iterable):
         raise ValueError(f"tokens is {tokens!r}; expected a list of numbers of tokens")
     tokens = list(tokens)
@@ -696,8 +693,7 @@ def int8_train_(model, skip=(), *, block_size=128, rounding="stochastic"):
         ValueError: for bad arguments, and if a layer that skip doesn't name already trains in int8 with another
             block_size or rounding. The model is then unchanged.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    check_model(model)
     check_training(block_size, rounding)
     jobs = decide(find_layers(model, (torch.nn.Linear,), stays=True), "int8", checked_skip(skip))
     jobs = [_noted_training(job, block_size, rounding) for job in jobs]

@@ -25,6 +25,12 @@ def linear_kinds():
     return torch.nn.Linear, *(() if module is None else (module.Conv1D,))
 
 
+def check_model(model):
+    """Raise ValueError unless it is a module."""
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+
+
 def is_transposed(layer):
     """Whether a linear layer is a Conv1D, whose weight is [in, out]."""
     return isinstance(layer, linear_kinds()[1:])
