@@ -18,9 +18,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .checkpoint import open_checkpoint
 from .experts import QuantizedExperts
-from .header import note_in_config, saved_state
+from .header import check_header, check_saved, note_in_config, saved_layer, saved_state
 from .layers import Int8Embedding, QuantizedModule, TiedInt8Linear
-from .plan import check_header, check_saved, fail, own_layers, plan_layers, saved_layer, table_of
+from .plan import fail, own_layers, plan_layers, table_of
 from .replace import check_options, checked_skip, dequantize_, quantize_, replacements
 
 __all__ = ["QkConfig", "QkQuantizer"]

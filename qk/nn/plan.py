@@ -7,16 +7,15 @@ from typing import NamedTuple
 
 import torch
 
-from ..core.checks import FLOATS, check_one_of
+from ..core.checks import FLOATS
 from .experts import experts_in, plan_experts
 from .formats import FORMATS, MARKS, Refused, check_entry, dequantized
-from .header import DTYPE_NAMES, KINDS, VERSION
+from .header import check_header, check_saved, saved_layer
 from .layers import Int4Linear, Int8Embedding, Int8Linear, QuantizedLinear, TiedInt8Linear
 from .weights import linear_kinds, weight_shape
 
 __all__ = ["plan"]
 
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _FLOATS = (*FLOATS, torch.float64)
 _SHOWN = 4  # problems that an error names
 
@@ -139,7 +138,7 @@ def _error(new, weight):
 
 def table_of(old, settings, tables):
     """Returns the embedding that a head shares its table with, out of those by name."""
-    table = tables.get(settings.get("table"))
+    table = tables.get(str(settings.get("table")))
     fits = table is not None and isinstance(old, (*linear_kinds(), QuantizedLinear))
     if not fits or weight_shape(table) != weight_shape(old):
         raise ValueError(f"has the table of {settings.get('table')!r}, which isn't there, or has another shape")
@@ -159,50 +158,6 @@ def _plan_tied(old, parts, settings, tables):
         return TiedInt8Linear(table, old, bias), None, f"saved by qk, with the table of {settings['table']}"
 
     return make
-
-
-def saved_layer(old, settings, like_old=False):
-    """Make the layer that `save` described, without values, on the meta device.
-
-    Args:
-        old: the model's layer in its place.
-        settings: what the file says about it.
-        like_old: whether its dtype is the model's, not that of the settings.
-
-    Raises:
-        ValueError: these settings describe no layer, or one that doesn't fit there.
-    """
-    for key in settings:
-        if key.endswith("dtype"):
-            check_one_of(f"its {key}", settings[key], tuple(_DTYPES))
-    settings = {key: _DTYPES[value] if key.endswith("dtype") else value for key, value in settings.items()}
-    kind = KINDS.get(settings.pop("kind", None))
-    if kind is None:
-        raise Refused("is of a kind that this qk doesn't know")
-    if not isinstance(
-        old, (torch.nn.Embedding, Int8Embedding) if kind is Int8Embedding else (*linear_kinds(), QuantizedLinear)
-    ):
-        raise ValueError(f"is a {type(old).__name__} in the model, and an {kind.__name__} in the checkpoint")
-    if like_old:
-        settings["dtype"] = old.weight.dtype
-    try:
-        new = kind(**settings, device="meta")
-    except (TypeError, RuntimeError) as error:  # unknown names, or sizes beyond any memory
-        raise ValueError(f"has settings that an {kind.__name__} doesn't take: {error}") from None
-    if weight_shape(new) != tuple(weight_shape(old)):
-        raise ValueError(f"has shape {list(weight_shape(new))}, and the model's layer {list(weight_shape(old))}")
-    return new
-
-
-def check_saved(new, parts):
-    """Check that a file's tensors, a dict of `Entry`, are those of a layer that `saved_layer` made."""
-    wanted = new.state_dict()
-    if wanted.keys() != parts.keys():
-        raise ValueError(f"has {sorted(parts)}; expected {sorted(wanted)}")
-    for key, tensor in wanted.items():
-        check_entry(parts[key], FLOATS if key == "bias" else (tensor.dtype,), tuple(tensor.shape))
-    if (found := parts["format"].read().tolist()) != new.format_numbers:
-        raise ValueError(f"has the format {found}, and its settings say {new.format_numbers}")
 
 
 def _plan_own(name, old, parts, settings, tables):
@@ -331,16 +286,6 @@ def _by_layer(entries):
         layer, _, part = name.rpartition(".")
         groups.setdefault(layer, {})[part] = entry
     return groups
-
-
-def check_header(own):
-    """Check what a file or a config says about the layers that `save` wrote. Returns layers, and tied names."""
-    layers, tied = own.get("layers"), own.get("tied", {})
-    if own.get("version") != VERSION or not isinstance(layers, dict) or not isinstance(tied, dict):
-        raise ValueError(f"the checkpoint was saved by another version of qk; expected version {VERSION}")
-    if not all(isinstance(settings, dict) for settings in layers.values()):
-        raise ValueError("the checkpoint's header is damaged: it describes layers by something else than settings")
-    return layers, tied
 
 
 def own_layers(own, entries):
