@@ -849,7 +849,11 @@ def test_damaged_own_files(tmp_path):
     for wrong in ("", "[]", "{", json.dumps(header | {"version": 2}), json.dumps(header | {"layers": []})):
         refused(written(tensors, wrong), "saved by another version of qk; expected version 1")
     refused(written(tensors, header | {"layers": {"up": 3}}), "describes layers by something else")
-    refused(written(tensors, changed(kind="Linear")), "up is of a kind that this qk doesn't know")
+    refused(written(tensors, header | {"tied": {"up": []}}), "has tied tensors that aren't names")
+    for kind in ("Linear", []):
+        refused(written(tensors, changed(kind=kind)), "up is of a kind that this qk doesn't know")
+    for table in (None, [], "down"):
+        refused(written(tensors, changed(kind="TiedInt8Linear", table=table)), "up has the table of .*, which isn't")
     refused(written(tensors, changed(kind="Int8Linear")), "up has settings that an Int")
     refused(written(tensors, changed(dtype="int8")), "its dtype is 'int8'; expected")
     refused(written(tensors, changed(group_size=64)), "up has the format|up.absmax has shape")
