@@ -36,16 +36,16 @@ _STRING, _ARRAY = 8, 9
 _HUGE = 2**21  # bytes of a huge page
 
 
-def new_memory(size):
-    """Returns new memory on the CPU, uint8 [size].
+def new_memory(size, device="cpu"):
+    """Returns new memory, uint8 [size].
 
-    Where Linux has them it is of huge pages: for small ones, the system needs several times as long as for reading a
-    file that is in its cache.
+    On a CPU it consists of huge pages where Linux has them: to provide as many bytes in small ones takes the system
+    longer than to copy them from a file in its cache.
     """
-    if size < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(size, dtype=torch.uint8, device="cpu")
+    if torch.device(device).type != "cpu" or size < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(size, dtype=torch.uint8, device=device)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a system that was built without
+    with contextlib.suppress(OSError):  # a system built without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 

@@ -16,6 +16,7 @@ code = q - 8, which flips a nibble's top bit, zero_point = zero - 8, and absmax 
 float16 or bfloat16 has few enough bits to be exact, and so has the product of the difference and the scale.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -67,14 +68,6 @@ def _nibbles(words):
     return torch.stack((halves & 15, halves >> 4), -1).view(torch.int8).view(len(words), 8 * words.shape[1])
 
 
-def _new(rows, size, device):
-    """Memory for codes, uint8 [rows, size]."""
-    on_cpu = torch.device(device).type == "cpu"
-    return (new_memory(rows * size) if on_cpu else torch.empty(rows * size, dtype=torch.uint8, device=device)).view(
-        rows, size
-    )
-
-
 def _signed(words):
     """Turn codes 0 .. 15 into signed ones. Overwrites words, of any integer dtype."""
     words.view(torch.uint8).bitwise_xor_(0x88)  # flips the top bit of each nibble
@@ -114,14 +107,13 @@ class Scratch:
 
     def __init__(self):
         self._memory = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
-        # glibc keeps freed memory for what comes next if it's at most twice the largest block that was freed before
+        # glibc keeps freed memory for later, up to twice the largest block freed so far: without this line, the memory
+        # of each piece below would be new
         torch.empty(2**25 - 2**16, dtype=torch.uint8, device="cpu")
 
     def _bytes(self, number, size, pinned=False):
         if self._memory[number].numel() < size:
-            self._memory[number] = (
-                torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True) if pinned else new_memory(size)
-            )
+            self._memory[number] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         return self._memory[number][:size]
 
     def read(self, entry, device):
@@ -131,9 +123,12 @@ class Scratch:
 
     def empty(self, shape, device):
         """Memory for uint8 codes. It is gone when the next one is asked for."""
-        if torch.device(device).type != "cpu":
-            return torch.empty(shape, dtype=torch.uint8, device=device)
-        return self._bytes(1, math.prod(shape)).view(shape)
+        on_cpu = torch.device(device).type == "cpu"
+        return (
+            self._bytes(1, math.prod(shape)).view(shape)
+            if on_cpu
+            else torch.empty(shape, dtype=torch.uint8, device=device)
+        )
 
 
 def _transposed(x):
@@ -142,8 +137,8 @@ def _transposed(x):
     size = A * B
     if not x.is_cpu or not x.numel() or "fbgemm" not in torch.backends.quantized.supported_engines:
         return x.mT.contiguous()
-    # of torch's ways to transpose on a CPU, only that of a channel shuffle uses vector instructions: it takes a
-    # quarter of the time or less. It has them for float32, and newer torch for uint8.
+    # of torch's ways to transpose on a CPU, only a channel shuffle uses vector instructions: for float32, and in newer
+    # releases for uint8. It takes a quarter of the time of the others, or less.
     channels = x.view(torch.float32 if x.element_size() == 4 else torch.uint8)
     channels = channels.as_strided((x.numel() // size, size, 1, 1), (size, 1, size, size))
     return torch.native_channel_shuffle(channels, A).view(x.dtype).view(*batch, B, A)
@@ -202,6 +197,17 @@ def _ordered(codes, order, out):
     return _collect(out, rows)
 
 
+@contextlib.contextmanager
+def _one_thread():
+    """Let torch use one thread: with pieces this small, others save little, and on a busy machine they cost a lot."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _pack_quantized(parts, shape, config):
     """compressed-tensors, 4 bits in int32."""
     N, K = shape
@@ -229,6 +235,7 @@ def _pack_quantized(parts, shape, config):
         columns = index.read()
         order = None if K and bool((columns == -1).all()) else _order(columns, K, size)
 
+    @_one_thread()
     def read(device, scratch):
         on = None if order is None else order.to(device)
         if on is None:
@@ -239,7 +246,7 @@ def _pack_quantized(parts, shape, config):
             _collect(codes[1], lambda start, end: words[start:end])
             torch.bitwise_and(codes[1], 15, out=codes[0])
             codes[1].bitwise_right_shift_(4)
-            packed = _ordered(codes, on, _new(N, cdiv(K, 2), device))
+            packed = _ordered(codes, on, new_memory(N * cdiv(K, 2), device).view(N, cdiv(K, 2)))
         zeros = None if zero is None else _nibbles(zero.read(device).t()).t()[:N]
         return _int4(_even(packed, K), parts["weight_scale"].read(device), zeros, on)
 
@@ -265,16 +272,17 @@ def _gptq(parts, shape, config):
         check_entry(parts["g_idx"], (torch.int32, torch.int64), (K,))
         order = _order(parts["g_idx"].read(), K, size)
 
+    @_one_thread()
     def read(device, scratch):
-        words, packed = scratch.read(parts["qweight"], device), _new(N, K // 2, device)
+        words, packed = scratch.read(parts["qweight"], device), new_memory(N * K // 2, device).view(N, K // 2)
         on = None if order is None else order.to(device)
         if on is None:
             _collect(packed.view(torch.int32), lambda start, end: _signed(words[start:end]))
         else:
             codes = scratch.empty((2, K // 2, N), device)
-            for words_, low, high in zip(words.split(_STEP // 4), *(x.split(_STEP) for x in codes), strict=True):
+            for part, low, high in zip(words.split(_STEP // 4), *(x.split(_STEP) for x in codes), strict=True):
                 # the four bytes of a word become four rows
-                pairs = _transposed(words_.view(torch.uint8).view(-1, N, 4)).view(-1, N)
+                pairs = _transposed(part.view(torch.uint8).view(len(part), N, 4)).view(low.shape)
                 torch.bitwise_and(pairs, 15, out=low)
                 torch.bitwise_right_shift(pairs, 4, out=high)
             _ordered(codes, on, packed)
@@ -303,8 +311,9 @@ def _awq(parts, shape, config):
     elif config.get("zero_point", True):
         raise ValueError("has no qzeros, though it has zero points")
 
+    @_one_thread()
     def read(device, scratch):
-        words, packed = scratch.read(parts["qweight"], device), _new(N, K // 2, device)
+        words, packed = scratch.read(parts["qweight"], device), new_memory(N * K // 2, device).view(N, K // 2)
 
         def rows(start, end):
             return _swapped(_signed(words[2 * start : 2 * end])).view(torch.uint8).view(end - start, N)
