@@ -113,7 +113,9 @@ class Scratch:
 
     def _bytes(self, number, size, pinned=False):
         if self._memory[number].numel() < size:
-            self._memory[number] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+            # not pinned ones are huge pages, which rows are gathered from faster, too
+            memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True) if pinned else new_memory(size)
+            self._memory[number] = memory
         return self._memory[number][:size]
 
     def read(self, entry, device):
