@@ -113,9 +113,10 @@ class Scratch:
 
     def _bytes(self, number, size, pinned=False):
         if self._memory[number].numel() < size:
-            # not pinned ones are huge pages, which rows are gathered from faster, too
-            memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True) if pinned else new_memory(size)
-            self._memory[number] = memory
+            # huge pages make gathers of rows faster, too
+            self._memory[number] = (
+                torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True) if pinned else new_memory(size)
+            )
         return self._memory[number][:size]
 
     def read(self, entry, device):
@@ -125,12 +126,9 @@ class Scratch:
 
     def empty(self, shape, device):
         """Memory for uint8 codes. It is gone when the next one is asked for."""
-        on_cpu = torch.device(device).type == "cpu"
-        return (
-            self._bytes(1, math.prod(shape)).view(shape)
-            if on_cpu
-            else torch.empty(shape, dtype=torch.uint8, device=device)
-        )
+        if torch.device(device).type == "cpu":
+            return self._bytes(1, math.prod(shape)).view(shape)
+        return torch.empty(shape, dtype=torch.uint8, device=device)
 
 
 def _transposed(x):
@@ -175,7 +173,7 @@ def _order(groups, columns, size):
 
 def _swapped(words):
     """Exchange the high nibbles of each even row with the low ones of the next row. Overwrites int32 [2 A, B]."""
-    even, odd = words.view(-1, 2, words.shape[1]).unbind(1)
+    even, odd = words.view(len(words) // 2, 2, words.shape[1]).unbind(1)
     change = (even >> 4).bitwise_xor_(odd).bitwise_and_(0x0F0F0F0F)
     odd.bitwise_xor_(change)
     even.bitwise_xor_(change.bitwise_left_shift_(4))
