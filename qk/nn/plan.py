@@ -202,7 +202,7 @@ def plan_layers(model, quantized, plan_one):
             else:
                 read = plan_one(name, old, parts)
         except ValueError as error:
-            problems.append(f"{name} {error}")
+            problems.append(str(error) if str(error).startswith(name) else f"{name} {error}")
         else:
             layers.append(Layer(old, entries, read))
     return layers, problems
