@@ -30,7 +30,8 @@ from . import hub
 from .simplify import Known, Places, replaced, simplified
 
 PACKAGE = Path(__file__).parents[1]
-MODULES = ("int4", "gemm_int4", "int8", "hadamard", "gelu", "norm", "dequant", "sparsity", "kv_cache", "gemm", "linear")
+MODULES = ("int4", "gemm_int4", "int8", "hadamard", "gelu", "norm", "linear.dequant", "linear.sparsity",
+           "kv_cache", "gemm", "linear")  # fmt: skip
 WIDTH = 120
 
 
@@ -273,7 +274,7 @@ def public_functions(names, whole):
     """
     known, public = functions(), []
     for name in names:
-        found = [function for function, where in known.items() if name in (function, where)]
+        found = [function for function, where in known.items() if name in (function, where, where.split(".")[-1])]
         found = [name] if name in known and not whole else found
         if not found:
             raise ValueError(f"there is no kernel or file {name!r}; python -m qk copy --list shows what there is")
@@ -900,8 +901,8 @@ def _all_arches():
 
 def _listing():
     known = functions()
-    lines = [f"{module:10}{', '.join(name for name in known if known[name] == module)}" for module in MODULES]
-    return "\n".join(["file      kernels", *lines, "", f"--arch, for the GEMMs: {', '.join(_all_arches())}"])
+    lines = [f"{module:17}{', '.join(name for name in known if known[name] == module)}" for module in MODULES]
+    return "\n".join(["file             kernels", *lines, "", f"--arch, for the GEMMs: {', '.join(_all_arches())}"])
 
 
 def _shadows(path):

@@ -22,11 +22,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .core.checks import FLOATS, check_one_of, check_tensor, listed
-from .core.launch import INTERPRETING, TileConfig, cdiv, grid, launch, tile_shape
-from .core.numerics import to_dtype, to_float32, wait_if_early
-from .core.operators import operator
-from .core.replay import replayed
+from ..core.checks import FLOATS, check_one_of, check_tensor, listed
+from ..core.launch import INTERPRETING, TileConfig, cdiv, grid, launch, tile_shape
+from ..core.numerics import to_dtype, to_float32, wait_if_early
+from ..core.operators import operator
+from ..core.replay import replayed
 
 __all__ = ["dequant_bias", "dequant_bias_ref"]
 
