@@ -80,45 +80,21 @@ def _absolute_name(module, node):
     """Return the module in qk that a relative import names."""
     parts = module.split(".") if _path(module).name == "__init__.py" else module.split(".")[:-1]
     parts = parts[: len(parts) - node.level + 1]
-    return ".".join([*parts, *([node.module] if node.module else [])])
-
-
-def _without_module_names(source, name):
-    """Write `recording` for `launch.recording`, after `from . import launch`. Returns the text, {name: its module}."""
-    places, edits, relative = Places(source), [], {}
-    whole = {
-        alias.asname or alias.name: f"{_absolute_name(name, node)}.{alias.name}"
-        for node in places.tree.body
-        if isinstance(node, ast.ImportFrom) and node.level and node.module is None
-        for alias in node.names
-    }
-    for node in ast.walk(places.tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in whole:
-            relative[node.attr] = whole[node.value.id]
-            edits.append((*places.at(node), node.attr))
-    # a local variable of the same name would hide it
-    names = [each for each in ast.walk(places.tree) if isinstance(each, ast.Name) and each.id in relative]
-    edits += [(*places.at(each), f"{each.id}_") for each in names]
-    names = [each for each in ast.walk(places.tree) if isinstance(each, ast.arg) and each.arg in relative]
-    edits += [(places.at(each)[0], places.at(each)[0] + len(each.arg), f"{each.arg}_") for each in names]
-    return replaced(source, edits), relative
+    return ".".join([*parts, node.module])
 
 
 @functools.cache
 def _module(name):
     source = _path(name).read_text(encoding="utf-8")
-    source, relative = _without_module_names(source, name)
     tree, lines = ast.parse(source), source.splitlines(keepends=True)
-    found = _Module(ast.get_docstring(tree), [], [], relative, {})
+    found = _Module(ast.get_docstring(tree), [], [], {}, {})
     end = tree.body[0].end_lineno
     for node in tree.body[1:]:
         first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
         while lines[first - 2].startswith("#"):
             first -= 1
         blank, end = min(first - 1 - end, 2), node.end_lineno
-        if isinstance(node, ast.ImportFrom) and node.level and node.module is None:
-            pass
-        elif isinstance(node, ast.ImportFrom) and node.level:
+        if isinstance(node, ast.ImportFrom) and node.level:
             found.relative.update({alias.name: _absolute_name(name, node) for alias in node.names})
         elif isinstance(node, ast.Import | ast.ImportFrom):
             found.absolute.update({alias.asname or alias.name: _import_of(node, alias) for alias in node.names})
@@ -231,15 +207,6 @@ def _import_order(name):
     return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
 
 
-def _imports(modules, needed):
-    """Return the import statements that the items need."""
-    statements = set()
-    for where in modules:
-        uses = {name for i in needed[where] for name in _module(where).items[i].uses}
-        statements |= {_module(where).absolute[name] for name in uses & _module(where).absolute.keys()}
-    return statements
-
-
 def _origin(modules, command):
     try:
         package = f"qk {version('qk')}"
@@ -306,9 +273,9 @@ def full(*names):
     renamed = _clashes(modules, needed, _module)
     asked = [where for where in MODULES if where in {known[name] for name in public}]
     docstring = "\n\n\n".join(_module(where).docstring for where in asked)
-    text = f'{_origin(modules, " ".join([*names, "--full"]))}\n"""{docstring}\n"""\n\n'
-    text += f"{_import_section(_imports(modules, needed))}\n\n{_all(public)}"
-    return text + "".join(_body(where, needed[where], renamed[where]) for where in modules)
+    body = "".join(_body(where, needed[where], renamed[where]) for where in modules)
+    head = f'{_origin(modules, " ".join([*names, "--full"]))}\n"""{docstring}\n"""\n\n'
+    return f"{head}{_import_section(_used(body, modules, _module))}\n\n{_all(public)}{body}"
 
 
 def to_hub(names, folder, force=False):
@@ -400,28 +367,12 @@ _PLANS = {
 }
 
 
-def _without_early(text):
-    """Make launches wait for the previous kernel."""
-    places, edits = Places(text), []
-    for node in ast.walk(places.tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "launch":
-            for each in node.keywords:
-                if each.arg == "early":
-                    start, end = places.at(each)
-                    edits.append((start, end, "EARLY=False"))
-                    comment = re.match(rb"[^\n#]*?(  #[^\n]*)", text.encode()[end:])  # on why
-                    if comment:
-                        edits.append((end + comment.start(1), end + comment.end(1), ""))
-    return replaced(text, edits)
-
-
-def _without_decorator(text, name):
-    places = Places(text)
-    for node in getattr(places.tree.body[0], "decorator_list", []):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == name:
-            start, end = places.at(node)
-            return replaced(text, [(start - 1, end + 1, "")])
-    return text
+def _without_package(text, pinned):
+    """Make launches wait for the previous kernel; drop replays, and checks of arguments that have one value only."""
+    text = re.sub(r"\bearly=(?!None)[^,\n]+(,[^#\n]*?)(?:  #.*)?$", r"EARLY=False\1", text, flags=re.M)
+    text = re.sub(r"^@replayed\(.*\)\n", "", text, flags=re.M)
+    names = "|".join(pinned) or "(?!)"
+    return re.sub(rf'^ +check_one_of\("({names})",.*\n', "", text, flags=re.M)
 
 
 def _plain_operator(text, checks):
@@ -441,11 +392,7 @@ def _plain_operator(text, checks):
     docstring = []
     if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
         docstring, body = lines[body[0].lineno - 1 : body[0].end_lineno], body[1:]
-    header = node.body[0].lineno - 1
-    while lines[header - 1].lstrip().startswith("#"):
-        header -= 1
-    header = header if not docstring else node.body[0].end_lineno
-    rest = lines[header : node.end_lineno]
+    rest = lines[node.body[0].end_lineno if docstring else node.body[0].lineno - 1 : node.end_lineno]
     head = [f"def {node.name}({', '.join(arguments)}):", *docstring]
     if len(head[0]) > WIDTH:
         inner = textwrap.wrap(", ".join(arguments) + ",", WIDTH - 2, initial_indent="    ", subsequent_indent="    ")
@@ -521,18 +468,6 @@ def _direct(text, module, arch):
     return text
 
 
-def _without_checks(text, pinned):
-    """Remove the checks of arguments that have one value only."""
-    places, edits = Places(text), []
-    for node in ast.walk(places.tree):
-        call = getattr(node, "value", None)
-        if isinstance(node, ast.Expr) and isinstance(call, ast.Call) and getattr(call.func, "id", "") == "check_one_of":
-            if getattr(call.args[0], "value", None) in pinned:
-                start, end = places.at(node)
-                edits.append((start - node.col_offset, end + 1, ""))
-    return replaced(text, edits)
-
-
 def _opened(item):
     """Yield the statements of a `try` as items. It succeeds wherever such a copy can run."""
     lines = item.text.split("\n")
@@ -562,11 +497,9 @@ def _plain_module(name, arch):
         if item.binds & _RENAMED.keys():
             continue
         text = text.lstrip("\n")
-        text = _without_checks(text, _PLANS.get(name, _Plan({})).pins)
+        text = _without_package(text, _PLANS.get(name, _Plan({})).pins)
         if arches(name):
             text = _direct(text, name, arch)
-        text = _without_early(text)
-        text = _without_decorator(text, "replayed")
         if _is_operator(item.node):
             text = _plain_operator(text, checks)
         text = re.sub(r"^(def \w+[(].*), [*]_[)]:", r"\1):", text, flags=re.M)  # what a check takes and ignores
@@ -711,8 +644,7 @@ def _laid_out(text):
     """Put each statement on one line if it fits."""
     for node in reversed(ast.parse(text).body):
         if isinstance(node, ast.FunctionDef):
-            lines = _joined_header(node, _packed_header(node, text.split("\n")))
-            text = "\n".join(lines)
+            text = "\n".join(_packed_header(node, text.split("\n")))
     return _with_short_comments(_refilled(text))
 
 
@@ -730,18 +662,6 @@ def _with_short_comments(text):
             block = textwrap.wrap(words, WIDTH, initial_indent=f"{indent[0]}# ", subsequent_indent=f"{indent[0]}# ")
         result += block
     return "\n".join(result)
-
-
-_ENDS = "):", "):  # fmt: skip"  # of a header
-
-
-def _joined_header(node, lines):
-    """Put a function's header on one line if it fits and has no comment."""
-    if lines[node.lineno - 1].endswith("(") and lines[node.lineno + 1] in _ENDS:
-        joined = f"{lines[node.lineno - 1]}{lines[node.lineno].strip().removesuffix(',')}):"
-        if len(joined) <= WIDTH and "#" not in joined:
-            return [*lines[: node.lineno - 1], joined, *lines[node.lineno + 2 :]]
-    return lines
 
 
 def _refilled(text):
@@ -833,12 +753,17 @@ def _is_jit(node):
 
 
 def _packed_header(node, lines):
-    """Put a function's parameters side by side, except those with a comment."""
+    """Put a function's header on one line if it fits; else parameters side by side, except those with a comment."""
     last = node.body[0].lineno - 2
     while lines[last].lstrip().startswith("#"):
         last -= 1
     header = lines[node.lineno : last]
-    if lines[last] not in _ENDS or not all(re.fullmatch(r" {4}[^()#]+,(  # .*)?", line) for line in header):
+    if lines[last] not in ("):", "):  # fmt: skip"):
+        return lines
+    joined = f"{lines[node.lineno - 1]}{' '.join(map(str.strip, header)).removesuffix(',')}):"
+    if "#" not in joined and len(joined) <= WIDTH:
+        return [*lines[: node.lineno - 1], joined, *lines[last + 1 :]]
+    if not all(re.fullmatch(r" {4}[^()#]+,(  # .*)?", line) for line in header):
         return lines
     packed = []
     for line in header:

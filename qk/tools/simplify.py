@@ -20,7 +20,8 @@ import torch
 UNKNOWN = object()
 SOMETHING = object()  # any value but None
 _IMPURE = {"store", "static_assert", "device_assert", "debug_barrier", "inline_asm_elementwise", "atomic_add"}
-_PURE = {"cdiv", "next_power_of_2", "min", "max", "len", "int", "float", "list", "tuple", "gpu", "abs", "as_matrix"}
+_PURE = {"cdiv", "next_power_of_2", "min", "max", "len", "int", "float", "list", "tuple", "gpu", "abs", "as_matrix",
+         "with_contiguous_rows"}  # fmt: skip
 _PURE_METHODS = {"stride", "to", "numel", "contiguous", "detach", "view", "expand_dims", "data_ptr", "element_size",
                  "get_device_capability"}  # fmt: skip
 _TENSOR_METHODS = _PURE_METHODS | {"reshape", "new_empty", "new_zeros", "t", "float", "double", "expand", "permute"}
@@ -450,9 +451,8 @@ class _Pass(Places):
                 map(ast.unparse, self.functions[node.func.id].node.decorator_list)
             ):
                 returns = self._returns(node.func.id)
-                if _is_generator(self.functions[node.func.id].node):
-                    return UNKNOWN
-                return self._once((node.func.id, ""), lambda: _join(map(self.value, returns)))
+                result = self._once((node.func.id, ""), lambda: _join(map(self.value, returns)))
+                return SOMETHING if result is UNKNOWN and node.func.id in _PURE else result
             return SOMETHING if node.func.id in _PURE or node.func.id in self.classes else UNKNOWN
         if isinstance(node.func, ast.Attribute):
             if node.func.attr == "get":
@@ -545,8 +545,6 @@ class _Pass(Places):
         parent, block = self.parents[node], self._siblings(node)
         start, end = self._lines_of(self._first_line(node), node.end_lineno)
         only = len([each for each in block if not _is_docstring(each)]) == 1 and not isinstance(parent, ast.Module)
-        if only and block is getattr(parent, "orelse", None):
-            return self._lines_of(self._header_line(node), node.end_lineno) + ("",)
         indent = " " * node.col_offset
         return start, end, f"{indent}pass\n" if only else ""
 
@@ -612,8 +610,6 @@ class _Pass(Places):
     def _if(self, node):
         truth = False if self._drops(node) else self.truth(node.test)
         if truth is None:
-            if len(node.body) == 1 and isinstance(node.body[0], ast.Pass) and not node.orelse and self.pure(node.test):
-                self.propose(self.without(node))
             return
         start, end = self._lines_of(node.lineno, node.end_lineno)
         is_elif = self._is_elif(node)
@@ -676,8 +672,6 @@ class _Pass(Places):
         grouped = before == b"(" and after == b")" and not (isinstance(parent, ast.Call) and node in parent.args)
         if simple and grouped:
             start, end = self.data.rindex(b"(", 0, start), self.data.index(b")", end) + 1
-            if isinstance(part, ast.Tuple) and not text.startswith("("):
-                text = f"({text})"
         elif not simple and not grouped and isinstance(parent, ast.BinOp | ast.UnaryOp | ast.Attribute | ast.Compare):
             text = f"({text})"
         self.propose((start, end, text))
