@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import hub
-from .simplify import Known, Places, replaced, simplified
+from .simplify import Known, Places, first_line, replaced, simplified
 
 PACKAGE = Path(__file__).parents[1]
 MODULES = ("int4", "gemm_int4", "int8", "hadamard", "gelu", "norm", "linear.dequant", "linear.sparsity",
@@ -90,9 +90,7 @@ def _module(name):
     found = _Module(ast.get_docstring(tree), [], [], {}, {})
     end = tree.body[0].end_lineno
     for node in tree.body[1:]:
-        first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
-        while lines[first - 2].startswith("#"):
-            first -= 1
+        first = first_line(node, lines)
         blank, end = min(first - 1 - end, 2), node.end_lineno
         if isinstance(node, ast.ImportFrom) and node.level:
             found.relative.update({alias.name: _absolute_name(name, node) for alias in node.names})
@@ -472,10 +470,7 @@ def _opened(item):
     """Yield the statements of a `try` as items. It succeeds wherever such a copy can run."""
     lines = item.text.split("\n")
     for node in ast.parse(item.text).body[0].body:
-        first = node.lineno
-        while lines[first - 2].lstrip().startswith("#"):
-            first -= 1
-        text = textwrap.dedent("\n".join(lines[first - 1 : node.end_lineno])) + "\n"
+        text = textwrap.dedent("\n".join(lines[first_line(node, lines) - 1 : node.end_lineno])) + "\n"
         yield item._replace(text=text, binds=_bound(node), node=ast.parse(text).body[0])
 
 
@@ -780,9 +775,7 @@ def _assembled(text, roots):
     lines, result, before = text.split("\n"), "", None
     for group in _groups(text, roots):
         for node in group:
-            first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
-            while first > 1 and lines[first - 2].startswith("#"):
-                first -= 1
+            first = first_line(node, lines)
             part = "\n".join(lines[first - 1 : node.end_lineno])
             small = isinstance(node, ast.Assign) and isinstance(before, ast.Assign)
             defines = isinstance(node, ast.FunctionDef | ast.ClassDef)
