@@ -155,11 +155,11 @@ def _dequant_bias(
     rows, block, num_warps = tile_shape(N, config, 1)
     held = min(config.held, cdiv(M, rows))
     (stride_gm, stride_gn), stride_a, stride_b, stride_bias = g.stride(), _stride(a), _stride(b), _stride(bias)
-    longest = max(M * stride_gm + N * stride_gn, M * N, M * (stride_a or 0), N * max(stride_b or 0, stride_bias or 0))
+    ends = M * stride_gm + N * stride_gn, M * N, M * (stride_a or 0), N * max(stride_b or 0, stride_bias or 0)
     launch(
         g.device, _dequant_bias_kernel, grid(cdiv(N, block), cdiv(M, rows * held)),
         g, a, scale_a, b, scale_b, bias, out, M, N, stride_gm, stride_gn, stride_a, stride_b, stride_bias,
-        WIDE=longest >= _WIDE, ROWS=rows, BLOCK=block, HELD=held, early=True,
+        WIDE=max(ends) >= _WIDE, ROWS=rows, BLOCK=block, HELD=held, early=True,
         num_warps=num_warps * (2 if out_dtype == torch.float32 else 1),  # then four elements a thread are 16 bytes
     )  # fmt: skip
 

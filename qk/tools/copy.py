@@ -385,13 +385,10 @@ def _plain_operator(text, checks):
     outputs = [each.arg for each in node.args.args if each.annotation is None]
     options = {each.arg: each.value for each in decorator.keywords}
     check = options.get("check")
-    lines = text.split("\n")
-    body = node.body
-    docstring = []
-    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
-        docstring, body = lines[body[0].lineno - 1 : body[0].end_lineno], body[1:]
-    rest = lines[node.body[0].end_lineno if docstring else node.body[0].lineno - 1 : node.end_lineno]
-    head = [f"def {node.name}({', '.join(arguments)}):", *docstring]
+    lines, start = text.split("\n"), node.body[0].lineno - 1
+    body = node.body[ast.get_docstring(node) is not None :]
+    head = [f"def {node.name}({', '.join(arguments)}):", *lines[start : body[0].lineno - 1]]
+    rest = lines[body[0].lineno - 1 : node.end_lineno]
     if len(head[0]) > WIDTH:
         inner = textwrap.wrap(", ".join(arguments) + ",", WIDTH - 2, initial_indent="    ", subsequent_indent="    ")
         head[:1] = [f"def {node.name}(", *inner, "):  # fmt: skip"]
@@ -664,8 +661,6 @@ def _refilled(text):
     places, lines = Places(text), text.split("\n")
     statements = [each for each in ast.walk(places.tree) if isinstance(each, ast.stmt)]
     for node in sorted(statements, key=lambda each: -each.lineno):
-        if not hasattr(node, "body") and node.lineno == node.end_lineno and '"' not in lines[node.lineno - 1]:
-            lines[node.lineno - 1 : node.lineno] = _wrapped(lines[node.lineno - 1])
         if hasattr(node, "body") or node.lineno == node.end_lineno:
             continue
         rows = lines[node.lineno - 1 : node.end_lineno]
@@ -673,8 +668,8 @@ def _refilled(text):
         if any("#" in row for row in bare) or any(_is_long_text(each) for each in ast.walk(node)):
             continue
         skip = rows[-1] != bare[-1]
-        joined = bare[0] + "".join(_glue(row) for row in bare[1:])
-        joined = re.sub(r",([)\]}])$", r"\1", re.sub(r"([(\[{]) ", r"\1", joined))
+        joined = re.sub(r"([(\[{]) | (?=[)\]}])", r"\1", " ".join([bare[0], *map(str.strip, bare[1:])]))
+        joined = re.sub(r",([)\]}])$", r"\1", joined)
         magic = bare[-2].rstrip().endswith(",") if len(bare) > 1 else False
         if len(joined) <= WIDTH and (skip or not magic):
             lines[node.lineno - 1 : node.end_lineno] = [joined]
@@ -683,23 +678,8 @@ def _refilled(text):
     return "\n".join(lines)
 
 
-def _wrapped(line):
-    """Split a statement that is too long into several lines."""
-    head, opening, rest = line.partition("(")
-    if len(line) <= WIDTH or not opening or not line.endswith(")"):
-        return [line]
-    indent = " " * (len(line) - len(line.lstrip()) + 4)
-    inner = textwrap.wrap(rest[:-1], WIDTH - 2, initial_indent=indent, subsequent_indent=indent, break_long_words=False)
-    return [f"{head}(", *inner, f"{indent[4:]})  # fmt: skip"]
-
-
 def _is_long_text(node):
     return isinstance(node, ast.Constant | ast.JoinedStr) and node.lineno != node.end_lineno
-
-
-def _glue(row):
-    row = row.strip()
-    return row if row[:1] in ")]}" else f" {row}"
 
 
 def _packed(rows):
