@@ -109,7 +109,7 @@ NUMBERS = [
     ("04_fused_epilogues", r"saves (\d+) to (\d+)% of the time[;,] [a-zA-Z ]+,? (\d+) to (\d+)%", fusing),
     (
         "07_int4_gemm",
-        r"`qk` took ([\d.]+) µs in this run and ([\d.]+) µs in the one above",
+        r"`qk` took ([\d.]+) µs in this run and ([\d.]+) µs in the one at the top of the page",
         lambda: [times("versions of int4_gemm", group_size=128)[1, 8192, 8192]["qk"], token(128)],
     ),
     (

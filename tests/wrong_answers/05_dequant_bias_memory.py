@@ -1,8 +1,67 @@
 """Wrong answers to the exercises of the notebook of this name: (a part of the hint that must be printed, code)."""
 
 
-def formula(expression):
-    return f"def variant_bytes(M, N):\n    return {expression}"
+def rows(
+    row="tl.program_id(0) * HELD + tl.arange(0, HELD)",
+    mask="(row < M)[:, None] & (n < N)[None, :]",
+    a="tl.load(a_ptr + row, mask=row < M, other=0.0)[:, None]",
+    b="tl.load(b_ptr + n, mask=n < N, other=0.0)[None, :]",
+    bias="tl.load(bias_ptr + n, mask=n < N, other=0.0)[None, :]",
+    column="tl.program_id(1)",
+    out="g * a * b + bias",
+):
+    """Hold a tile of HELD rows."""
+    return f"""@triton.jit
+def held_kernel(g_ptr, a_ptr, b_ptr, bias_ptr, out_ptr, M, N, BLOCK: tl.constexpr, HELD: tl.constexpr):
+    row = {row}
+    n = {column} * BLOCK + tl.arange(0, BLOCK)
+    places = row[:, None] * N + n[None, :]
+    mask = {mask}
+    g = tl.load(g_ptr + places, mask=mask, other=0).to(tl.float32)
+    a = {a}
+    b = {b}
+    bias = {bias}
+    tl.store(out_ptr + places, {out}, mask=mask)
+"""
+
+
+def loop(before="", inside="", first="tl.program_id(0) * HELD", count="HELD", inside_row="first + i"):
+    """Handle HELD rows one after the other. before, inside: where the vectors are loaded."""
+    return f"""@triton.jit
+def held_kernel(g_ptr, a_ptr, b_ptr, bias_ptr, out_ptr, M, N, BLOCK: tl.constexpr, HELD: tl.constexpr):
+    first = {first}
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    {before}
+    for i in tl.static_range({count}):
+        row = {inside_row}
+        mask = n < tl.where(row < M, N, 0)
+        {inside}
+        g = tl.load(g_ptr + row * N + n, mask=mask, other=0).to(tl.float32)
+        a = tl.load(a_ptr + row, mask=row < M, other=0.0)
+        tl.store(out_ptr + row * N + n, g * a * b + bias, mask=mask)
+"""
+
+
+VECTORS = "b, bias = tl.load(b_ptr + n, mask=n < N, other=0.0), tl.load(bias_ptr + n, mask=n < N, other=0.0)"
+# Right: a loop that loads everything, then one that stores. The masks aren't (n < N) & (row < M), which Triton's
+# interpreter refuses where row is one number.
+TWO_LOOPS = f"""@triton.jit
+def held_kernel(g_ptr, a_ptr, b_ptr, bias_ptr, out_ptr, M, N, BLOCK: tl.constexpr, HELD: tl.constexpr):
+    first = tl.program_id(0) * HELD
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    {VECTORS}
+    tiles = ()
+    for i in tl.static_range(HELD):
+        row = first + i
+        g = tl.load(g_ptr + row * N + n, mask=n < tl.where(row < M, N, 0), other=0)
+        tiles = tiles + ((g, tl.load(a_ptr + row, mask=row < M, other=0.0)),)
+    for i in tl.static_range(HELD):
+        g, a = tiles[i]
+        tl.store(out_ptr + (first + i) * N + n, g.to(tl.float32) * a * b + bias, mask=n < tl.where(first + i < M, N, 0))
+"""
+NO_KERNEL = """def held(g, a, b, bias, BLOCK, HELD):
+    return g * a * b + bias, 2, 0
+"""
 
 
 def kernel(
@@ -28,15 +87,23 @@ def tokens(expression):
 
 
 ANSWERS = {
-    "variant_bytes": [
-        ("int32 to float32 is a step too", formula("22 * M * N + 4 * M + 4 * N")),
-        ("the output has two bytes", formula("32 * M * N + 4 * (M + N)")),
-        ("there is no bias", formula("38 * M * N + 4 * M + 8 * N")),
-        ("the vectors are read too", formula("30 * M * N")),
-        ("an element of a vector has four bytes", formula("30 * M * N + M + N")),
-        ("each step reads its matrix again", formula("(4 + 2) * M * N + 4 * M + 4 * N")),
-        ("bfloat16", formula("28 * M * N + 4 * M + 4 * N")),
-        ("", formula("36 * M * N + 4 * M + 8 * N")),
+    "held": [
+        ("missing or too wide?", rows(mask="(n < N)[None, :] & (row >= 0)[:, None]")),
+        ("missing or too wide?", rows(mask="(row < M)[:, None] & (n >= 0)[None, :]")),
+        ("its first one is HELD * tl.program_id(0)", loop(VECTORS, first="tl.program_id(0)", count="1")),
+        ("", rows(row="tl.program_id(0) + tl.arange(0, HELD)")),
+        ("own scale_a", rows(a="tl.load(a_ptr + tl.program_id(0) * HELD)")),
+        ("the bias is missing", rows(out="g * a * b")),
+        (
+            "loaded again for each row",
+            rows(
+                b="tl.load(b_ptr + n[None, :] + 0 * row[:, None], mask=mask, other=0.0)",
+                bias="tl.load(bias_ptr + n[None, :] + 0 * row[:, None], mask=mask, other=0.0)",
+            ),
+        ),
+        ("waits until another row is stored", loop(inside=VECTORS)),
+        ("load all of them first", loop(VECTORS)),
+        ("launch your kernel", NO_KERNEL),
     ],
     "sliced": [
         ("r * stride", kernel("tl.load(g_ptr + row * N + n, mask=n < N, other=0.0)")),
@@ -87,5 +154,5 @@ OTHERS = {
         "import numpy as np\n\n\n"
         "def break_even(N, tb, launch):\n    return np.int64(-(-launch * tb * 10**6 // (4 * N)))",
     ],
-    "variant_bytes": ["def variant_bytes(M, N):\n    return 30.0 * M * N + 4 * (M + N)"],
+    "held": [TWO_LOOPS],
 }

@@ -8,6 +8,31 @@ import torch.nn.functional as F
 from qk.course.exercises import Exercise
 
 
+def _held_cases():
+    """(g, scale_a, scale_b, bias, BLOCK, HELD): small integers and halves, so that float32 is exact in any order."""
+    random = torch.Generator().manual_seed(6)
+    for M, N, BLOCK, HELD in ((8, 64, 32, 4), (7, 50, 16, 2), (5, 33, 32, 4), (1, 20, 16, 8), (9, 70, 64, 8)):
+        g, a, b, bias = (torch.randint(1, 200, size, generator=random) for size in ((M, N), (M, 1), (1, N), (N,)))
+        yield g.to(torch.int32) - 100, a / 4, b / 8, bias / 2, BLOCK, HELD
+
+
+def _held(g, a, b, bias, BLOCK, HELD, rows=None, of_a=None, vectors=2, late=0):
+    """(output, vectors loaded, loads after a store). rows: those written; of_a: the row whose scale is used."""
+    a = a if of_a is None else a[of_a(torch.arange(len(a), device=a.device), HELD)]
+    out = g.float() * a * b + bias
+    if rows is not None:
+        out[rows:] = torch.nan
+    return out, vectors, late
+
+
+def _one_row_each(g, a, b, bias, BLOCK, HELD):
+    return -(-len(g) // HELD)
+
+
+def _rows_from_one_apart(g, a, b, bias, BLOCK, HELD):
+    return min(len(g), -(-len(g) // HELD) + HELD - 1)
+
+
 def _sliced_cases():
     """(g, a, N, BLOCK): the first N columns of g are wanted; numbers of all sizes and both signs."""
     random = torch.Generator().manual_seed(5)
@@ -50,27 +75,33 @@ def _break_even(N, tb, launch):
 
 
 EXERCISES = {
-    "variant_bytes": Exercise(
-        expected=lambda M, N: (8 + 8 + 8 + 6) * M * N + 4 * M + 4 * N,
-        cases=lambda: [(256, 1536), (1, 10), (7, 3), (4096, 14336)],
+    "held": Exercise(
+        expected=_held,
+        cases=lambda: [*_held_cases()],
         mistakes={
-            "converting int32 to float32 is a step too": lambda M, N: 22 * M * N + 4 * M + 4 * N,
-            "the output has two bytes": lambda M, N: 32 * M * N + 4 * M + 4 * N,
-            "there is no bias": lambda M, N: 38 * M * N + 4 * M + 8 * N,
-            "each step also writes a matrix": lambda M, N: 16 * M * N + 4 * M + 4 * N,
-            "each step reads its matrix again, and writes another": lambda M, N: 6 * M * N + 4 * M + 4 * N,
-            "there are two multiplications, each over a whole matrix": lambda M, N: 22 * M * N + 4 * M,
-            "multiplying by b makes another matrix: 8 more bytes": lambda M, N: 26 * M * N + 4 * M + 4 * N,
-            "the vectors are read too": lambda M, N: 30 * M * N,
-            "an element of a vector has four bytes": lambda M, N: 30 * M * N + M + N,
-            "the vectors are float32: four bytes": lambda M, N: 30 * M * N + 2 * M + 2 * N,
-            "the sums are int32: four bytes, not bfloat16's two; the output has two": lambda M, N: (
-                28 * M * N + 4 * M + 4 * N
+            "each program handles HELD rows: its first one is HELD * tl.program_id(0)": lambda *case: _held(
+                *case, rows=_one_row_each(*case)
             ),
-            "the last step, to float16, is missing": lambda M, N: 24 * M * N + 4 * M + 4 * N,
-            "each vector is read once, not once per element": lambda M, N: 38 * M * N,
+            "programs overlap: the first row of the next one is HELD rows further on": lambda *case: _held(
+                *case, rows=_rows_from_one_apart(*case)
+            ),
+            "each row has its own scale_a": lambda *case: _held(*case, of_a=lambda row, HELD: row // HELD * HELD),
+            "the bias is missing": lambda g, a, b, bias, *sizes: _held(g, a, b, 0 * bias, *sizes),
+            "right, but scale_b and bias are loaded again for each row: once per program is enough": lambda *case: (
+                _held(*case, vectors=2 * case[-1])
+            ),
+            "right, but each row loads scale_b and bias again, and waits until another row is stored": lambda *case: (
+                _held(*case, vectors=2 * case[-1], late=4 * (case[-1] - 1))
+            ),
+            "right, but no row's g should wait until another row is stored: load all of them first": lambda *case: (
+                _held(*case, late=2 * (case[-1] - 1))
+            ),
+            "right, but load the g of all rows first, and only then store": lambda *case: _held(
+                *case, late=case[-1] - 1
+            ),
         },
-        note="any M and N",
+        kernel=True,
+        note="any sizes, and any HELD and BLOCK that are powers of two",
     ),
     "sliced": Exercise(
         expected=_sliced,
