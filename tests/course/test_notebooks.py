@@ -272,7 +272,7 @@ def test_an_unshown_helper_is_found():
     found = [line.split(": ")[1] for line in unshown(notebooks)]
     assert found == ["_pack", "gelu"]
     for cell in (cell for notebook in notebooks.values() for cell in notebook.cells):
-        cell.source = cell.source.replace("The rest is in `qk/sparsity.py`", "The rest is elsewhere")
+        cell.source = cell.source.replace("The rest is in `qk/linear/sparsity.py`", "The rest is elsewhere")
     found = [line.split(": ")[1] for line in unshown(notebooks)]
     assert {"_pack", "gelu", "_store_windows"} <= {*found} and "_windows" not in found
 
