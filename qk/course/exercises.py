@@ -10,6 +10,7 @@ import math
 import numbers
 import re
 import signal
+import textwrap
 import threading
 from pathlib import Path
 from unittest import mock
@@ -66,18 +67,37 @@ def explore(draw, **choices):
         control.observe(lambda change: handle.update(figure()), "index")
 
 
-def source(*functions, unfolded=False):
-    """Show the source of functions and kernels, highlighted, each folded under its name unless `unfolded`."""
+def source(*functions, unfolded=False, part=None):
+    """Show the source of functions and kernels, highlighted, each folded under its name unless `unfolded`.
+
+    part: two texts. Only the lines from the first that contains one to the next that contains the other are shown.
+
+    Raises:
+        ValueError: a text of part isn't in the source.
+    """
     for function in functions:
         function = inspect.unwrap(getattr(function, "fn", function))  # of a kernel, its Python
         text = inspect.getsource(function).rstrip()
         name, path = function.__name__, Path(inspect.getfile(function))
         file = path.relative_to(_PACKAGE).as_posix() if _PACKAGE in path.parents else path.name
         title = f"<code>{name}</code>, {len(text.splitlines())} lines of <code>qk/{file}</code>"
+        if part:
+            text, first, last = _part(text, *part)
+            title = title.replace(",", f", lines {first} to {last} of", 1).replace("lines of <code>", "in <code>", 1)
         folded = (
             f"<details{' open' if unfolded else ''}><summary>{title}</summary>\n\n```python\n{text}\n```\n\n</details>"
         )
         display({"text/markdown": folded, "text/plain": text}, raw=True)
+
+
+def _part(text, begin, end):
+    """The lines of a text between those that contain two others, and the numbers of the first and the last."""
+    lines = text.splitlines()
+    first = next((i for i, line in enumerate(lines) if begin in line), len(lines))
+    last = next((i for i, line in enumerate(lines) if i >= first and end in line), None)
+    if last is None:
+        raise ValueError(f"no line with {begin!r} and, from there on, one with {end!r}")
+    return textwrap.dedent("\n".join(lines[first : last + 1])), first + 1, last + 1
 
 
 @dataclasses.dataclass

@@ -1,4 +1,5 @@
 import ast
+import inspect
 import math
 import re
 import struct
@@ -921,6 +922,21 @@ def test_source_is_folded_and_highlighted(monkeypatch):
     assert function["text/markdown"].startswith("<details open><summary><code>double</code>, 2 lines of ")
     assert folded["text/markdown"].startswith("<details><summary>")
     assert "lines of <code>qk/data/sentences.py</code>" in far["text/markdown"]
+
+
+def test_source_shows_a_part(monkeypatch):
+    shown = []
+    monkeypatch.setattr(exercises, "display", lambda data, raw: shown.append(data))
+    course.source(_add_largest, part=("tl.load", "tl.max"))
+    lines = inspect.getsource(_add_largest.fn).splitlines()
+    text = shown[0]["text/plain"].splitlines()
+    assert text[0].startswith("x = tl.load(") and text[-1].startswith("tl.store(") and len(text) == 2
+    first = next(i for i, line in enumerate(lines, 1) if "tl.load" in line)
+    title = f"<code>_add_largest</code>, lines {first} to {first + len(text) - 1} of {len(lines)} in <code>qk/"
+    assert title in shown[0]["text/markdown"]
+    for part in (("tl.load", "nowhere"), ("nowhere", "tl.max"), ("tl.max", "tl.arange")):
+        with pytest.raises(ValueError, match="no line with"):
+            course.source(_add_largest, part=part)
 
 
 def test_names_get_a_dropdown(monkeypatch):

@@ -1,26 +1,44 @@
+def restore(
+    scale="x.abs().amax(-1, keepdim=True) / 7", codes="(x / scale).round().to(torch.int8)", out="codes * scale"
+):
+    return f"def restore(x):\n    scale = {scale}\n    codes = {codes}\n    return {out}"
+
+
+SIGNED, EIGHT, CAST = "x.amax(-1, keepdim=True) / 7", "x.abs().amax(-1, keepdim=True) / 8", "(x / scale).to(torch.int8)"
+BOTH = "x.amax(-1, keepdim=True) / 8"
 ANSWERS = {
-    "bytes_in_4_bits": [
-        ("the scales are missing", "def bytes_in_4_bits(rows, columns):\n    return rows * columns // 2"),
-        ("two codes share a byte", "def bytes_in_4_bits(rows, columns):\n    return rows * (columns + 2)"),
-        ("its own scale", "def bytes_in_4_bits(rows, columns):\n    return rows * columns // 2 + 2"),
-        ("number of bits", "def bytes_in_4_bits(rows, columns):\n    return rows * columns * 4 + rows * 16"),
-        ("", "def bytes_in_4_bits(rows, columns):\n    return rows * columns * 2"),
-        ("", "def bytes_in_4_bits(rows, columns):\n    return rows * (columns / 2 + 2) + 1"),
-        ("two codes share a byte", "def bytes_in_4_bits(rows, columns):\n    return columns * rows + 2 * rows"),
-        ("its own scale", "def bytes_in_4_bits(rows, columns):\n    return int(rows * columns * 0.5) + 2"),
+    "restore": [
+        ("largest magnitude: x.abs()", restore(SIGNED, "(x / scale).round()")),
+        ("codes end at 7", restore(EIGHT)),
+        ("round first", restore(codes=CAST)),
+        ("x.abs() (then look again at scale)", restore(BOTH, "(x / scale).round()")),
+        ("x.abs() (then look again at codes)", restore(SIGNED, "(x / scale).trunc()")),
+        ("codes end at 7 (then look again at codes)", restore(EIGHT, CAST)),
+        ("(then look again at codes and scale)", restore(BOTH, "(x / scale).trunc()")),
+        ("aren't weights", restore(out="codes")),
+        ("multiply by the scale", restore(codes="(x / scale).round()", out="codes")),
+        ("a scale of its own", restore("x.abs().max() / 7")),
+        ("rounding down", restore(codes="(x / scale).floor()")),
+        ("only for positive values", restore(codes="(x / scale + 0.5).to(torch.int8)")),
+        ("five bits", restore("x.abs().amax(-1, keepdim=True) / 15")),
+        ("still absmax / 8", restore(EIGHT, "(x / scale).round().clamp(-7, 7)")),
+        ("", restore("x.abs().mean(-1, keepdim=True) / 7")),
+        ("", restore("x.std(-1, keepdim=True) / 7")),
+        ("must stay as it is.", "def restore(x):\n    return x.round_()"),
     ]
 }
 
 # kinds that were once called right, or whose words were wrong
-ANSWERS["bytes_in_4_bits"] += [
-    ("exit()", "def bytes_in_4_bits(rows, columns):\n    exit()"),
-    ("`return`", "def bytes_in_4_bits(rows, columns):\n    total = rows * (columns // 2 + 2)\n    total += 0"),
-    ("off by one", "def bytes_in_4_bits(rows, columns):\n    return rows * (columns // 2 + 2) - 1"),
+ANSWERS["restore"] += [
+    ("exit()", "def restore(x):\n    exit()"),
+    (
+        "`return`",
+        "def restore(x):\n    scale = x.abs().amax(-1, keepdim=True) / 7\n    scale = (x / scale).round() * scale",
+    ),
 ]
 OTHERS = {
-    "bytes_in_4_bits": [
-        "import numpy as np\n\n\ndef bytes_in_4_bits(rows, columns):\n    return np.int64(rows) * (columns // 2 + 2)",
-        "from fractions import Fraction\n\n\n"
-        "def bytes_in_4_bits(rows, columns):\n    return rows * (Fraction(columns, 2) + 2)",
+    "restore": [
+        "def restore(x):\n    top = x.abs().amax(1, keepdim=True)\n    return torch.round(x * (7 / top)) * top / 7",
+        "def restore(x):\n    return torch.stack([(row / (s := row.abs().max() / 7)).round() * s for row in x])",
     ]
 }

@@ -41,40 +41,6 @@ ANSWERS = {
             "def decode(packed):\n    n = torch.cat([packed & 15, packed >> 4]).to(torch.int8)\n    return (n ^ 8) - 8",
         ),
     ],
-    "bits_per_weight": [
-        ("each group also stores", "def bits_per_weight(columns, group_size):\n    return 4"),
-        (
-            "a short last group has a full",
-            "def bits_per_weight(columns, group_size):\n    return 4 + 16 / (group_size or columns)",
-        ),
-        (
-            "round up",
-            "def bits_per_weight(columns, group_size):\n    group = group_size or columns\n"
-            "    return 4 + 16 * (columns // group) / columns",
-        ),
-        (
-            "there is no extra one",
-            "def bits_per_weight(columns, group_size):\n    groups = columns // (group_size or columns) + 1\n"
-            "    return 4 + 16 * groups / columns",
-        ),
-        (
-            "an absmax has 16 bits",
-            "def bits_per_weight(columns, group_size):\n    groups = triton.cdiv(columns, group_size or columns)\n"
-            "    return 4 + 2 * groups / columns",
-        ),
-        ("not just each row", "def bits_per_weight(columns, group_size):\n    return (4 * columns + 16) / columns"),
-        (
-            "divide by its number of weights",
-            "def bits_per_weight(columns, group_size):\n    groups = triton.cdiv(columns, group_size or columns)\n"
-            "    return 4 * columns + 16 * groups",
-        ),
-        (
-            "those are bytes",
-            "def bits_per_weight(columns, group_size):\n    groups = triton.cdiv(columns, group_size or columns)\n"
-            "    return (columns / 2 + 2 * groups) / columns",
-        ),
-        ("", "def bits_per_weight(columns, group_size):\n    return 4 + 16 / group_size"),
-    ],
 }
 LOAD = """@triton.jit
 def unpack_kernel(packed_ptr, codes_ptr, n, BLOCK: tl.constexpr):
@@ -106,6 +72,46 @@ ANSWERS["unpack"] = [
     ("", RIGHT.replace("* BLOCK", "* (BLOCK - 1)").replace("byte & 15", "byte & 7")),
 ]
 
+RESTORE = """@triton.jit
+def restore_kernel(packed_ptr, absmax_ptr, out_ptr, n, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    byte = tl.load(packed_ptr + offs // 2, mask=offs < n, other=0).to(tl.int32)
+    nibble = (byte >> (offs % 2 * 4)) & 15
+    code = (nibble ^ 8) - 8
+    absmax = tl.load(absmax_ptr + offs // GROUP, mask=offs < n, other=0.0)
+    tl.store(out_ptr + offs, code * absmax / 7, mask=offs < n)
+"""
+
+
+def changed(*changes):
+    """RESTORE with these changes: pairs of old and new text."""
+    code = RESTORE
+    for old, new in zip(changes[::2], changes[1::2], strict=True):
+        assert code.count(old) == 1, old
+        code = code.replace(old, new)
+    return code
+
+
+ANSWERS["restore"] = [
+    ("past the end of out_ptr", changed("/ 7, mask=offs < n", "/ 7")),
+    ("missing or too wide?", changed("offs // 2, mask=offs < n, other=0", "offs // 2")),
+    ("missing or too wide?", changed("offs // GROUP, mask=offs < n, other=0.0", "offs // GROUP")),
+    ("past the end of packed_ptr", changed("offs // 2", "offs")),
+    ("swapped", changed("offs % 2", "(1 - offs % 2)")),
+    ("mean negative codes", changed("(nibble ^ 8) - 8", "nibble")),
+    ("no offset of 8", changed("(nibble ^ 8) - 8", "nibble - 8")),
+    ("divide by 7", changed(" / 7", "")),
+    ("codes end at 7", changed("/ 7", "/ 8")),
+    ("these are codes", changed("code * absmax / 7", "code.to(tl.float32)")),
+    ("first group's absmax", changed("absmax_ptr + offs // GROUP", "absmax_ptr + offs * 0")),
+    ("GROUP weights long", changed("offs // GROUP", "offs // 2 // GROUP")),
+    ("where does yours begin?", changed("tl.program_id(0) * BLOCK + ", "")),
+    ("in turn", changed("(byte >> (offs % 2 * 4))", "byte")),
+    ("", changed("offs % 2 * 4", "offs % 2 * 3")),
+    ("", changed("code * absmax / 7", "code + absmax / 7")),
+    ("course.launch", "def restore(packed, absmax, GROUP, BLOCK):\n    return decode(packed).flatten() * absmax[0]"),
+]
+
 # kinds that were once called right, or whose words were wrong
 ANSWERS["decode"] += [
     ("exit()", "def decode(packed):\n    exit()"),
@@ -133,8 +139,7 @@ OTHERS = {
         LOAD + "    at = 2 * tl.program_id(0) * BLOCK + tl.arange(0, 2 * BLOCK)\n"
         "    tl.store(codes_ptr + at, tl.interleave(low, high).to(tl.int8), mask=at < 2 * n)\n"
     ],
-    "bits_per_weight": [
-        "from fractions import Fraction\n\n\ndef bits_per_weight(columns, group_size):\n"
-        "    return 4 + Fraction(16 * -(-columns // (group_size or columns)), columns)"
+    "restore": [
+        changed("offs // 2", "(offs >> 1)", "offs % 2 * 4", "(offs & 1) << 2"),
     ],
 }

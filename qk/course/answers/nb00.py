@@ -1,34 +1,72 @@
 """00_start_here: the exercise's right answer, cases and mistakes."""
 
-import qk
-from qk import data
+import itertools
+
+import torch
+
 from qk.course.exercises import Exercise
 
 
-def _counted(rows, columns):
-    codes, scales = qk.quantize_int4(data.load("ffn_in.weight")[:rows, :columns].contiguous().to(qk.device()))
-    return codes.nbytes + scales.nbytes
+def _restored(magnitude=torch.abs, top=7, rounding=torch.round, dims=-1):
+    def result(x):
+        scale = magnitude(x).amax(dims, keepdim=True) / top
+        return rounding(x / scale) * scale
+
+    return result
+
+
+def _codes(x):
+    return (x / (x.abs().amax(-1, keepdim=True) / 7)).round()
+
+
+_PLANTED = {  # hint: what of _restored is wrong, and the line that it is in
+    "a negative weight can have the largest magnitude: x.abs()": ({"magnitude": lambda x: x}, "scale"),
+    "the largest weight gets the code 8, but codes end at 7": ({"top": 8}, "scale"),
+    "a cast drops the fraction, so 6.9 becomes 6: round first": ({"rounding": torch.trunc}, "codes"),
+}
+
+
+def _planted():
+    """What is left of the stub's mistakes: {hint: wrong function}. The hint is about one, and says where others are."""
+    mistakes = {}
+    for count in (1, 2, 3):
+        for hints in itertools.combinations(_PLANTED, count):
+            lines = sorted({_PLANTED[hint][1] for hint in hints[1:]})
+            more = f" (then look again at {' and '.join(lines)})" if lines else ""
+            wrong = {name: part for hint in hints for name, part in _PLANTED[hint][0].items()}
+            mistakes[hints[0] + more] = _restored(**wrong)
+    return mistakes
+
+
+def _cases():
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(-700, 701, (4, 24), generator=generator) / 100 + 0.003  # no tie, and nothing near one
+    rows[:, 5] = torch.tensor([-7.0, 7, -7, 7])
+    sizes = torch.tensor([[1.0], [0.02], [30], [1]])
+    return [(rows[:1],), (rows[1:2],), (rows * sizes,), (-rows[:, :6] * sizes,)]
 
 
 EXERCISES = {
-    "bytes_in_4_bits": Exercise(
-        expected=_counted,
-        cases=lambda: [(1, 2), (3, 384), (1536, 384), (7, 50), (1000, 6)],
-        mistakes={
-            "that counts the codes; the scales are missing": lambda rows, columns: rows * columns // 2,
-            "two codes share a byte": lambda rows, columns: rows * (columns + 2),
-            "each row has its own scale": lambda rows, columns: rows * columns // 2 + 2,
-            "that is the number of bits": lambda rows, columns: rows * (4 * columns + 16),
-            "a scale has 2 bytes": lambda rows, columns: rows * (columns // 2 + 1),
-            "a scale has 2 bytes, not 4": lambda rows, columns: rows * (columns // 2 + 4),
-            "a code has 4 bits; at 16 bits you get the original matrix": lambda rows, columns: 2 * rows * columns,
-            "a scale has 2 bytes, not 2 bits": lambda rows, columns: (4 * rows * columns + 2 * rows) // 8,
-            "here a row has a single scale, not one per 128 columns": lambda rows, columns: (
-                rows * (columns // 2 + 2 * -(-columns // 128))
+    "restore": Exercise(
+        expected=_restored(),
+        cases=_cases,
+        mistakes=_planted()
+        | {
+            "these are codes: multiply by the scale to get weights again": _codes,
+            "codes alone aren't weights: return codes * scale": lambda x: _codes(x).to(torch.int8),
+            "each row has a scale of its own": _restored(dims=(0, 1)),
+            "rounding down isn't rounding to the nearest: 6.9 becomes 6, and -6.1 becomes -7": _restored(
+                rounding=torch.floor
             ),
-            "the scales come on top of the codes: add them": lambda rows, columns: rows * (columns // 2 - 2),
-            "each row has one scale; columns have none": lambda rows, columns: rows * columns // 2 + 2 * columns,
+            "adding one half before the cast is right only for positive values": _restored(
+                rounding=lambda steps: (steps + 0.5).trunc()
+            ),
+            "codes end at 7: with 15 steps instead of 7, they need five bits": _restored(top=15),
+            "a weight of code 8 was clipped to 7, but its scale is still absmax / 8": _restored(
+                top=8, rounding=lambda steps: steps.round().clamp(-7, 7)
+            ),
         },
-        note="any number of rows, and any even number of columns",
+        bound=1e-5,
+        note="weights of any size and sign, with one scale per row",
     ),
 }

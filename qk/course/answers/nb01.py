@@ -1,7 +1,5 @@
 """01_int4_packing: the exercises' right answers, cases and mistakes."""
 
-import math
-
 import torch
 
 import qk
@@ -30,8 +28,26 @@ def _changed(change):
     )
 
 
-def _bits(columns, group_size):
-    return 4 + 16 * math.ceil(columns / (group_size or columns)) / columns
+def _restored(codes=_decoded, top=7, group=lambda at, GROUP: at // GROUP, change=lambda out, at, BLOCK: out):
+    def result(packed, absmax, GROUP, BLOCK):
+        at = torch.arange(2 * len(packed), device=packed.device)
+        return change(codes(packed).flatten() * absmax[group(at, GROUP)] / top, at, BLOCK)
+
+    return result
+
+
+def _restore_cases():
+    sizes = (4, 2, 16), (16, 8, 16), (50, 4, 32), (256, 32, 64), (300, 8, 128), (96, 64, 32)  # bytes, GROUP, BLOCK
+    generator = torch.Generator().manual_seed(3)
+    return [
+        (
+            torch.tensor((_ALL + _ALL[::-1])[:count], dtype=torch.uint8),
+            torch.rand(2 * count // GROUP, generator=generator) + 0.1,
+            GROUP,
+            BLOCK,
+        )
+        for count, GROUP, BLOCK in sizes
+    ]
 
 
 EXERCISES = {
@@ -87,28 +103,36 @@ EXERCISES = {
         kernel=True,
         note="any number of bytes, all 256 of them, and any BLOCK",
     ),
-    "bits_per_weight": Exercise(
-        expected=_bits,
-        cases=lambda: [
-            *((2048, group_size) for group_size in (None, 128)),
-            *((columns, 32) for columns in (384, 100)),
-            *[(130, 128), (48, 64), (2, None), (11008, 96), (6, 1)],
-        ],
+    "restore": Exercise(
+        expected=_restored(),
+        cases=_restore_cases,
         mistakes={
-            "each group also stores an absmax": lambda c, g: 4.0,
-            "a short last group has a full absmax too": lambda c, g: 4 + 16 / (g or c),
-            "a short last group has an absmax too: round up": lambda c, g: 4 + 16 * (c // (g or c)) / c,
-            "where groups fill the row exactly, there is no extra one": lambda c, g: 4 + 16 * (c // (g or c) + 1) / c,
-            "an absmax has 16 bits, not 32": lambda c, g: 4 + 32 * -(-c // (g or c)) / c,
-            "fractions of a bit count too: don't round": lambda c, g: float(4 + 16 * -(-c // (g or c)) // c),
-            "a short last group isn't padded with codes": lambda c, g: (4 * (g or c) + 16) * -(-c // (g or c)) / c,
-            "an absmax has 16 bits": lambda c, g: 4 + 2 * -(-c // (g or c)) / c,
-            "each group has an absmax, not just each row": lambda c, g: 4 + 16 / c,
-            "those are all the row's bits: divide by its number of weights": lambda c, g: (
-                4.0 * c + 16 * -(-c // (g or c))
+            "the two nibbles are swapped: the even column is in the low one": _restored(
+                codes=lambda packed: _decoded(packed).flip(1)
             ),
-            "those are bytes": lambda c, g: 0.5 + 2 * -(-c // (g or c)) / c,
+            "nibbles above 7 mean negative codes": _restored(codes=lambda packed: _decoded(packed) & 15),
+            "there is no offset of 8: nibbles 0 to 7 are codes 0 to 7": _restored(
+                codes=lambda packed: (_decoded(packed) & 15) - 8
+            ),
+            "that is code * absmax: divide by 7": _restored(top=1),
+            "the scale is absmax / 7, since codes end at 7, not 8": _restored(top=8),
+            "these are codes: multiply by absmax / 7": lambda packed, absmax, *_: _decoded(packed).flatten().float(),
+            "all weights get the first group's absmax": _restored(group=lambda at, GROUP: at * 0),
+            "a group is GROUP weights long, so weight i's is number i // GROUP": _restored(
+                group=lambda at, GROUP: at // (2 * GROUP)
+            ),
+            "that's the place in the group, i % GROUP; its number is i // GROUP": _restored(
+                group=lambda at, GROUP: at % GROUP
+            ),
+            "every program does the first one's part: where does yours begin?": _restored(
+                change=lambda out, at, BLOCK: out.where(at < BLOCK, -99)
+            ),
+            "a byte holds two weights: both nibbles are needed, in turn": _restored(
+                codes=lambda packed: _decoded(packed)[:, :1].expand(-1, 2)
+            ),
         },
-        note="any even number of columns, and groups of any size, or None",
+        kernel=True,
+        bound=1e-5,
+        note="any number of bytes, and any BLOCK and GROUP",
     ),
 }
