@@ -169,12 +169,13 @@ def benchmark(record, op, dtype="float16", fastest=0, **options):
     labels = [" x ".join(map(str, shape)) for shape in shapes]
     legend = {_name_of(name): colors[name] for name in names}
     what = f"{op.removeprefix(_VERSIONS)}, version by version" if op.startswith(_VERSIONS) else f"Speed of {op}"
+    when = measured_on(record, rows)
     if len(shapes) == 1:
-        ax.set(title=f"{what}, {dtype}, {labels[0]}, {measured_on(record, rows)}", ylabel="implementation")
+        ax.set(title=f"{what}, {dtype}, {labels[0]}, {when}", ylabel="implementation")
         ax.set_yticks([(i - (len(names) - 1) / 2) * height for i in range(len(names))], list(legend))
         ax.invert_yaxis()
     else:
-        ax.set(title=f"{what}, {dtype}, {measured_on(record, rows)}", ylabel="shape")
+        ax.set(title=f"{what}, {dtype}, {when}", ylabel="shape")
         _name_bars(ax, labels, legend)
         fig.legend(loc="outside lower center", ncols=len(names))
     return fig

@@ -355,7 +355,7 @@ def signals(lines, title="", xlabel="token", marks=()):
     fig, axes = subplots(9, 0.9 + 1.15 * len(lines), len(lines), sharex=True, squeeze=False)
     for ax, (label, values) in zip(axes[:, 0], lines.items(), strict=True):
         for mark in marks:
-            ax.axvline(mark, color=OLIVE, linewidth=0.8, zorder=0)
+            ax.axvline(mark, color=OLIVE, linewidth=3, alpha=0.5, zorder=0)
         ax.plot(_tensor(values).numpy(), color=BLUE, linewidth=1.2)
         ax.set(ylabel="value")
         ax.set_title(label, fontsize=10)
