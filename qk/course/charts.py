@@ -6,46 +6,34 @@ operation, the figure says that nothing is recorded.
 
 import itertools
 import math
+import statistics
 
 import matplotlib.ticker
 
 from qk.course.figures import (
     BLUE,
+    CARD,
     CYCLE,
     DASHED,
     GREEN,
     GREY,
     INDIGO,
     INK,
+    OLIVE,
     ORANGE,
     PLAIN,
     PURPLE,
     SKY,
+    TEAL,
     VERMILION,
+    WINE,
     style,
     subplots,
 )
 
-__all__ = [
-    "bars",
-    "benchmark",
-    "curves",
-    "gemm_bytes",
-    "gemm_gains",
-    "gemm_speed",
-    "host_times",
-    "instructions",
-    "memory_bars",
-    "memory_levels",
-    "model_gains",
-    "roofline",
-    "scale_cost",
-    "speedups",
-    "time_bars",
-    "tradeoff",
-    "traffic",
-    "two_times",
-]
+__all__ = ["bars", "benchmark", "curves", "gemm_bytes", "gemm_gains", "gemm_speed", "host_times", "measured_on"]
+__all__ += ["memory_bars", "memory_levels", "model_gains", "roofline", "scale_cost", "speedups", "time_bars"]
+__all__ += ["tradeoff", "traffic", "two_times"]
 
 # TOPS or TFLOPS of dense matmuls, and memory in TB/s. From NVIDIA's data sheet of the H200, which states twice the
 # former, for sparse matmuls.
@@ -58,6 +46,9 @@ _IMPLEMENTATIONS = {
     "qk int8": ("qk, int8 in blocks of 128", BLUE),
     "qk int4": ("qk, int4 weights in groups of 128", SKY),
     "qk int8 activations": ("qk, int4 weights, int8 activations", INDIGO),
+    "qk int4 int8 activations": ("qk, int4 weights, int8 activations", INDIGO),
+    "qk int4 fused": ("qk, int4 weights, fused layers", TEAL),
+    "qk int4 fused, int4 cache": ("qk, int4 weights, fused layers, int4 cache", WINE),
     "naive": ("naive kernel", VERMILION),
     "eager": ("eager torch", INK),
     "compile": ("torch.compile", ORANGE),
@@ -81,9 +72,9 @@ def _name_of(contender):
 
 
 def _colors_of(contenders):
-    """Colours by contender; those that aren't in the table get what the others leave."""
+    """Colours by contender; those that aren't in the table get one that isn't a rival's."""
     known = {name: _IMPLEMENTATIONS[name][1] for name in contenders if name in _IMPLEMENTATIONS}
-    free = [color for color in (GREEN, SKY, PURPLE, VERMILION, ORANGE) if color not in known.values()]
+    free = [color for color in (SKY, OLIVE, TEAL, WINE) if color not in known.values()]
     return known | dict(zip([name for name in contenders if name not in known], itertools.cycle(free), strict=False))
 
 
@@ -91,10 +82,12 @@ def _results(record):
     return record["results"] if record else []
 
 
-def _source(record, op=None):
-    """Name the GPU and the record's date, or that of an operation's newest results, which may be older."""
-    dates = [row["date"] for row in _results(record) if row["op"] == op and "date" in row]
-    return f"{record['gpu']}, {max(dates, default=record['date'])}"
+def measured_on(record, rows):
+    """Name a record's GPU, and the date of these results: all of an operation's, if rows is its name."""
+    rows = [row for row in _results(record) if row["op"] == rows] if isinstance(rows, str) else rows
+    first, *_, last = 2 * sorted({row.get("date", record["date"]) for row in rows} or {record["date"]})
+    until = last.removeprefix(first[:8])  # the day, if the month is the same
+    return f"{record['gpu']}, {first}" + (f" to {until}" if last != first else "")
 
 
 def _rounded(number):
@@ -122,6 +115,15 @@ def _name_bars(ax, labels, colors):
     ax.invert_yaxis()
 
 
+def _log_ticks(ax, places, form):
+    """Make the x axis logarithmic, with a grid line and a label at each of these places."""
+    ax.set(xscale="log")
+    ax.xaxis.set_major_locator(matplotlib.ticker.FixedLocator(places))
+    ax.xaxis.set_major_formatter(form)
+    ax.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+    ax.grid(True, axis="x")
+
+
 def _stack(ax, y, parts, colors):
     """Draw one stacked bar. Returns its length."""
     left = 0
@@ -140,10 +142,8 @@ def benchmark(record, op, dtype="float16", fastest=0, **options):
     options: show only results with these, e.g. group_size=None. fastest: the longest bar possible, so that sliders
     don't move the axis.
     """
-    rows = [
-        row for row in _results(record)
-        if (row["op"], row["dtype"]) == (op, dtype) and options.items() <= row["options"].items() and "of_copy" in row
-    ]  # fmt: skip
+    rows = [row for row in _results(record) if row["op"] == op and "of_copy" in row and row["contender"] != "copy"]
+    rows = [row for row in rows if row["dtype"] == dtype and options.items() <= row["options"].items()]
     if not rows:
         return _not_measured(op)
     if len({(*row["shape"], row["contender"]) for row in rows}) < len(rows):
@@ -151,30 +151,33 @@ def benchmark(record, op, dtype="float16", fastest=0, **options):
         measured = {name: values for name, values in measured.items() if len(values) > 1}
         raise ValueError(f"{op} has results with different options; say which of {measured}")
 
-    shapes = list(dict.fromkeys(tuple(row["shape"]) for row in rows))
-    names = [name for name in dict.fromkeys(row["contender"] for row in rows) if name != "copy"]
+    shapes = sorted({tuple(row["shape"]) for row in rows}, key=lambda shape: (math.prod(shape), shape))
+    names = list(dict.fromkeys(row["contender"] for row in rows))
     colors = _colors_of(names)
     height = 0.8 / len(names)
     fig, ax = subplots(9, 1.6 + 0.24 * len(shapes) * (len(names) + 1))
-    for row in rows:
-        if row["contender"] != "copy":
-            y = shapes.index(tuple(row["shape"])) + (names.index(row["contender"]) - (len(names) - 1) / 2) * height
-            ax.barh(y, row["of_copy"], height * 0.9, color=colors[row["contender"]])
-            text = f"{row['of_copy']:.2f} ({_microseconds(row['us'])})"
-            ax.text(row["of_copy"] + 0.01, y, text, va="center", fontsize=9, bbox=PLAIN)
-    ax.axvline(1, **DASHED, label="a copy of the same size")
     longest = max(1, fastest, *(row["of_copy"] for row in rows))
-    ax.set(xlabel="speed (a copy of the same size = 1)", xlim=(0, 1.2 * longest))
+    for row in rows:
+        y = shapes.index(tuple(row["shape"])) + (names.index(row["contender"]) - (len(names) - 1) / 2) * height
+        ax.barh(y, row["of_copy"], height * 0.9, color=colors[row["contender"]])
+        text = f"{row['of_copy']:.2f} ({_microseconds(row['us'])})"
+        # beyond the dashed line, which would cross it
+        left = 1 if 1 - 0.2 * longest < row["of_copy"] < 1 else row["of_copy"]
+        ax.annotate(text, (left, y), (4, 0), textcoords="offset points", va="center", fontsize=9)
+    ax.axvline(1, **DASHED)
+    ax.set(xlabel="speed (dashed line: a copy of the same size = 1)", xlim=(0, 1.2 * longest))
     labels = [" x ".join(map(str, shape)) for shape in shapes]
     legend = {_name_of(name): colors[name] for name in names}
+    what = f"{op.removeprefix(_VERSIONS)}, version by version" if op.startswith(_VERSIONS) else f"Speed of {op}"
+    when = measured_on(record, rows)
     if len(shapes) == 1:
-        ax.set(title=f"Speed of {op}, {dtype}, {labels[0]}, {_source(record)}", ylabel="implementation")
+        ax.set(title=f"{what}, {dtype}, {labels[0]}, {when}", ylabel="implementation")
         ax.set_yticks([(i - (len(names) - 1) / 2) * height for i in range(len(names))], list(legend))
         ax.invert_yaxis()
     else:
-        ax.set(title=f"Speed of {op}, {dtype}, {_source(record)}", ylabel="shape")
+        ax.set(title=f"{what}, {dtype}, {when}", ylabel="shape")
         _name_bars(ax, labels, legend)
-    fig.legend(loc="outside lower center", ncols=len(names) + 1)
+        fig.legend(loc="outside lower center", ncols=len(names))
     return fig
 
 
@@ -182,8 +185,8 @@ def benchmark(record, op, dtype="float16", fastest=0, **options):
 def gemm_speed(record, op, shape, **options):
     """Measured GEMMs of one shape (M, N, K), a bar for each contender: TOPS, or microseconds if memory-bound.
 
-    options: show only results with these, e.g. activation="gelu". The axis is the same for all shapes, and extends
-    beyond the peak.
+    options: show only results with these, e.g. activation="gelu". The axis is the same for all shapes. A dashed line
+    shows the data sheet's peak where it isn't far away, or the time of a copy.
     """
     name = {"ladder": "int8_gemm, step by step,", "ffn": "an FFN,"}.get(op, op.removeprefix(_VERSIONS))
     what = f"{name} {' x '.join(map(str, shape))}"
@@ -208,17 +211,22 @@ def gemm_speed(record, op, shape, **options):
         if bf16 and name != "bf16":
             text += f" ({bf16 / row['us']:.2f}x bf16)"
         ax.annotate(text, (row[key], y), (5, 0), textcoords="offset points", va="center", fontsize=9, bbox=PLAIN)
-    lines = {"a copy of the same size": copy["us"]} if copy else {}
+    line = (copy["us"], f"a copy of the same size: {_microseconds(copy['us'])}") if copy else None
     if (peaks := _PEAKS.get(record["gpu"])) and not copy and not op.startswith("sparse"):
-        lines = {f"int8 peak (data sheet): {peaks['int8']} TOPS": peaks["int8"]}
-    for name, x in lines.items():
-        ax.axvline(x, **DASHED, label=name)
-    title = f"{label.split()[0].capitalize()} of {what}, {_source(record)}"
-    ax.set(title=title, xlabel=label, ylabel="implementation")
-    ax.set_xlim(0, max(1.25 * longest, 1.03 * max(lines.values(), default=0)))
+        line = peaks["int8"], f"int8 peak (data sheet): {peaks['int8']} TOPS"
+        if line[0] > 1.8 * longest:  # the axis would be half empty
+            line, label = None, f"{label[:-1]}; {line[1]})"
+    ax.set_xlim(0, max(1.25 * longest, 1.03 * line[0] if line else 0))
     _name_bars(ax, [_name_of(name) for name in rows], {})
-    if lines:
-        fig.legend(loc="outside lower center", ncols=2)
+    if line:
+        ax.axvline(line[0], **DASHED)
+        ax.set_ylim(top=-1.1)  # room for the line's label above the bars
+        side = -1 if line[0] > 0.5 * ax.get_xlim()[1] else 1
+        place = {"xytext": (5 * side, 0), "ha": "right" if side < 0 else "left", "va": "center"}
+        ax.annotate(line[1], (line[0], -0.75), textcoords="offset points", fontsize=9, **place)
+    drawn = [*rows.values(), copy] if copy else rows.values()
+    title = f"{label.split()[0].capitalize()} of {what}, {measured_on(record, drawn)}"
+    ax.set(title=title, xlabel=label, ylabel="implementation")
     return fig
 
 
@@ -229,13 +237,15 @@ def gemm_gains(record, op, weight, names, **options):
     names: {contender: what to call it}. options: only results with these, e.g. group_size=128. The axis is that of all
     weights. For few tokens, where memory is the limit, a dashed line shows what a copy of the same size would gain.
     """
-    every = {}
+    every, drawn = {}, []
     for row in _results(record):
         if row["op"] == op and "us" in row and options.items() <= row["options"].items():
             tokens, *of = row["shape"]
             if row["contender"] == "copy" and tokens > 64:
                 continue
             every.setdefault(tuple(of), {}).setdefault(row["contender"], {})[tokens] = row["us"]
+            if of == list(weight) and row["contender"] in ("bf16", "copy", *names):
+                drawn.append(row)
     gains = {
         of: {
             name: [(tokens, found["bf16"][tokens] / us) for tokens, us in sorted(times.items())]
@@ -250,7 +260,7 @@ def gemm_gains(record, op, weight, names, **options):
     shown = {label: lines[name] for name, label in names.items() if name in lines}
     copies = {"a copy of the same size": lines["copy"]} if "copy" in lines else {}
     top = max(y for found in gains.values() for points in found.values() for _, y in points)
-    title, ylabel = f"Speedup of {what}, {_source(record, op)}", "speedup over bf16, cuBLAS"
+    title, ylabel = f"Speedup of {what}, {measured_on(record, drawn)}", "speedup over bf16, cuBLAS"
     look = {"level": 1, "log": "x", "yardsticks": copies, "ylim": (0, 1.1 * top)}
     return curves(shown, title, "tokens (M)", ylabel, shown, **look)
 
@@ -269,7 +279,7 @@ def two_times(record, calls, title, **options):
     found = {label: rows[call] for label, call in calls.items() if call in rows}
     if not found:
         return _not_measured("launch overhead")
-    colors = {"GPU time": BLUE, "CPU time of a call from Python": ORANGE}
+    colors = {"GPU time": BLUE, "CPU time of a call from Python": OLIVE}
     fig, ax = subplots(9, 1.5 + 0.6 * len(found))
     for y, row in enumerate(found.values()):
         times = row["us"], row["wall_us"]
@@ -278,7 +288,8 @@ def two_times(record, calls, title, **options):
             ax.annotate(_microseconds(time), (time, y + side), (4, 0), textcoords="offset points", va="center", size=9)
         verdict = "host-bound" if times[1] > times[0] else "GPU-bound"
         ax.annotate(verdict, (max(times), y), (55, 0), textcoords="offset points", va="center", size=9)
-    ax.set(title=f"{title}, {_source(record)}", xlabel="time per call (µs; shorter is better)", ylabel="call")
+    ax.set(title=f"{title}, {measured_on(record, found.values())}", ylabel="call")
+    ax.set_xlabel("time per call (µs; shorter is better)")
     ax.set_xlim(0, 1.4 * max(max(row["us"], row["wall_us"]) for row in found.values()))
     _name_bars(ax, list(found), colors)
     fig.legend(loc="outside lower center", ncols=2)
@@ -305,18 +316,20 @@ def roofline(record, shape):
     Without a record there is no roof, and the slope is 1 TB/s.
     """
     results = [row for row in _results(record) if "us" in row]
-    copies = [row["gb_per_s"] for row in results if row["contender"] == "copy"]
-    measured = max(copies, default=1000) / 1000
+    copies = [row for row in results if row["contender"] == "copy"]
+    fastest = max(copies, key=lambda row: row["gb_per_s"], default={"gb_per_s": 1000})
+    measured = fastest["gb_per_s"] / 1000
     peaks = _PEAKS.get(record["gpu"] if record else None, {})
     slope = peaks.get("memory", measured)
-    fig, ax = subplots(8, 4.6)
+    fig, ax = subplots(9, 4.6)
     ends = 0.5, 20000
-    tops = []
+    drawn, tops = [fastest] if copies else [], []
     if peaks:
         ax.plot([], [], color=INK, label="data sheet: memory and tensor cores")
     for kind, contender, color in (("bf16", "bf16", GREY), ("int8", "qk", BLUE)):
         gemms = [row for row in results if row["op"] == "int8_gemm" and row["contender"] == contender]
         best = max((row["tops"] for row in gemms), default=math.inf)
+        drawn += gemms
         tops += [row["tops"] for row in gemms]
         for bandwidth, roof, look in (
             (slope, peaks.get(kind, best), {"linewidth": 1.6}),
@@ -332,24 +345,20 @@ def roofline(record, shape):
             name = f"measured in {kind}, one dot per shape"
             ax.plot(intensities, [row["tops"] for row in gemms], "o", color=color, markersize=5, label=name)
         if peaks and kind in peaks:
-            place = (ends[1], peaks[kind]), (-4, 3 if kind == "int8" else -3)
-            up = "bottom" if kind == "int8" else "top"
-            ax.annotate(
-                f"{kind}: {peaks[kind]} TOPS", *place, textcoords="offset points", ha="right", va=up, size=9, bbox=PLAIN
-            )
+            shift, va = (3, "bottom") if kind == "int8" else (-3, "top")
+            look = {"textcoords": "offset points", "ha": "right", "va": va, "size": 9, "bbox": PLAIN}
+            ax.annotate(f"{kind}: {peaks[kind]} TOPS", (ends[1], peaks[kind]), (-4, shift), **look)
         x = 2 * math.prod(shape) / gemm_bytes(*shape, kind)
         label = f"this GEMM in {kind}: {_rounded(x)} operations per byte"
         ax.axvline(x, color=color, linestyle=":", linewidth=1.6, label=label)
     if peaks and copies:
-        ax.plot(
-            [], [], color=INK, linewidth=1, linestyle="--", alpha=0.7, label="measured: a copy and the fastest GEMM"
-        )
+        ax.plot([], [], **DASHED, alpha=0.7, label="measured: a copy and the fastest GEMM")
     ax.set(xscale="log", yscale="log", xlim=ends, ylim=(0.5, 2 * max([*tops, *peaks.values()], default=ends[1])))
     ax.set_xlabel("operations per byte moved")
-    title = "Roofline of a GEMM, " + " x ".join(map(str, shape))
+    title = "Roofline, " + " x ".join(map(str, shape))
     if copies:
         what = "dots" if tops else "slope"
-        ax.set(title=f"{title}; {what}: measured, {_source(record)}", ylabel="TOPS")
+        ax.set(title=f"{title}; {what}: measured, {measured_on(record, drawn)}", ylabel="TOPS")
     else:
         ax.set(title=f"{title}; no measurement recorded: memory of 1 TB/s", ylabel="TOPS that 1 TB/s can feed")
     ax.grid(True)
@@ -361,40 +370,42 @@ _RIVALS = "compile", "eager", "bf16", "cublas fp8", "_int_mm", "matmul"
 _VERSIONS = "versions of "  # kernels of notebooks, on the way to those of the package
 
 
-@style()
-def speedups(record):
-    """Speedup of each operation over other implementations, measured side by side: a dot for each shape.
+# the first operation of the README's rows that has been measured
+_OPERATIONS = "quantize_int4", "act_quant", "hadamard", "int8_gelu", "dequant_bias", "sparse_linear"
+_OPERATIONS += "int8_gemm", "int4_gemm"
 
-    Eager torch is left out if there is a better rival, and so are other ways to use this package. Training is the
-    forward and backward pass.
+
+@style()
+def speedups(record, operations=_OPERATIONS):
+    """Speedup of operations over other implementations, measured side by side: the median over shapes, and the range.
+
+    Eager torch is left out if there is a better rival, and so are other ways to use this package.
     """
-    dots = {}
+    found, drawn = {}, []
     for row in _results(record):
-        part, _, until = row["op"].rpartition(" ")
-        others = row["op"] == "ladder" or row["op"].startswith(_VERSIONS) or until in ("forward", "step")
-        if row["contender"] == "qk" and not others:
-            op = f"training, {part}" if until == "both" else row["op"]
-            over = {rival: ratio for rival, ratio in row.get("speedup_over", {}).items() if rival in _RIVALS}
+        if row["contender"] == "qk" and row["op"] in operations:
+            over = {rival: row["speedup_over"][rival] for rival in _RIVALS if rival in row.get("speedup_over", {})}
             for rival in over.keys() - {"eager"} or over:
-                dots.setdefault(op, []).append((over[rival], rival))
-    if not dots:
+                found.setdefault((row["op"], rival), []).append(over[rival])
+                drawn.append(row)
+    if not found:
         return _not_measured("speedups")
-    fig, ax = subplots(9, 1.6 + 0.34 * len(dots))
-    for rival in _RIVALS:
+    pairs = [(op, rival) for op in operations for rival in _RIVALS if (op, rival) in found]
+    names = list(dict.fromkeys(op for op, _ in pairs))
+    places = {pair: i + names.index(pair[0]) for i, pair in enumerate(pairs)}
+    fig, ax = subplots(9, 1.7 + 0.2 * (len(names) + len(pairs)))
+    for rival in dict.fromkeys(rival for _, rival in pairs):
+        ratios = {y: found[pair] for pair, y in places.items() if pair[1] == rival}
         name, color = _IMPLEMENTATIONS[rival]
-        points = [(ratio, y) for y, pairs in enumerate(dots.values()) for ratio, other in pairs if other == rival]
-        if points:
-            fill = {"markerfacecolor": "none"} if rival == "matmul" else {}
-            ax.plot(*zip(*points, strict=True), "o", color=color, alpha=0.65, markersize=7, label=name, **fill)
+        look = {"markersize": 8, "label": name, "markerfacecolor": CARD if rival == "matmul" else color}
+        ax.hlines(list(ratios), *zip(*((min(all_), max(all_)) for all_ in ratios.values()), strict=True), color, lw=2)
+        ax.plot([statistics.median(all_) for all_ in ratios.values()], list(ratios), "o", color=color, **look)
     ax.axvline(1, **DASHED)
-    ax.set_yticks(range(len(dots)), list(dots))
-    ax.set(xscale="log", ylim=(len(dots) - 0.5, -0.5), ylabel="operation")
-    ax.xaxis.set_major_locator(matplotlib.ticker.FixedLocator((0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10, 20, 50)))
-    ax.xaxis.set_major_formatter("{x:g}x")
-    ax.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
-    ax.grid(True, axis="x")
-    ax.set_title(f"Speedup of qk over other implementations, {_source(record)}")
-    ax.set_xlabel("speedup in GPU time, one dot per shape (left of the dashed line: qk is slower)")
+    ax.set_yticks([statistics.mean(y for (op, _), y in places.items() if op == name) for name in names], names)
+    ax.set(ylim=(len(names) + len(pairs) - 1.2, -0.8), ylabel="operation")
+    _log_ticks(ax, (0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10, 20, 50), "{x:g}x")
+    ax.set_title(f"Speedup of qk over other implementations, {measured_on(record, drawn)}")
+    ax.set_xlabel("speedup in GPU time; dot: median shape, line: all shapes (left of the dashed line: qk is slower)")
     fig.legend(loc="outside lower center", ncols=3)
     return fig
 
@@ -412,23 +423,21 @@ def host_times(record):
     for row in sorted(rows, key=lambda row: row["shape"]):
         shape, times = dots.setdefault(row["op"], (row["shape"], {}))
         if row["shape"] == shape:
-            times.setdefault(row["contender"], row["wall_us"])
+            times.setdefault(row["contender"], row)
     dots = {op: found for op, found in dots.items() if any(name.startswith("qk") for name in found[1])}
     if not dots:
         return _not_measured("wall times")
     fig, ax = subplots(9, 1.6 + 0.34 * len(dots))
     for name, (label, color) in known.items():
-        points = [(times[name], y) for y, (_, times) in enumerate(dots.values()) if name in times]
+        points = [(times[name]["wall_us"], y) for y, (_, times) in enumerate(dots.values()) if name in times]
         if points:
             fill = {"markerfacecolor": "none"} if name in ("qk compile", "matmul") else {}
             ax.plot(*zip(*points, strict=True), "o", color=color, alpha=0.75, markersize=7, label=label, **fill)
     ax.set_yticks(range(len(dots)), [f"{op}, {' x '.join(map(str, shape))}" for op, (shape, _) in dots.items()])
-    ax.set(xscale="log", ylim=(len(dots) - 0.5, -0.5), ylabel="operation, shape")
-    ax.set_title(f"CPU time of a call for one token, {_source(record)}")
-    ax.xaxis.set_major_locator(matplotlib.ticker.FixedLocator((5, 10, 20, 30, 50, 70, 100, 200, 300, 500, 1000)))
-    ax.xaxis.set_major_formatter("{x:g}")
-    ax.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
-    ax.grid(True, axis="x")
+    ax.set(ylim=(len(dots) - 0.5, -0.5), ylabel="operation, shape")
+    drawn = [row for _, times in dots.values() for row in times.values()]
+    ax.set_title(f"CPU time of a call for one token, {measured_on(record, drawn)}")
+    _log_ticks(ax, (5, 10, 20, 30, 50, 70, 100, 200, 300, 500, 1000), "{x:g}")
     ax.set_xlabel("time per call, from Python (µs; lower is better)")
     fig.legend(loc="outside lower center", ncols=4)
     return fig
@@ -454,9 +463,9 @@ def model_gains(record, gpus=1):
     gpus: if more than one, each contender is compared with itself on one GPU. Labels give tokens per second, and
     gigabytes of weights per GPU.
     """
-    known = {name: _IMPLEMENTATIONS[name] for name in ("bf16", "qk int8", "qk int4")}
-    known["bf16"] = "bf16, torch.compile", GREY
-    groups, sizes, alone = {}, {}, _steps(record, 1)
+    known = {name: look for name, look in _IMPLEMENTATIONS.items() if name.startswith("qk int")}
+    known = {"bf16": ("bf16, torch.compile", GREY)} | known
+    groups, sizes, drawn, alone = {}, {}, [], _steps(record, 1)
     for step, rows in _steps(record, gpus).items():
         for name in known.keys() & rows.keys():
             row, base = rows[name], alone.get(step, {}).get(name if gpus > 1 else "bf16")
@@ -464,32 +473,33 @@ def model_gains(record, gpus=1):
                 gain = row["tokens_per_s"] / base["tokens_per_s"]
                 groups.setdefault(step, {})[name] = gain, f"{row['tokens_per_s']:,.0f} tokens/s"
                 sizes[name] = base["weights"] / row["weights"], f"{row['weights'] / 1e9:.1f} GB"
+                drawn += row, base
     if not groups:
         return _not_measured("model")
+    known = {name: look for name, look in known.items() if name in sizes}
     groups["size of weights"] = sizes
-    fig, ax = subplots(9, 1.6 + 0.75 * len(groups))
-    longest = 1
+    fig, ax = subplots(9, 1.6 + len(groups) * (0.15 + 0.2 * len(known)))
+    longest, height = 1, 0.8 / len(known)
     for y, values in enumerate(groups.values()):
-        for i, (name, (_, color)) in enumerate(known.items()):
-            gain, text = values.get(name, (0, ""))
-            if gain:
-                longest, y_bar = max(longest, gain), y + 0.27 * (i - 1)
-                ax.barh(y_bar, gain, 0.25, color=color)
-                place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
-                ax.annotate(f"{gain:.2f}x ({text})", (gain, y_bar), **place, fontsize=9, bbox=PLAIN)
+        for i, name in enumerate(name for name in known if name in values):
+            gain, text = values[name]
+            longest, y_bar = max(longest, gain), y + height * (i - (len(values) - 1) / 2)
+            ax.barh(y_bar, gain, 0.92 * height, color=known[name][1])
+            place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+            ax.annotate(f"{gain:.2f}x ({text})", (gain, y_bar), **place, fontsize=9, bbox=PLAIN)
     ax.axvline(1, **DASHED)
     what = f", on {gpus} GPUs" if gpus > 1 else ""
-    ax.set_title(f"A decoder of Llama-3-8B's shape, random weights{what}, {_source(record)}")
+    ax.set_title(f"A decoder of Llama-3-8B's shape, random weights{what}, {measured_on(record, drawn)}")
     ax.set(ylabel="step", xlim=(0, 1.35 * longest))
     over = "one GPU" if gpus > 1 else "bf16"
     ax.set_xlabel(f"speedup over {over}, or how many times smaller (longer is better)")
     _name_bars(ax, list(groups), dict(known.values()))
-    fig.legend(loc="outside lower center", ncols=3)
+    fig.legend(loc="outside lower center", ncols=3 if len(known) < 4 else 2)
     return fig
 
 
 @style()
-def time_bars(times, title, longest=None):
+def time_bars(times, title, longest=None, ylabel="method"):
     """Stacked bars of times, with their sums and speedups over the first.
 
     times: {label: {step: microseconds}}. longest: where the axis ends, so that sliders don't move it; lengths are then
@@ -503,7 +513,7 @@ def time_bars(times, title, longest=None):
     for y, (parts, total) in enumerate(zip(times.values(), totals, strict=True)):
         end = _stack(ax, y, {step: time / unit for step, time in parts.items()}, colors)
         ax.text(end, y, f"  {_microseconds(total)}" + (f", {totals[0] / total:.2f}x" if y else ""), va="center")
-    ax.set(title=title, xlabel=label, ylabel="method", xlim=(0, longest or 1.3 * max(totals)))
+    ax.set(title=title, xlabel=label, ylabel=ylabel, xlim=(0, longest or 1.3 * max(totals)))
     _name_bars(ax, list(times), colors)
     fig.legend(loc="outside lower center", ncols=len(steps))
     return fig
@@ -526,8 +536,10 @@ def bars(values, title, xlabel, ylabel="format", form="{:.2f}"):
 def memory_bars(sizes, title="Memory", what="memory", ylabel="format", longest=0):
     """Stacked bars of sizes: exact byte counts, or MiB from 100 MiB on, and how much smaller each is than the first.
 
-    sizes: {label: {part: bytes}}. longest: the most bytes that a bar can have, so that sliders don't move the axis.
+    sizes: {label: {part: bytes}}. what: "bytes moved" are more or fewer, not larger or smaller. longest: the most bytes
+    that a bar can have, so that sliders don't move the axis.
     """
+    more, less = ("more", "fewer") if what.startswith("bytes") else ("larger", "smaller")
     totals = [sum(parts.values()) for parts in sizes.values()]
     longest = max(*totals, longest, 1)
     unit, name = max(
@@ -544,31 +556,13 @@ def memory_bars(sizes, title="Memory", what="memory", ylabel="format", longest=0
         if total >= 100 * 2**20:
             text = f"  {total / 2**20:,.1f} MiB"
         if total != totals[0]:
-            text += f", {total / totals[0]:.2f}x larger" if total > totals[0] else f", {totals[0] / total:.2f}x smaller"
+            text += f", {total / totals[0]:.2f}x {more}" if total > totals[0] else f", {totals[0] / total:.2f}x {less}"
         ax.text(end, y, text, va="center")
     # leave room for the longest bar's text
     ax.set(title=title, xlabel=f"{what} ({name})", ylabel=ylabel, xlim=(0, 1.45 * longest / unit))
     _name_bars(ax, list(sizes), colors)
     if len(kinds) > 1:
         fig.legend(loc="outside lower center", ncols=len(kinds))
-    return fig
-
-
-@style()
-def instructions(kernels, limits, title, xlabel="instructions per code"):
-    """Stacked bars of instructions. kernels: {label: {kind: count}}; limits: {label: how many there is time for}."""
-    kinds = dict.fromkeys(kind for counts in kernels.values() for kind in counts)
-    colors = dict(zip(kinds, (*CYCLE, GREY), strict=False))
-    fig, ax = subplots(9, 1.6 + 0.5 * len(kernels))
-    ends = []
-    for y, counts in enumerate(kernels.values()):
-        ends.append(_stack(ax, y, counts, colors))
-        ax.annotate(f"{ends[-1]:.1f}", (ends[-1], y), (5, 0), textcoords="offset points", va="center", bbox=PLAIN)
-    for (label, limit), look in zip(limits.items(), ("--", ":"), strict=False):
-        ax.axvline(limit, **DASHED | {"linestyle": look, "linewidth": 1.5}, label=f"{label}: {limit:.1f}")
-    ax.set(title=title, xlabel=xlabel, ylabel="kernel", xlim=(0, 1.1 * max(*ends, *limits.values())))
-    _name_bars(ax, list(kernels), colors)
-    fig.legend(loc="outside lower center", ncols=4, fontsize=9)
     return fig
 
 
@@ -582,20 +576,21 @@ def traffic(ways, title="Bytes moved, step by step", unit="bytes per element", l
     longest = max(longest, *(sum(read + written for _, read, written in steps) for steps in ways.values()))
     fig, ax = subplots(9, 1.5 + 0.75 * len(ways))
     for y, steps in enumerate(ways.values()):
-        left = 0
+        left = taken = 0
         for step, read, written in steps:
-            # no name if the next one would cover it
-            if read + written > 0.012 * len(step) * longest or len(steps) == 1:
-                ax.annotate(step, (left, y - 0.28), (2, 0), textcoords="offset points", fontsize=9, va="bottom")
-            for size, color in ((read, SKY), (written, ORANGE)):
+            # below the bar if the name before it reaches this far
+            side, va = (0.28, "top") if left < taken else (-0.28, "bottom")
+            ax.annotate(step, (left, y + side), (2, 0), textcoords="offset points", fontsize=9, va=va)
+            taken = taken if left < taken else left + 0.012 * len(step) * longest
+            for size, color in ((read, SKY), (written, OLIVE)):
                 ax.barh(y, size, 0.5, left=left, color=color, edgecolor="white")
                 if size > 0.03 * longest:
                     label = f"{size:.0f}" if size >= 10 else f"{size:.2g}"
                     ax.text(left + size / 2, y, label, ha="center", va="center")
                 left += size
         ax.text(left, y, f"  {left:.3g} in total", va="center")
-    _name_bars(ax, list(ways), {"read": SKY, "written": ORANGE})
-    ax.set(title=title, xlabel=unit, ylabel="method", xlim=(0, 1.15 * longest), ylim=(len(ways) - 0.5, -0.7))
+    _name_bars(ax, list(ways), {"read": SKY, "written": OLIVE})
+    ax.set(title=title, xlabel=unit, ylabel="method", xlim=(0, 1.15 * longest), ylim=(len(ways) - 0.4, -0.7))
     fig.legend(loc="outside lower center", ncols=2)
     return fig
 
@@ -610,7 +605,7 @@ def tradeoff(points, title="Smaller groups: lower error, more bits", ylabel="rel
         ax.annotate(label, (x, y), (7, 5), textcoords="offset points")
     ax.margins(x=0.12, y=0.12)
     ax.grid(True)
-    ax.set(title=title, xlabel="bits per weight, absmax included")
+    ax.set(title=title, xlabel="bits per weight, scales included")
     ax.set(ylabel=ylabel, ylim=(0, max(errors) * 1.15))
     return fig
 
@@ -645,7 +640,7 @@ def scale_cost(curves, title="Smaller blocks: lower error, more scales", xlim=No
 
 # One color for each of these in every chart of `curves`. Other labels take what is left of the cycle.
 _OF_LABELS = {"int8": BLUE, "int4": SKY, "bf16": GREY, "bfloat16": GREY, "float32": GREEN}
-_OF_LABELS |= {"int8, round to nearest": ORANGE, "to nearest": ORANGE}
+_OF_LABELS |= {"int8, round to nearest": OLIVE, "to nearest": OLIVE}
 _OF_LABELS |= dict(_IMPLEMENTATIONS.values()) | {"qk, int8 cache": BLUE, "qk, int4 cache": SKY}
 
 
@@ -695,7 +690,7 @@ def curves(
         ax.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 3, 5, 7)))
         ax.yaxis.set_minor_formatter("")
     ax.grid(True)
-    fig.legend(loc="outside lower center", ncols=3)
+    fig.legend(loc="outside lower center", ncols=2 if len(ax.get_legend_handles_labels()[0]) == 4 else 3)
     return fig
 
 

@@ -1,8 +1,8 @@
 """Pictures of matrices, their codes and their layout in memory, and the look that all figures share.
 
 Every plot is a `Figure` on a pale card, so that it reads the same on a light page and doesn't glare on a dark one.
-Colours are those of Okabe and Ito (2008), which color-blind readers can tell apart. Nothing here touches pyplot or
-matplotlib's settings.
+Colours are those of Okabe and Ito (2008), then some of Paul Tol's "muted" ones: color-blind readers can tell them
+apart. Nothing here touches pyplot or matplotlib's settings.
 """
 
 import io
@@ -15,47 +15,18 @@ import torch
 import torch.nn.functional as F
 from matplotlib.patches import Rectangle
 
-__all__ = [
-    "BLUE",
-    "GREEN",
-    "GREY",
-    "INDIGO",
-    "ORANGE",
-    "PURPLE",
-    "SKY",
-    "VERMILION",
-    "Figure",
-    "access",
-    "before_after",
-    "bit_layout",
-    "bit_steps",
-    "block_grid",
-    "compensation",
-    "embedding_map",
-    "error_map",
-    "error_profile",
-    "gemm_tile",
-    "grid_histogram",
-    "layer_grid",
-    "levels",
-    "operand_blocks",
-    "path",
-    "rescale_scatter",
-    "rotation",
-    "round_trip",
-    "rounding",
-    "scale_map",
-    "signals",
-    "style",
-    "tile_order",
-    "windows",
-]
+__all__ = ["BLUE", "GREEN", "GREY", "INDIGO", "OLIVE", "ORANGE", "PURPLE", "SKY", "TEAL", "VERMILION", "WINE"]
+__all__ += ["Figure", "access", "before_after", "bit_layout", "bit_steps", "block_grid", "compensation"]
+__all__ += ["embedding_map", "error_map", "error_profile", "gemm_tile", "grid_histogram", "layer_grid", "levels"]
+__all__ += ["operand_blocks", "path", "rescale_scatter", "rotation", "round_trip", "rounding", "scale_map"]
+__all__ += ["signals", "style", "tile_order", "windows"]
 
 BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
-INDIGO = "#332288"
+INDIGO, TEAL, WINE = "#332288", "#44AA99", "#882255"
+OLIVE = "#999933"  # no implementation has this color
 GREY = "#999999"
 INK = "#222222"
-CYCLE = BLUE, ORANGE, GREEN, PURPLE
+CYCLE = BLUE, OLIVE, GREEN, PURPLE
 DASHED = {"color": INK, "linewidth": 1, "linestyle": "--"}
 CARD = "#f4f3ee"
 PLAIN = {"facecolor": CARD, "edgecolor": "none", "pad": 1}  # behind text on a line
@@ -122,7 +93,7 @@ def _box(ax, x, y, width, height, text="", font=None, **look):
 def _in_tiles(x, pool, what):
     """Shrink a large matrix to draw it: `pool` makes each tile one value. Returns it, and words that say so."""
     tile = math.ceil(x.shape[0] / 100), math.ceil(x.shape[1] / 200)
-    words = "" if tile == (1, 1) else f", {what} of {tile[0]} x {tile[1]}"
+    words = "" if tile == (1, 1) else f"{what} {tile[0]} x {tile[1]} tiles"
     return pool(x[None], tile, ceil_mode=True)[0], words
 
 
@@ -130,7 +101,7 @@ def _in_tiles(x, pool, what):
 def bit_layout(codes, packing="uint8"):
     """Draw int4 codes [columns], packed in bytes (packing="uint8") or 32-bit words (packing="int32"), bit by bit."""
     codes = [int(code) for code in codes]
-    pack, unit = {"uint8": (2, "byte"), "int32": (8, "word")}[packing]
+    pack, unit, density = {"uint8": (2, "byte", "two per byte"), "int32": (8, "word", "eight per word")}[packing]
     bits = 4 * pack
     words = math.ceil(len(codes) / pack)
     fig, ax = subplots(9 if pack == 8 else 5.5, 1.1 + 0.75 * words)
@@ -141,7 +112,7 @@ def bit_layout(codes, packing="uint8"):
         labels.append(f"{unit} {w}: 0x{word:0{pack}X}")
         for i, value in enumerate(values):
             left = bits - 4 * (i + 1)
-            _box(ax, left, w + 0.36, 4, 0.5, facecolor=(SKY, ORANGE)[i % 2], alpha=0.45)
+            _box(ax, left, w + 0.36, 4, 0.5, facecolor=(SKY, OLIVE)[i % 2], alpha=0.45)
             column = w * pack + i
             text = f"column {column}: {value}" if column < len(codes) else "pad: 0"
             size = 9 if pack == 2 else 7.5
@@ -149,7 +120,7 @@ def bit_layout(codes, packing="uint8"):
         for bit in range(bits):
             look = {"fill": False, "edgecolor": "#666666", "linewidth": 0.8}
             _box(ax, bits - 1 - bit, w + 0.36, 1, 0.5, word >> bit & 1, {"family": "monospace"}, **look)
-    ax.set(xlim=(0, bits), ylim=(words, 0), title=f"{len(codes)} int4 codes in {packing}: {pack} in a {unit}")
+    ax.set(xlim=(0, bits), ylim=(words, 0), title=f"{len(codes)} int4 codes in {packing}: {density}")
     ax.set_xticks([x + 0.5 for x in range(bits)], range(bits - 1, -1, -1), fontsize=10 if pack == 2 else 8)
     ax.set_yticks([w + 0.61 for w in range(words)], labels, family="monospace")
     ax.tick_params(length=0)
@@ -187,7 +158,7 @@ def access(loads, element_bytes=2, title="Which thread reads which bytes"):
     fig, ax = subplots(9, 1.4 + 0.55 * len(loads))
     for y, threads in enumerate(loads.values()):
         for i, thread in enumerate(threads):
-            color, text = ("white", "") if thread is None else ((SKY, ORANGE)[thread % 2], thread)
+            color, text = ("white", "") if thread is None else ((SKY, OLIVE)[thread % 2], thread)
             _box(ax, i, y + 0.1, 1, 0.8, text, {"fontsize": 8}, facecolor=color, **_EDGE)
     elements = max(map(len, loads.values()))
     ax.set(xlim=(0, elements), ylim=(len(loads), 0), title=title, ylabel="load")
@@ -216,9 +187,9 @@ def grid_histogram(x, bits=4, name="a row", log_counts=False):
     fig, (left, right) = subplots(9, 3.4, 1, 2)
     levels = [code * step for code in range(-top, top + 1)]
     for level in levels:
-        left.axvline(level, color=ORANGE, linewidth=1 if bits < 6 else 0.3, zorder=0)
+        left.axvline(level, color=OLIVE, linewidth=1 if bits < 6 else 0.3, zorder=0)
     left.hist(x.numpy(), bins=101, color=BLUE, log=log)
-    left.set(title=f"{len(x)} weights of {name} and the {2 * top + 1} levels", xlabel="weight (orange: levels)")
+    left.set(title=f"{len(x)} weights of {name} and the {2 * top + 1} levels", xlabel="weight (vertical lines: levels)")
     left.set_ylabel("weights per bin" + (" (log scale)" if log else ""))
     right.bar(levels, counts.numpy(), color=BLUE, width=min(step * (0.85 if bits < 7 else 1), 0.13 * top * step))
     zeros = int((codes == 0).sum())
@@ -246,7 +217,7 @@ def levels(x, formats, title, xlim):
     above.hist(x.clamp(xlim[0] * 1.01, xlim[1]).numpy(), bins=edges.numpy(), color=BLUE)
     above.set(title=title, ylabel="values per bin", ylim=(0, 12))
     for y, marks in enumerate(map(_tensor, formats.values())):
-        below.vlines(marks[marks > 0].numpy(), y - 0.36, y + 0.36, color=ORANGE, linewidth=1)
+        below.vlines(marks[marks > 0].numpy(), y - 0.36, y + 0.36, color=OLIVE, linewidth=1)
     below.set(xscale="log", xlim=xlim, ylim=(len(formats) - 0.5, -0.5), xlabel="magnitude (log scale)", ylabel="format")
     below.set_title("Levels above 0", fontsize=10)
     below.set_yticks(range(len(formats)), list(formats), fontsize=9)
@@ -264,23 +235,24 @@ def rounding(steps, functions):
     steps = _tensor(steps).flatten()
     line = torch.linspace(-3.2, 3.2, 1281)
     moves = {label: (function(steps) - steps) * steps.sign() for label, function in functions.items()}
-    # a whole step, or as many halves as the farthest value needs
-    reach = max(1, *(math.ceil(2 * moved.abs().max().item()) / 2 for moved in moves.values()))
+    # half a step each way, or as many halves as the farthest value needs
+    ends = torch.stack([torch.stack([-moved.amin(), moved.amax()]) for moved in moves.values()]).amax(0)
+    back, on = (2 * ends - 1e-4).ceil().clamp(min=1).int().tolist()
     fig, (left, right) = subplots(9, 3.4, 1, 2)
     left.plot(line, line, color=GREY, linewidth=0.8, label="no rounding")
     for (label, moved), color in zip(moves.items(), (BLUE, VERMILION, GREEN), strict=False):
         left.plot(line, functions[label](line), color=color, label=label)
         weights = torch.full_like(moved, 100 / len(moved))
         right.hist(
-            moved.numpy(), bins=round(60 * reach), range=(-reach, reach), weights=weights.numpy(), color=color,
+            moved.numpy(), bins=15 * (back + on), range=(-back / 2, on / 2), weights=weights.numpy(), color=color,
             alpha=0.7, label=f"{label}: mean square {moved.square().mean().item():.3f}",
         )  # fmt: skip
-    left.set(title="The code", xlabel="x / scale", ylabel="code")
-    right.set(title="How far values move, in steps", xlabel="toward zero   <   0   <   away from zero")
+    left.set(title="Which code each value gets", xlabel="x / scale", ylabel="code")
+    right.set(title="How far values move", xlabel="steps toward zero (negative) or away from it (positive)")
     right.set_ylabel("values per bin (%)")
     left.legend()
     right.legend(fontsize=9)
-    right.set_xticks([half / 2 for half in range(-round(2 * reach), round(2 * reach) + 1)])
+    right.set_xticks([half / 2 for half in range(-back, on + 1)])
     right.margins(y=0.3)
     return fig
 
@@ -296,18 +268,18 @@ def round_trip(x, restored, group_size=None, title=None, name="weight", limit=No
     # keep an outlier from squashing the rest
     limit = limit or 1.6 * x.abs().quantile(0.98).item() or 1
     fig, ax = subplots(9, 3.4)
-    for edge in range(0, columns + 1, group_size or columns):
+    for edge in range(group_size or columns, columns, group_size or columns):
         ax.axvline(edge - 0.5, color="#bbbbbb", linewidth=0.8)
     ax.vlines(range(columns), x.numpy(), restored.numpy(), color=GREY, linewidth=0.5)
     ax.plot(x.numpy(), "o", color=BLUE, markersize=3, label=name)
     ax.plot(restored.numpy(), "_", color=VERMILION, markersize=6, markeredgewidth=1.5, label="after the round trip")
     for column, value in enumerate(x.tolist()):
         if abs(value) > limit:
-            edge = math.copysign(0.93 * limit, value)
+            edge = math.copysign(0.9 * limit, value)
             side = -1 if column > 0.7 * columns else 1
             ax.annotate(
                 f"{value:.2f}, off the scale", (column, edge), (side * 12, -3), textcoords="offset points",
-                ha="left" if side > 0 else "right", fontsize=9, bbox=PLAIN,
+                ha="left" if side > 0 else "right", fontsize=9, bbox=PLAIN, zorder=2.2,  # below the axes' edges
             )  # fmt: skip
             ax.plot(column, edge, "^" if edge > 0 else "v", color=BLUE, markersize=7)
     ax.set(xlim=(-0.5, columns - 0.5), ylim=(-limit, limit), xlabel="column", ylabel=name)
@@ -322,7 +294,7 @@ def before_after(x, restored, title="After the round trip"):
     x, restored = _tensor(x), _tensor(restored)
     top = x.abs().quantile(0.99).item() or 1
     error = ((restored - x).norm() / x.norm()).item() if x.any() else 0
-    parts = {"the weights": x, title: restored, f"difference: {error:.1%}": restored - x}
+    parts = {"the weights": x, title: restored, f"difference: relative error {error:.1%}": restored - x}
     fig, axes = subplots(9, 2.6, 1, 3, sharey=True)
     for ax, (name, values) in zip(axes, parts.items(), strict=True):
         image = ax.imshow(values.numpy(), "PuOr", vmin=-top, vmax=top)
@@ -333,23 +305,23 @@ def before_after(x, restored, title="After the round trip"):
 
 
 @style()
-def error_map(errors, title="Absolute error", name="weight", top=None):
+def error_map(errors, title="Absolute error", name="weight", top=None, names=("row", "column")):
     """Draw matrices of absolute errors, one above the other, on one color scale.
 
     errors: {label: matrix}. name: what the exact values are called. A large matrix is drawn in tiles that show the mean
-    of their errors. top: where the scale ends, so that sliders don't move it.
+    of their errors. top: where the scale ends, so that sliders don't move it. names: what rows and columns are called.
     """
     rows, columns = next(iter(errors.values())).shape
-    drawn = {label: _in_tiles(_tensor(error), F.avg_pool2d, "mean") for label, error in errors.items()}
+    drawn = {label: _in_tiles(_tensor(error), F.avg_pool2d, "\nmean over") for label, error in errors.items()}
     # keep a few large errors from leaving the rest dark
     top = top or max(means.flatten().quantile(0.995).item() for means, _ in drawn.values())
     fig, axes = subplots(9, 1 + 2 * len(drawn), len(drawn), sharex=True, squeeze=False)
     for ax, (label, (means, of)) in zip(axes[:, 0], drawn.items(), strict=True):
         extent = (-0.5, columns - 0.5, rows - 0.5, -0.5)
         image = ax.imshow(means.numpy(), "cividis", vmin=0, vmax=top or 1, extent=extent)
-        ax.set(title=f"{title}: {label}", ylabel="row")
+        ax.set(title=f"{title}: {label}", ylabel=names[0])
         unit = f"|restored - {name}|{of}"
-    ax.set_xlabel("column")
+    ax.set_xlabel(names[1])
     fig.colorbar(image, ax=axes, label=unit, extend="max")
     return fig
 
@@ -383,7 +355,7 @@ def signals(lines, title="", xlabel="token", marks=()):
     fig, axes = subplots(9, 0.9 + 1.15 * len(lines), len(lines), sharex=True, squeeze=False)
     for ax, (label, values) in zip(axes[:, 0], lines.items(), strict=True):
         for mark in marks:
-            ax.axvline(mark, color=ORANGE, linewidth=0.8, zorder=0)
+            ax.axvline(mark, color=OLIVE, linewidth=3, alpha=0.5, zorder=0)
         ax.plot(_tensor(values).numpy(), color=BLUE, linewidth=1.2)
         ax.set(ylabel="value")
         ax.set_title(label, fontsize=10)
@@ -428,7 +400,7 @@ def compensation(change, done, errors, top, title="Change of each weight"):
     fig, (above, below) = subplots(9, 5, 2, 1, sharex=True, height_ratios=(3, 2))
     image = above.imshow(change.numpy(), "PuOr", vmin=-top, vmax=top, extent=(0, columns, rows, 0))
     above.set(title=title, ylabel="row")
-    for (label, error), color in zip(errors.items(), (ORANGE, BLUE), strict=False):
+    for (label, error), color in zip(errors.items(), (OLIVE, BLUE), strict=False):
         error = _tensor(error).tolist()
         below.plot(error, color=color, label=label)
         below.plot(done, error[done], "o", color=color, markersize=6)
@@ -443,11 +415,11 @@ def compensation(change, done, errors, top, title="Change of each weight"):
 
 
 @style()
-def scale_map(x, block, name="values"):
+def scale_map(x, block, name="values", names=("row", "column")):
     """Draw the magnitudes of a matrix next to the absmax of each block (rows, columns), on one color scale.
 
     Also counts the values that int8 would round to 0. A large matrix is drawn in tiles that show their largest value.
-    block: None makes the whole matrix one block, and draws no absmax.
+    block: None makes the whole matrix one block, and draws no absmax. names: what rows and columns are called.
     """
     x = _tensor(x).abs()
     (rows, columns), (high, wide) = x.shape, block or x.shape
@@ -455,7 +427,7 @@ def scale_map(x, block, name="values"):
     absmax = padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high)).amax((1, 3))
     spread = absmax.repeat_interleave(high, 0).repeat_interleave(wide, 1)[:rows, :columns]
     lost = f"{int((x <= spread / 254).sum()) / x.numel():.1%} get code 0"
-    shown, of = _in_tiles(x, F.max_pool2d, "largest")
+    shown, of = _in_tiles(x, F.max_pool2d, " (largest in")
     top = x.max().item() or 1
     low = max(shown.quantile(0.01).item(), top / 1e4)
     fig, axes = subplots(9, 3.8, 1, 2 if block else 1, sharey=True, squeeze=False)
@@ -463,11 +435,12 @@ def scale_map(x, block, name="values"):
     for ax, values, (bottom, side) in zip(axes[0], (shown, absmax), (x.shape, padded.shape), strict=False):
         norm, extent = matplotlib.colors.LogNorm(low, top), (-0.5, side - 0.5, bottom - 0.5, -0.5)
         image = ax.imshow(values.clamp(min=low).numpy(), "cividis", norm=norm, extent=extent)
-        ax.set(xlim=(-0.5, columns - 0.5), ylim=(rows - 0.5, -0.5), xlabel="column", ylabel="row")
-    axes[0, 0].set_title(f"{name}: magnitudes{of}" + ("" if block else f"; with one scale for all, {lost}"))
+        ax.set(xlim=(-0.5, columns - 0.5), ylim=(rows - 0.5, -0.5), xlabel=names[1], ylabel=names[0])
+    what = f"{name}: magnitudes{of and of + ')'}"
+    axes[0, 0].set_title(what if block else f"{what}\nwith one scale for all, {lost}")
     if block:
         scales = f"{absmax.numel():,} scales" if absmax.numel() > 1 else "1 scale"
-        axes[0, 1].set_title(f"absmax of {high} x {wide}: {scales}; {lost}")
+        axes[0, 1].set_title(f"absmax of {high} x {wide} blocks\n{scales}; {lost}")
     fig.colorbar(image, ax=axes, label="magnitude", extend="min")
     return fig
 
@@ -484,7 +457,7 @@ def block_grid(shape, block, element=(0, 0), name="s"):
             top, left = i * high, j * wide
             tall, broad = min(high, rows - top), min(wide, columns - left)
             text = f"{name}[{i}, {j}]" if tall * 12 >= rows and broad * 12 >= columns else ""
-            _box(ax, left, top, broad, tall, facecolor=ORANGE if (i, j) == mine else "white", alpha=0.6)
+            _box(ax, left, top, broad, tall, facecolor=OLIVE if (i, j) == mine else "white", alpha=0.6)
             look = {"fill": False, "edgecolor": "#666666", "linewidth": 0.6}
             _box(ax, left, top, broad, tall, text, {"fontsize": 9}, **look)
     ax.plot(element[1] + 0.5, element[0] + 0.5, "s", color=BLUE, markersize=6)
@@ -566,7 +539,7 @@ def gemm_tile(a_scale, b_scale, shape, block_size=128, step=0, tile=(128, 128), 
     fig = Figure(figsize=(9, 5), layout="constrained")
     grid = fig.add_gridspec(2, 2, width_ratios=(2, 1), height_ratios=(N, M))
     b_ax, a_ax, out_ax = (fig.add_subplot(grid[place]) for place in ((0, 0), (1, 0), (1, 1)))
-    parts = (a_ax, scales[0], rows, M, BLUE, "row (token)"), (b_ax, scales[1], columns, N, ORANGE, "row (channel)")
+    parts = (a_ax, scales[0], rows, M, BLUE, "row (token)"), (b_ax, scales[1], columns, N, OLIVE, "row (channel)")
     for ax, scale, (first, last), size, color, label in parts:
         low, high = scale.min().item(), scale.max().item()
         # keep the darker half of the greys for the marks
@@ -638,7 +611,7 @@ def windows(weights, slid, placed=None):
     count = L // 2 - 1
     placed = count if placed is None else placed
     taken = {2 * w + j: w for w in range(placed) for j in range(4) if slid[4 * w + j]}
-    colors = SKY, ORANGE, GREEN, PURPLE
+    colors = SKY, OLIVE, GREEN, PURPLE
     cells = max(2 * L - 4, 10)  # with fewer, there is no room for the title
     fig, ax = subplots(1.3 + 0.5 * cells, 2.2 + 0.42 * count)
 
@@ -744,7 +717,7 @@ def embedding_map(before, after, groups, title):
     groups: {label: indices of its points}, each in its own color; all others are grey.
     """
     before, after = _tensor(before), _tensor(after)
-    colors = (BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE)
+    colors = (BLUE, OLIVE, GREEN, VERMILION, SKY, PURPLE)
     grouped = {place for places in groups.values() for place in places}
     rest = [place for place in range(len(before)) if place not in grouped]
     fig, ax = subplots(9, 5)

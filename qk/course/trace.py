@@ -22,13 +22,29 @@ import torch
 import triton
 from matplotlib.patches import Patch
 
-from qk.course.figures import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, _box, style, subplots
+from qk.course.charts import _name_bars, _stack
+from qk.course.figures import (
+    BLUE,
+    CYCLE,
+    DASHED,
+    GREEN,
+    GREY,
+    OLIVE,
+    PLAIN,
+    PURPLE,
+    SKY,
+    VERMILION,
+    _box,
+    style,
+    subplots,
+)
 from qk.course.windows import run_on, watching, windows_of
 
-__all__ = ["Access", "Touched", "compiled", "compiler_table", "end_compiler", "programs", "touched", "wave_bytes"]
+__all__ = ["Access", "Touched", "compiled", "compiler_table", "end_compiler", "instructions", "programs", "touched"]
+__all__ += ["wave_bytes"]
 
 _PACKAGES = str(Path(__file__).parents[2])  # the folder that holds qk
-_COLORS = SKY, ORANGE, GREEN, PURPLE, "#F0E442", BLUE, "#A6761D"
+_COLORS = SKY, OLIVE, GREEN, PURPLE, "#F0E442", BLUE, "#A6761D"
 
 
 class Access(NamedTuple):
@@ -355,5 +371,23 @@ def compiler_table(rows, title="The compiled kernel"):
     ax.set_yticks([y + 0.5 for y in range(len(rows))], list(rows))
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    ax.set_xlabel("counts in the program of one thread")
+    ax.set_xlabel("registers, instructions and spills: per thread; shared memory: per program")
+    return fig
+
+
+@style()
+def instructions(kernels, limits, title, xlabel="instructions per code"):
+    """Stacked bars of instructions. kernels: {label: {kind: count}}; limits: {label: how many there is time for}."""
+    kinds = dict.fromkeys(kind for counts in kernels.values() for kind in counts)
+    colors = dict(zip(kinds, (*CYCLE, GREY), strict=False))
+    fig, ax = subplots(9, 1.6 + 0.5 * len(kernels))
+    ends = []
+    for y, counts in enumerate(kernels.values()):
+        ends.append(_stack(ax, y, counts, colors))
+        ax.annotate(f"{ends[-1]:.1f}", (ends[-1], y), (5, 0), textcoords="offset points", va="center", bbox=PLAIN)
+    for (label, limit), look in zip(limits.items(), ("--", ":"), strict=False):
+        ax.axvline(limit, **DASHED | {"linestyle": look, "linewidth": 1.5}, label=f"{label}: {limit:.1f}")
+    ax.set(title=title, xlabel=xlabel, ylabel="kernel", xlim=(0, 1.1 * max(*ends, *limits.values())))
+    _name_bars(ax, list(kernels), colors)
+    fig.legend(loc="outside lower center", ncols=4, fontsize=9)
     return fig

@@ -178,7 +178,7 @@ PLOTS = {
     "times": lambda: course.time_bars({"dense": {"GEMM": 3.0, "bias": 1.0}, "sparse": {"GEMM": 2.0}}, "t"),
     "fixed times": lambda: course.time_bars({"dense": {"GEMM": 3.0}, "sparse": {"GEMM": 2.0}}, "t", longest=2.0),
     "yardsticks": lambda: course.curves({}, "t", "x", "y", {"N": [(1, 3)]}, yardsticks={"peak": [(1, 9), (2, 9)]}),
-    "speedups": lambda: course.speedups(SPEED_RECORD),
+    "speedups": lambda: course.speedups(SPEED_RECORD, "abc"),
     "host times": lambda: course.host_times(WALL_RECORD),
     "gains": lambda: course.gemm_gains(GAIN_RECORD, "int4_gemm", (64, 32), {"qk": "int4", "other": "another"}),
     "instructions": lambda: course.instructions({"one": {"integers": 2.8, "other": 1.0}}, {"time for all": 4.0}, "t"),
@@ -267,12 +267,16 @@ def test_histogram_counts_codes():
 
 def test_scale_map_counts_scales_and_zeros():
     x = torch.tensor([[127, 1, 0.6, 0.4, 254.0], [0, 0, 0, 0, 0.0]])
-    assert "absmax of 1 x 2: 6 scales; 50.0% get code 0" in texts(course.scale_map(x, (1, 2)))
-    assert "absmax of 2 x 5: 1 scale; 80.0% get code 0" in texts(course.scale_map(x, (2, 5)))
-    assert any(
-        text.startswith("values: magnitudes, largest of 3 x 1")
-        for text in texts(course.scale_map(torch.ones(300, 5), (1, 5)))
-    )
+    assert "absmax of 1 x 2 blocks\n6 scales; 50.0% get code 0" in texts(course.scale_map(x, (1, 2)))
+    assert "absmax of 2 x 5 blocks\n1 scale; 80.0% get code 0" in texts(course.scale_map(x, (2, 5)))
+    tall = course.scale_map(torch.ones(300, 5), (1, 5), names=("token", "channel"))
+    assert {"values: magnitudes (largest in 3 x 1 tiles)", "token", "channel"} <= set(texts(tall))
+
+
+def test_error_map_names_its_axes_and_tiles():
+    fig = course.error_map({"one": torch.rand(300, 5)}, names=("token", "channel"))
+    assert {"|restored - weight|\nmean over 3 x 1 tiles", "token", "channel"} <= set(texts(fig))
+    assert {"|restored - weight|", "row", "column"} <= set(texts(course.error_map({"one": torch.rand(3, 5)})))
 
 
 def test_levels_are_where_they_belong():
@@ -299,13 +303,15 @@ def test_rounding_shows_mean_squares():
     # round: two values stay, two move a quarter step away from zero; truncate: those move 3/4 of a step towards it
     assert [height for _, height in bars] == pytest.approx([50, 50, 50, 50])
     assert [left < 0 for left, _ in bars] == [False, False, True, False]
-    assert fig.axes[1].get_xticks().tolist() == [-1, -0.5, 0, 0.5, 1]
+    assert fig.axes[1].get_xticks().tolist() == [-1, -0.5, 0, 0.5]
 
 
 def test_rounding_shows_moves_of_more_than_a_step():
     right = course.rounding(torch.tensor([1.75, -1.4]), {"half up, cut off": lambda x: (x + 0.5).trunc()}).axes[1]
     assert [bar.get_height() for bar in right.patches if bar.get_height()] == pytest.approx([50, 50])
-    assert right.get_xticks().tolist() == [-1.5, -1, -0.5, 0, 0.5, 1, 1.5]
+    assert right.get_xticks().tolist() == [-1.5, -1, -0.5, 0, 0.5]
+    right = course.rounding(torch.tensor([1.75, -1.4]), {"a step further": lambda x: x + 1.2 * x.sign()}).axes[1]
+    assert right.get_xticks().tolist() == [-0.5, 0, 0.5, 1, 1.5]
 
 
 def test_block_grid_names_the_scale_of_an_element():
@@ -332,22 +338,49 @@ def test_operand_blocks_count_the_scales_of_a_step(block, k_step, scales):
     assert all(mark.get_facecolor()[3] == 0 for mark in marks)  # what they frame stays visible
 
 
-def test_gains_have_the_date_of_their_own_results():
-    sizes = {"shape": [16, 8, 8], "options": {}, "us": 1.0}
-    rows = [
-        {"op": op, "contender": "bf16", "date": f"2026-01-0{day}"} | sizes for op, day in (("a", 1), ("a", 2), ("b", 9))
+def test_charts_have_the_date_of_what_they_draw():
+    sizes = {"shape": [1, 8, 8], "dtype": "float16", "options": {}, "us": 1.0, "wall_us": 2.0, "tops": 3.0}
+    sizes |= {"gb_per_s": 4.0, "of_copy": 0.5, "speedup_over": {"bf16": 2.0}, "tokens_per_s": 3.0, "weights": 1}
+    rows = [("int8_gemm", "bf16", 1), ("int8_gemm", "qk", 2), ("other", "bf16", 9), ("decode", "bf16", 3)]
+    rows = [{"op": op, "contender": name, "date": f"2026-01-0{day}"} | sizes for op, name, day in rows]
+    rows[-1]["shape"], rows[2]["tokens_per_s"] = [1, 512], 0
+    record = {"gpu": "a GPU", "date": "2026-01-09", "results": rows[:3]}
+    figures = [
+        course.gemm_gains(record, "int8_gemm", (8, 8), {"qk": "qk"}),
+        course.gemm_speed(record, "int8_gemm", (1, 8, 8)),
+        course.benchmark(record, "int8_gemm"),
+        course.roofline(record | {"results": [*rows, rows[0] | {"contender": "copy"}]}, (1, 8, 8)),
     ]
-    record = {"gpu": "a GPU", "date": "2026-01-09", "results": rows}
-    title = course.gemm_gains(record, "a", (8, 8), {"bf16": "bf16"}).axes[0].get_title(loc="left")
-    assert title.endswith("a GPU, 2026-01-02")
+    for fig in figures:
+        assert fig.axes[0].get_title(loc="left").endswith("a GPU, 2026-01-01 to 02")
+    calls = {"a call": ("int8_gemm", "qk", 1, 8, 8)}
+    for fig in course.two_times(record, calls, "t"), course.speedups(record, ["int8_gemm"]):
+        assert fig.axes[0].get_title(loc="left").endswith("a GPU, 2026-01-02")
+    assert course.host_times(record).axes[0].get_title(loc="left").endswith("a GPU, 2026-01-01 to 02")
+    assert "a GPU, 2026-01-03" in course.model_gains(record | {"results": rows[3:]}).axes[0].get_title(loc="left")
+
+
+def test_measured_on_names_the_gpu_and_the_dates_of_results():
+    rows = [{"op": "a", "date": "2025-12-31"}, {"op": "a", "date": "2026-01-02"}, {"op": "b"}]
+    record = {"gpu": "a GPU", "date": "now", "results": rows}
+    assert course.measured_on(record, "a") == "a GPU, 2025-12-31 to 2026-01-02"
+    assert course.measured_on(record, rows[:1]) == "a GPU, 2025-12-31"
+    assert course.measured_on(record, "b") == course.measured_on(record, []) == "a GPU, now"
 
 
 def test_benchmark_names_gpu_and_date_and_takes_only_what_was_asked():
     fig = course.benchmark(RECORD, "quantize_int4", group_size=None)
     ax = fig.axes[0]
     assert ax.get_title(loc="left") == "Speed of quantize_int4, float16, NVIDIA H200, 2026-02-01"
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["28672 x 8192", "8192 x 2048"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["8192 x 2048", "28672 x 8192"]
     assert sorted(bar.get_width() for bar in ax.patches if bar.get_width()) == [0.05, 0.05, 0.5, 0.5, 0.97, 0.97]
+    line = ax.lines[0].get_xdata()[0]
+    crossed = {text.get_text(): text.xy[0] for text in ax.texts if text.xy[0] < line < text.xy[0] + 0.2}
+    assert line == 1 and not crossed and len(ax.texts) == 6
+    rows = [row | {"op": "versions of act_quant"} for row in RECORD["results"][:5]]
+    alone = course.benchmark(RECORD | {"results": rows}, "versions of act_quant")
+    assert "act_quant, version by version, float16, 28672 x 8192, NVIDIA H200, 2026-02-01" in texts(alone)
+    assert not alone.legends and len(fig.legends) == 1
     with pytest.raises(ValueError, match="different options; say which of {'group_size'"):  # bars over bars
         course.benchmark(RECORD, "quantize_int4")
 
@@ -448,13 +481,17 @@ def test_axes_that_sliders_do_not_move():
 def test_gemm_speed_shows_tops_or_where_memory_decides_times():
     ax = course.gemm_speed(GEMM_RECORD, "int8_gemm", (8192, 8192, 8192)).axes[0]
     assert [bar.get_width() for bar in ax.patches] == [1000, 600, 300] and "TOPS" in ax.get_xlabel()
-    assert list(ax.lines[0].get_xdata()) == [1979] * 2 and ax.get_xlim()[1] > 1979
+    assert not ax.lines and ax.get_xlim()[1] == 1250 and "int8 peak (data sheet): 1979 TOPS" in ax.get_xlabel()
     assert {"1000 (1.50x bf16)", "600", "300 (0.50x bf16)"} <= {text.get_text() for text in ax.texts}
     assert ax.get_title(loc="left") == "Speed of int8_gemm 8192 x 8192 x 8192, NVIDIA H200, 2026-02-01"
     ax = course.gemm_speed(GEMM_RECORD, "int8_gemm", (1, 8192, 8192)).axes[0]
     assert [bar.get_width() for bar in ax.patches] == [10, 15, 30] and "µs" in ax.get_xlabel()
     assert ax.get_title(loc="left").startswith("Time of int8_gemm 1 x")
-    assert list(ax.lines[0].get_xdata()) == [5, 5]
+    assert list(ax.lines[0].get_xdata()) == [5, 5] and "a copy of the same size: 5 µs" in texts(ax.figure)
+    rows = [row | {"tops": 1100} for row in GEMM_RECORD["results"] if "copy" != row["contender"] and "us" in row]
+    ax = course.gemm_speed(GEMM_RECORD | {"results": rows}, "int8_gemm", (8192, 8192, 8192)).axes[0]
+    assert list(ax.lines[0].get_xdata()) == [1979] * 2 and ax.get_xlim()[1] > 1979
+    assert "int8 peak (data sheet): 1979 TOPS" in texts(ax.figure) and not ax.figure.legends
 
 
 GAINS = {"bf16": 20.0, "qk": 5.0, "other": 40.0}
@@ -515,7 +552,7 @@ def test_roofline_is_drawn_from_the_record_or_says_that_there_is_none():
 
 
 def test_before_after_says_what_was_lost():
-    assert "difference: 20.0%" in texts(course.before_after([[3.0, 4.0]], [[3.0, 5.0]]))
+    assert "difference: relative error 20.0%" in texts(course.before_after([[3.0, 4.0]], [[3.0, 5.0]]))
 
 
 def test_layer_grid_writes_what_it_colours():
@@ -566,6 +603,22 @@ def test_path_counts_bytes_and_unpacks_int4():
 def test_memory_that_grows_is_called_larger():
     found = texts(course.memory_bars({"codes": {"x": 200}, "windows": {"x": 300}, "packed": {"x": 100}}))
     assert {"  200 bytes", "  300 bytes, 1.50x larger", "  100 bytes, 2.00x smaller"} <= set(found)
+    found = texts(course.memory_bars({"a": {"x": 200}, "b": {"x": 300}, "c": {"x": 100}}, what="bytes moved"))
+    assert {"  300 bytes, 1.50x more", "  100 bytes, 2.00x fewer"} <= set(found)
+
+
+def test_traffic_names_every_step():
+    ax = course.traffic({"a": [("wide", 20, 20), ("narrow one", 1, 1), ("another", 9, 9)], "b": [("x", 2, 2)]}).axes[0]
+    places = {
+        text.get_text(): text.xy for text in ax.texts if text.get_text() in ("wide", "narrow one", "another", "x")
+    }
+    assert places == {"wide": (0, -0.28), "narrow one": (40, -0.28), "another": (42, 0.28), "x": (0, 0.72)}
+
+
+def test_round_trip_separates_groups():
+    ax = course.round_trip(torch.tensor([0.1] * 63 + [9.0]), torch.zeros(64), 16).axes[0]
+    edges = [line.get_xdata()[0] for line in ax.lines if len(line.get_xdata()) == 2]
+    assert edges == [15.5, 31.5, 47.5] and "9.00, off the scale" in texts(ax.figure)
 
 
 def test_windows_show_what_each_took():
@@ -577,8 +630,10 @@ def test_windows_show_what_each_took():
 
 
 def test_times_are_summed_and_compared():
-    found = texts(course.time_bars({"dense": {"GEMM": 3.0, "bias": 1.0}, "sparse": {"GEMM": 2.5}}, "t"))
-    assert {"  4 µs", "  2.5 µs, 1.60x"} <= set(found)
+    found = texts(
+        course.time_bars({"dense": {"GEMM": 3.0, "bias": 1.0}, "sparse": {"GEMM": 2.5}}, "t", ylabel="format")
+    )
+    assert {"  4 µs", "  2.5 µs, 1.60x", "format"} <= set(found)
 
 
 def test_instructions_are_stacked_beside_their_limits():
@@ -590,17 +645,32 @@ def test_instructions_are_stacked_beside_their_limits():
 
 
 def test_speedups_shows_gains_and_losses():
-    ax = course.speedups(SPEED_RECORD).axes[0]
+    ax = course.speedups(SPEED_RECORD, "abc").axes[0]
     assert ax.get_title(loc="left").endswith("NVIDIA H200, 2026-02-01")
     dots = {line.get_label(): (*line.get_xdata(), *line.get_ydata()) for line in ax.lines[:-1]}
     # eager torch counts only where nothing else was measured; of qk's own, only the default does
     assert dots == {
         "torch.compile": (0.9, 0),
-        "bf16, cuBLAS": (1.5, 1),
-        "FP8 in blocks, cuBLAS": (0.8, 1),
-        "eager torch": (3.0, 2),
+        "bf16, cuBLAS": (1.5, 2),
+        "FP8 in blocks, cuBLAS": (0.8, 3),
+        "eager torch": (3.0, 5),
     }
-    assert any("No measurement" in text for text in texts(course.speedups(None)))
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["a", "b", "c"]
+    assert ax.get_yticks().tolist() == [0, 2.5, 5]
+    for record in None, SPEED_RECORD:  # with the operations it has by default
+        assert any("No measurement" in text for text in texts(course.speedups(record)))
+
+
+def test_speedups_shows_the_median_and_the_range():
+    rows = [SPEED_RECORD["results"][0] | {"speedup_over": {"compile": ratio}} for ratio in (1.0, 7.0, 2.0)]
+    ax = course.speedups(RECORD | {"results": rows}, ["a"]).axes[0]
+    assert ax.lines[0].get_xdata().tolist() == [2.0]
+    assert ax.collections[0].get_segments()[0].tolist() == [[1.0, 0.0], [7.0, 0.0]]
+
+
+def test_speedups_draws_what_is_recorded():
+    (labels,) = [course.speedups(data.recorded("h200")).axes[0].get_yticklabels()]
+    assert [label.get_text() for label in labels] == list(charts._OPERATIONS)
 
 
 def test_host_times_are_those_of_one_token():
@@ -632,6 +702,13 @@ def test_model_gains_are_those_over_bf16():
     bars = [bar.get_width() for bar in ax.patches if bar.get_width()]
     assert bars == pytest.approx([1, 1.5, 3, 1, 1.5, 3, 1, 1.5, 1, 2, 3.2])
     assert {"1.50x (150 tokens/s)", "3.20x (5.0 GB)"} <= {text.get_text() for text in ax.texts}
+    names = "qk int4 int8 activations", "qk int4 fused", "qk int4 fused, int4 cache"
+    more = [row | {"contender": name} for row in rows[:1] for name in names]
+    ax = course.model_gains(RECORD | {"results": [row for row in rows if "us" not in row] + more}).axes[0]
+    bars = {bar.get_facecolor() for bar in ax.patches if bar.get_width()}
+    assert len(bars) == 6 and "qk, int4 weights, fused layers, int4 cache" in texts(ax.figure)
+    ax = course.model_gains(RECORD | {"results": rows}).axes[0]
+    bars = [bar.get_width() for bar in ax.patches if bar.get_width()]
     two = [row | {"options": {"gpus": 2}, "weights": row["weights"] / 2} for row in rows if "tokens_per_s" in row]
     two = [row | {"tokens_per_s": 1.25 * row["tokens_per_s"]} for row in two if row["op"] == "prefill"]
     record = RECORD | {"results": rows + two}
