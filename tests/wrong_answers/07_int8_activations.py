@@ -21,6 +21,7 @@ def unpack_kernel(words_ptr, out_ptr, n, BLOCK: tl.constexpr):
 """
 EVEN, ODD = "(words << 4) & ~0x0F0F0F0F", "1, words & ~0x0F0F0F0F"
 LEFT = "left = group / 32 - per_sum"
+POWER = "return 2 ** math.ceil(math.log2(group * per_code / left))"
 DONE = "return math.ceil(group * per_code / left) if left > 0 else 0"
 
 ANSWERS = {
@@ -64,8 +65,29 @@ ANSWERS = {
         ("not once per column", tokens("left = group / 32 - group * per_sum", DONE)),
         ("doesn't save any", tokens("left = group / 32 + per_sum", DONE)),
         ("32 multiply-adds per instruction", tokens("left = group / 4096 - per_sum", DONE)),
-        ("", tokens("return 64")),
+        ("do they have a say?", tokens("return 64")),
         ("", tokens(LEFT, "return math.ceil(group * per_code / left)")),
+        ("a case of its own", tokens(LEFT, "return math.ceil(group * per_code / left) if left > 0 else math.inf")),
+        ("you swapped them", tokens("left = group / 32 - per_code", DONE.replace("per_code", "per_sum"))),
+        ("divide with /", tokens("left = group // 32 - per_sum", DONE)),
+        ("group * per_code may be a fraction", tokens(LEFT, DONE.replace("group * per_code", "int(group * per_code)"))),
+        ("don't halve it", tokens("left = group / 16 - per_sum", DONE)),
+        ("comes for each token", tokens("return math.ceil((group * per_code + per_sum) * 32 / group)")),
+        ("not only a power of two", tokens(LEFT, "if left <= 0:", "    return 0", POWER)),
+        ("one too many", tokens(LEFT, "return round(group * per_code / left + 0.5) if left > 0 else 0")),
+        (
+            "",
+            tokens(
+                "for T in range(1, 4097):",
+                "    if group * per_code <= T * (group / 32 - per_sum):",
+                "        return T",
+                "return 0",
+            ),
+        ),
+        (
+            "never end",
+            tokens("T = 1", "while group * per_code > T * (group / 32 - per_sum):", "    T += 1", "return T"),
+        ),
     ],
 }
 
@@ -82,6 +104,10 @@ OTHERS = {
             "while group * per_code + T * per_sum > T * group / 32:",
             "    T += 1",
             "return T",
-        )
+        ),
+        tokens("rest = 1 / 32 - per_sum / group", "return math.ceil(per_code / rest) if rest > 0 else 0"),
+        tokens(
+            "top, left = group * per_code * 32, group - 32 * per_sum", "return int(-(-top // left)) if left > 0 else 0"
+        ),
     ],
 }

@@ -5,6 +5,8 @@ def perplexity(expression, total="sum(loss * count for loss, count in zip(losses
     return f"def perplexity(losses, counts):\n    total = {total}\n    return {expression}"
 
 
+LONGEST = "[loss for loss, count in zip(losses, counts) if count == max(counts)]"
+FEWER = "sum(loss * (count - 1) for loss, count in zip(losses, counts))"
 KERNEL = """@triton.jit
 def log_probabilities_kernel(logits_ptr, out_ptr, V, BLOCK: tl.constexpr):
     row, column = tl.program_id(0), tl.arange(0, BLOCK)
@@ -36,7 +38,24 @@ ANSWERS = {
         ("a larger loss", perplexity("math.exp(-total / sum(counts))")),
         ("a mean, not a sum", perplexity("math.exp(min(sum(losses), 700))")),
         ("only the first", perplexity("math.exp(losses[0])")),
-        ("", perplexity("math.exp(total / sum(counts)) + 1")),
+        ("one too many", perplexity("math.exp(total / sum(counts)) + 1")),
+        ("the smallest", perplexity("math.exp(min(losses))")),
+        ("short windows count, too", perplexity("math.exp(sum(total) / len(total))", LONGEST)),
+        ("isn't always 512", perplexity("math.exp(512 * sum(losses) / sum(counts))")),
+        ("not by 512 for each window", perplexity("math.exp(total / (512 * len(losses)))")),
+        ("don't subtract", perplexity("math.exp(total / (sum(counts) - len(counts)))", FEWER)),
+        (
+            "not the probabilities",
+            perplexity("sum(counts) / total", "sum(c / math.exp(l) for l, c in zip(losses, counts))"),
+        ),
+        ("don't round", perplexity("round(math.exp(total / sum(counts)), 2)")),
+        (
+            "writes into losses",
+            perplexity(
+                "math.exp(total / sum(counts))", "sum(losses.pop() * counts[i] for i in range(len(counts) - 1, -1, -1))"
+            ),
+        ),
+        ("", perplexity("min(math.exp(total / sum(counts)), 1000.0)")),
     ],
     "log_probabilities": [
         ("missing or too wide?", kernel("total), mask=mask)", "total))")),
@@ -57,6 +76,15 @@ ANSWERS = {
         (
             "torch alone doesn't count",
             "def log_probabilities(logits, BLOCK):\n    return torch.log_softmax(logits, 1)",
+        ),
+    ],
+}
+
+OTHERS = {
+    "perplexity": [
+        perplexity("math.exp(total)", "sum(loss * (count / sum(counts)) for loss, count in zip(losses, counts))"),
+        perplexity(
+            "math.prod(math.exp(loss) ** (count / total) for loss, count in zip(losses, counts))", "sum(counts)"
         ),
     ],
 }

@@ -37,6 +37,15 @@ ANSWERS = {
         ("a byte has 8 bits", fit(RIGHT, "D * bits + (2 if bits < 16 else 0)")),
         ("share a byte", fit(RIGHT, "D * max(bits, 8) // 8 + (2 if bits < 16 else 0)")),
         ("", fit("size // (2 * layers * kv_heads * row) + 3")),
+        ("not each layer", fit("size // (2 * layers * row)", "kv_heads * D * bits // 8 + (2 if bits < 16 else 0)")),
+        ("2 bytes, not 16", fit(RIGHT, "D * bits // 8 + (16 if bits < 16 else 0)")),
+        ("however few a code has", fit(RIGHT, "D * bits // 8 + (bits // 8 if bits < 16 else 0)")),
+        ("int8 rows", fit(RIGHT, "D * bits // 8 + (2 if bits == 4 else 0)")),
+        ("4 // 8 is 0", fit(RIGHT, "bits // 8 * D + (2 if bits < 16 else 0)")),
+        ("right only where D is", fit(RIGHT, "64 * bits // 8 + (2 if bits < 16 else 0)")),
+        ("parentheses", fit("size // 2 * layers * kv_heads * row")),
+        ("one too many", fit("max(1, size // (2 * layers * kv_heads * row))")),
+        ("one too many", fit("round(size / (2 * layers * kv_heads * row))")),
     ],
     "scores": [
         ("missing or too wide?", kernel("score * scale, mask=mask)", "score * scale)")),
@@ -59,5 +68,12 @@ ANSWERS = {
             "torch alone doesn't count",
             "def scores(q, codes, absmax, BLOCK):\n    return (codes.float() @ q) * absmax / 127",
         ),
+    ],
+}
+
+OTHERS = {
+    "tokens_that_fit": [
+        fit("8 * size // (2 * layers * kv_heads * row)", "D * bits + (16 if bits < 16 else 0)"),
+        fit("size // layers // kv_heads // 2 // row"),
     ],
 }

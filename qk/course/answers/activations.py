@@ -48,6 +48,11 @@ _COSTS = (
     (3, 1, 32),
     (0.375, 0, 128),
     (0.75, 0.5, 32),
+    (1.5, 1, 48),
+    (0.15, 0.75, 50),  # 7.5 instructions for a row's codes
+    (0.65625, 0, 32),
+    (1.33, 0.5, 96),  # 51.07 tokens
+    (3, 3.96875, 128),  # 12,288 tokens
 )
 
 
@@ -127,7 +132,41 @@ EXERCISES = {
                 lambda c, s, g: (g * c, g / 32 - g * s)
             ),
             "the rescale costs time; it doesn't save any": _tokens(lambda c, s, g: (g * c, g / 32 + s)),
+            "per_code counts once per code, per_sum once per sum; you swapped them": _tokens(
+                lambda c, s, g: (g * s, g / 32 - c)
+            ),
+            "128 threads start an instruction per clock, not 32": _tokens(lambda c, s, g: (g * c, g / 128 - s)),
+            "4096 counts multiply-adds: don't halve it for two operations each": _tokens(
+                lambda c, s, g: (g * c, g / 16 - s)
+            ),
+            "4096 counts multiply-adds: don't double it for two operations each": _tokens(
+                lambda c, s, g: (g * c, g / 64 - s)
+            ),
+            "a sum's rescale comes for each token: T tokens take T * per_sum": _tokens(
+                lambda c, s, g: (32 * (g * c + s), g)
+            ),
+            "a row has `group` codes but one sum per token: their counts don't simply add up": _tokens(
+                lambda c, s, g: (32 * (c + s), 1)
+            ),
+            "a negative number of clocks isn't left: no tile is large enough, so return 0": _tokens(
+                lambda c, s, g: (g * c, abs(g / 32 - s)), never=lambda left: left == 0
+            ),
+            "any number of tokens will do, not only a power of two": _tokens(
+                lambda c, s, g: (g * c, g / 32 - s), count=lambda n: 2 ** math.ceil(math.log2(n))
+            ),
+            "any number of tokens will do, not only a multiple of 16": _tokens(
+                lambda c, s, g: (g * c, g / 32 - s), count=lambda n: 16 * math.ceil(n / 16)
+            ),
+            "counts may be fractions: round only the result": _tokens(lambda c, s, g: (g * math.ceil(c), g / 32 - s)),
+            "counts may be fractions: don't round them down": _tokens(lambda c, s, g: (g * int(c), g / 32 - s)),
+            "group * per_code may be a fraction: round only the result": _tokens(
+                lambda c, s, g: (int(g * c), g / 32 - s)
+            ),
+            "group may be no multiple of 32: divide with /": _tokens(lambda c, s, g: (g * c, g // 32 - s)),
+            "per_code counts per code; that eight of them share a word doesn't matter": _tokens(
+                lambda c, s, g: (g * c / 8, g / 32 - s)
+            ),
         },
-        note="any counts and groups, including where both take the same time and where no tile is large enough",
+        note="any counts (fractions too) and groups, where both take the same time and where no tile is large enough",
     ),
 }

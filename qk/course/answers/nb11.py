@@ -19,10 +19,27 @@ def _mean(losses, counts):
     return sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
 
 
+def _median(losses):
+    return torch.tensor(losses, dtype=torch.float64).quantile(0.5).item()
+
+
+def _of_the_longest(losses, counts):
+    kept = [loss for loss, count in zip(losses, counts, strict=True) if count == max(counts)]
+    return _exp(sum(kept) / len(kept))
+
+
+def _halving(losses, counts):
+    mean = losses[0]
+    for loss in losses[1:]:
+        mean = (mean + loss) / 2
+    return _exp(mean)
+
+
 def _windows():
     return [
         ([3.25], [512]), ([3.0, 2.0], [512, 512]), ([3.0, 6.0], [512, 8]), ([1.5, 4.5, 0.25, 7.0], [512, 512, 512, 93]),
         ([0.0, 0.0], [5, 1]), ([11.0, 0.5, 3.0], [2, 512, 50]), ([2.5] * 40 + [9.0], [512] * 40 + [1]),
+        ([9.5, 10.5], [512, 100]), ([3.0, 1.0, 4.0], [20, 512, 300]),
     ]  # fmt: skip
 
 
@@ -58,6 +75,42 @@ _PERPLEXITY = Exercise(
             sum(loss * count for loss, count in zip(losses, counts, strict=True))
         ),
         "all windows count, not only the first": lambda losses, counts: _exp(losses[0]),
+        "all windows count, not only the first and the last": lambda losses, counts: _perplexity(
+            [losses[0], losses[-1]], [counts[0], counts[-1]]
+        ),
+        "all windows count, not only the largest loss": lambda losses, counts: _exp(max(losses)),
+        "all windows count, not only the smallest loss": lambda losses, counts: _exp(min(losses)),
+        "a mean, not the median": lambda losses, counts: _exp(_median(losses)),
+        "short windows count, too": _of_the_longest,
+        "the first window counts too": lambda losses, counts: _perplexity(losses[1:] or [0.0], counts[1:] or [1]),
+        "each window has its own number of tokens; that isn't always 512": lambda losses, counts: _exp(
+            512 * sum(losses) / sum(counts)
+        ),
+        "divide by the tokens that there are, not by 512 for each window": lambda losses, counts: _exp(
+            _mean(losses, counts) * sum(counts) / (512 * len(losses))
+        ),
+        "any window can be short, not only the last": lambda losses, counts: _perplexity(
+            losses, [512] * (len(counts) - 1) + counts[-1:]
+        ),
+        "counts[i] tokens are predicted in window i; don't subtract the first one": lambda losses, counts: _perplexity(
+            losses, [count - 1 for count in counts]
+        ),
+        "average the losses, which are negative logs of probabilities, not the probabilities": lambda losses, counts: (
+            1 / _mean([_exp(-loss) for loss in losses], counts)
+        ),
+        "the losses are in nats: e to the power, not 10": lambda losses, counts: 10.0 ** _mean(losses, counts),
+        "2 to the power of loss * log2(e), not of loss / log2(e)": lambda losses, counts: (
+            2 ** (_mean(losses, counts) * 0.6931471805599453)
+        ),
+        "a loss has a fraction: divide with /, not //": lambda losses, counts: _exp(float(int(_mean(losses, counts)))),
+        "divide first, and take exp at the end": lambda losses, counts: _exp(_mean(losses, counts) * sum(counts)) / sum(
+            counts
+        ),
+        "a running mean must give each window its tokens' share, not half": _halving,
+        "a long window counts more, not less": lambda losses, counts: _exp(
+            _mean(losses, [1 / count for count in counts])
+        ),
+        "a loss belongs to its count: sort neither": lambda losses, counts: _perplexity(sorted(losses), counts),
     },
 )  # fmt: skip
 

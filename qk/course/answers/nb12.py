@@ -20,7 +20,7 @@ def _caches():
     return [
         (16 * 10**9, 32, 8, 128, 16), (16 * 10**9, 32, 8, 128, 8), (16 * 10**9, 32, 8, 128, 4), (10**9, 5, 6, 64, 4),
         (2 * 34 * 30, 5, 6, 64, 4), (2 * 34 * 30 - 1, 5, 6, 64, 4), (10**6 + 7, 3, 5, 64, 8), (10**11, 80, 8, 128, 16),
-        (0, 2, 1, 128, 16),
+        (1000, 2, 1, 128, 16), (33792 * 10**6 - 1, 32, 8, 128, 4), (4 * 10**9, 12, 7, 96, 8),
     ]  # fmt: skip
 
 
@@ -46,6 +46,53 @@ _TOKENS_THAT_FIT = Exercise(
             size // _bytes(layers, kv_heads, D, max(bits, 8))
         ),
         "a whole number of tokens": lambda size, *cache: size / _bytes(*cache),
+        "each head's row has its own absmax, not each layer": lambda size, layers, kv_heads, D, bits: (
+            size // (2 * layers * (kv_heads * D * bits // 8 + (2 if bits < 16 else 0)))
+        ),
+        "each row of each layer and head has its own absmax, not each token": lambda size, *cache: (
+            size // (_bytes(*cache, absmax=0) + (2 if cache[-1] < 16 else 0))
+        ),
+        "a row of D codes has one absmax, not one per 32 codes": lambda size, layers, kv_heads, D, bits: (
+            size // _bytes(layers, kv_heads, D, bits, absmax=D // 16)
+        ),
+        "a row of D codes has one absmax, not one per code": lambda size, layers, kv_heads, D, bits: (
+            size // _bytes(layers, kv_heads, D, bits, absmax=2 * D)
+        ),
+        "absmax has 2 bytes, not 16, and no row is rounded up to 16 bytes": lambda size, *cache: (
+            size // _bytes(*cache, absmax=16)
+        ),
+        "absmax has 16 bits, however few a code has": lambda size, *cache: (
+            size // _bytes(*cache, absmax=cache[-1] // 8)
+        ),
+        "int8 rows have an absmax, too": lambda size, *cache: size // _bytes(*cache, absmax=2 * (cache[-1] == 4)),
+        "int4 rows have an absmax, too": lambda size, *cache: size // _bytes(*cache, absmax=2 * (cache[-1] == 8)),
+        "values are quantized as keys are": lambda size, layers, kv_heads, D, bits: (
+            size // (layers * kv_heads * (D * bits // 8 + (2 if bits < 16 else 0) + 2 * D))
+        ),
+        "any number of tokens can fit, not only a multiple of 16": lambda size, *cache: (
+            size // _bytes(*cache) // 16 * 16
+        ),
+        "4 // 8 is 0: multiply by D before you divide by 8": lambda size, layers, kv_heads, D, bits: (
+            size // _bytes(layers, kv_heads, D, bits // 8 * 8)
+        ),
+        "a code has `bits` bits, not always 16": lambda size, layers, kv_heads, D, bits: (
+            size // (2 * layers * kv_heads * (2 * D + (2 if bits < 16 else 0)))
+        ),
+        "size is in bytes already": lambda size, *cache: size // 8 // _bytes(*cache),
+        "size is in bytes, not in GB": lambda size, *cache: size * 10**9 // _bytes(*cache),
+        "that's what remains: // instead of %": lambda size, *cache: size % _bytes(*cache),
+        "those are the bytes of a token: how many of them fit into size?": lambda size, *cache: _bytes(*cache),
+        "divide size by the bytes of a token": lambda size, *cache: size * _bytes(*cache),
+        "upside down: divide size by the bytes of a token": lambda size, *cache: _bytes(*cache) // max(size, 1),
+        "a // b * c is (a // b) * c: parentheses are missing": lambda size, layers, kv_heads, D, bits: (
+            size // 2 * layers * kv_heads * _bytes(1, 1, D, bits, sides=1)
+        ),
+        "each layer has all heads: multiply, don't add": lambda size, layers, kv_heads, *row: (
+            size // _bytes(layers + kv_heads, 1, *row)
+        ),
+        "only key heads are stored; how many query heads share one doesn't matter": lambda size, *cache: (
+            size // (4 * _bytes(*cache))
+        ),
     },
 )
 
