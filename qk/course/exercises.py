@@ -317,9 +317,8 @@ def _compiles(session):
     except RuntimeError as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         # a name that the kernel's copy lacks, or no compiler, says nothing about the kernel
-        told = (
-            lines and "NameError" not in str(error) and re.match(r"(Compil|Unsupp|Type|Value|Runtime)\w+: ", lines[0])
-        )
+        named = "NameError" not in str(error) or "Cannot access global variable" in str(error)
+        told = lines and named and re.match(r"(Compil|Unsupp|Type|Value|Runtime)\w+: ", lines[0])
         if not told:
             return None, False
         said = f"Not yet: right in the interpreter, but it doesn't compile for a GPU: {lines[0]} {lines[-1]}"

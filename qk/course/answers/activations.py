@@ -26,6 +26,26 @@ def _unpacked(even=lambda words: words << 4 & _ALL, odd=lambda words: words & _A
     return result
 
 
+def _summed(words, first):
+    """A half whose signed bytes are added up: each negative one borrows from the next."""
+    return sum(((words >> first + 8 * i & 15 ^ 8) - 8) * 16 << 8 * i for i in range(4))
+
+
+def _without_the_last(halves, BLOCK):
+    return halves.where(torch.arange(len(halves), device=halves.device)[:, None] < len(halves) - 1, 99)
+
+
+def _half(halves, BLOCK):
+    """All halves of a program whose mask for places stops at the number of words."""
+    place = torch.arange(2 * len(halves), device=halves.device).view(-1, 2)
+    return halves.where(place < len(halves), 99)
+
+
+def _half_of_the_odd(halves, BLOCK):
+    place = torch.arange(2 * len(halves), device=halves.device).view(-1, 2)
+    return halves.where((place < len(halves)) | (place % 2 == 0), 99)
+
+
 def _each(words, function):
     """Apply a function to each code [n, 8] of words, and keep the order of the halves: even codes, then odd ones."""
     codes = torch.stack([(words.long() >> 4 * i & 15 ^ 8) - 8 for i in (0, 2, 4, 6, 1, 3, 5, 7)], 1)
@@ -99,6 +119,26 @@ EXERCISES = {
                 place=lambda halves, B: halves.T.contiguous().view(-1, 2)
             ),
             "every program does the first one's part: where does yours begin?": _unpacked(place=_first_block),
+            "the odd half masks the lowest code only; all four low ones must go": _unpacked(
+                odd=lambda words: words >> 4 << 4
+            ),
+            "the odd codes are in the upper halves already: don't shift them": _unpacked(
+                odd=lambda words: words >> 4 & _ALL
+            ),
+            "the mask keeps the upper half of each byte: ~0x0F0F0F0F": _unpacked(
+                lambda words: words << 4 & ~_ALL, lambda words: words & ~_ALL
+            ),
+            "a negative code borrows from the byte above: mask each byte, or use ^ and |": _unpacked(
+                lambda words: _summed(words, 0), lambda words: _summed(words, 4)
+            ),
+            "only the first code of the eight is there": _unpacked(
+                lambda words: ((words << 28) + 2**31) % 2**32 // 2**24 - 128
+            ),
+            "the out tensor starts at 99: store, don't add": _unpacked(lambda words: (words << 4 & _ALL) + 99),
+            "the out tensor starts at 99: store, don't combine with |": _unpacked(odd=lambda words: words & _ALL | 99),
+            "the last word is missing: is the mask too narrow?": _unpacked(place=_without_the_last),
+            "the mask belongs to words: half of them are missing": _unpacked(place=_half),
+            "the second half's mask is offs < n, too": _unpacked(place=_half_of_the_odd),
         },
         kernel=True,
         note="any words, any number of them, and any BLOCK",

@@ -127,6 +127,11 @@ def _in_block(logits, BLOCK, value):
     return torch.nn.functional.pad(logits, (0, BLOCK - V), value=value).log_softmax(1)[:, :V]
 
 
+def _subtracted(logits, number, log=torch.log):
+    """What comes out if this number is subtracted before exp."""
+    return logits - number - log((logits - number).exp().sum(1, keepdim=True))
+
+
 def _logits():
     random = torch.Generator().manual_seed(11)
 
@@ -136,7 +141,8 @@ def _logits():
     return [
         case(3, 8, 8), case(5, 37, 64), case(4, 100, 128, shift=200.0), case(2, 50, 64, shift=-300.0),
         case(3, 200, 256, scale=40.0), case(2, 30, 32, shift=-20000.0), case(7, 1, 1), case(2, 2048, 2048),
-        case(1, 3, 4),
+        case(1, 3, 4), case(3, 40, 64, shift=torch.tensor([[-900.0], [50.0], [800.0]])), case(2, 20, 32, shift=-3e6),
+        case(3, 1, 4, scale=0.0),
     ]  # fmt: skip
 
 
@@ -177,6 +183,52 @@ _LOG_PROBABILITIES = Exercise(
         "a row begins at t * V, not at t * BLOCK": lambda logits, BLOCK: torch.cat(
             [logits.flatten(), logits.new_zeros(len(logits) * BLOCK)]
         )[: len(logits) * BLOCK].view(-1, BLOCK)[:, : logits.shape[1]].log_softmax(1),
+        "each row has its own largest logit; row 0's isn't the others'": lambda logits, BLOCK: _subtracted(
+            logits, logits[:1].amax(1, keepdim=True)
+        ),
+        "each row has its own largest logit; the whole matrix' can be far above it": lambda logits, BLOCK: _subtracted(
+            logits, logits.amax()
+        ),
+        "the largest logit can lie far above the mean or the first: subtract it": lambda logits, BLOCK: _subtracted(
+            logits, logits[:, :1]
+        ),
+        "subtract the largest logit, not a fixed number": lambda logits, BLOCK: _subtracted(logits, 200.0),
+        "a large logit isn't 80: subtract instead of limiting": lambda logits, BLOCK: (
+            logits - logits.clamp(max=80.0).exp().sum(1, keepdim=True).log()
+        ),
+        "exp of a logit far below the largest is 0, whose log is -inf: subtract the logs": lambda logits, BLOCK: (
+            logits.softmax(1).log()
+        ),
+        "add nothing to a probability: its log is the logit minus the log of the sum": lambda logits, BLOCK: (
+            (logits.softmax(1) + 1e-10).log()
+        ),
+        "add nothing to the sum: the largest logit alone makes it 1": lambda logits, BLOCK: (
+            logits - (logits.logsumexp(1, keepdim=True).exp() + 1e-3).log()
+        ),
+        "log of the sum, not of 1 + the sum": lambda logits, BLOCK: _subtracted(
+            logits, logits.amax(1, keepdim=True), lambda total: total.log1p()
+        ),
+        "add nothing to the sum: it is at least 1": lambda logits, BLOCK: _subtracted(
+            logits, logits.amax(1, keepdim=True), lambda total: (total + 1e-3).log()
+        ),
+        "the last of the V columns counts, too": lambda logits, BLOCK: (
+            logits - logits[:, :-1].logsumexp(1, keepdim=True)
+        ),
+        "the last of the V columns must be stored, too": lambda logits, BLOCK: torch.cat(
+            [logits.log_softmax(1)[:, :-1], 0 * logits[:, -1:]], 1
+        ),
+        "the log of the probability p, not of 1 - p": lambda logits, BLOCK: torch.log(1 - logits.softmax(1)),
+        "the last row is missing": lambda logits, BLOCK: torch.cat([logits[:-1].log_softmax(1), 0 * logits[-1:]]),
+        "columns lie side by side: row * V + column": lambda logits, BLOCK: (
+            logits.flatten().view(logits.shape[1], -1).T.log_softmax(1)
+        ),
+        "logits need float32: float16 is too narrow": lambda logits, BLOCK: logits.half().float().log_softmax(1),
+        "a log probability can be far below -100: don't limit it": lambda logits, BLOCK: (
+            logits.log_softmax(1).clamp(min=-100)
+        ),
+        "all programs write row 0: is it tl.program_id(0)?": lambda logits, BLOCK: torch.cat(
+            [logits[:1].log_softmax(1), 0 * logits[1:]]
+        ),
         "multiply by log2(e) or use tl.exp: exp2 is 2 to the power": lambda logits, BLOCK: (
             logits - logits.amax(1, keepdim=True)
             - torch.exp2(logits - logits.amax(1, keepdim=True)).sum(1, keepdim=True).log()

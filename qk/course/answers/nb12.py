@@ -103,6 +103,12 @@ def _scores(q, codes, absmax, BLOCK=None):
     return ((codes.double() @ q.double()) * absmax.double() / 127).float()
 
 
+def _only(q, codes, absmax, count):
+    """Scores of the first tokens; 0, which out holds at first, for the others."""
+    scores = _scores(q, codes, absmax)
+    return torch.where(torch.arange(len(codes), device=q.device) < count, scores, 0)
+
+
 def _first_block(x, BLOCK):
     """What every program reads that forgets its number."""
     place = torch.arange(len(x), device=x.device) % BLOCK
@@ -117,7 +123,10 @@ def _keys():
         absmax = 2.0 ** torch.randint(-6, 7, (N,), generator=random) * (1 + torch.rand(N, generator=random))
         return torch.randn(D, generator=random), codes, absmax, BLOCK
 
-    return [case(64, 64, 32), case(37, 64, 16), case(5, 128, 8), case(100, 32, 64), case(1, 64, 4), case(16, 16, 16)]
+    cases = [case(64, 64, 32), case(37, 64, 16), case(5, 128, 8), case(100, 32, 64), case(1, 64, 4), case(16, 16, 16)]
+    q, codes, absmax, BLOCK = case(40, 32, 16)
+    sizes = 10.0 ** torch.randint(-18, 19, (40,), generator=random)
+    return [*cases, (q, codes, absmax * sizes, BLOCK), (1e6 * q, codes[:3], absmax[:3], 4)]
 
 
 def _bound(q, codes, absmax, BLOCK):
@@ -158,6 +167,53 @@ _SCORES = Exercise(
         "the sign of the score is wrong": lambda q, codes, absmax, BLOCK: -_scores(q, codes, absmax),
         "codes are signed": lambda q, codes, absmax, BLOCK: _scores(q, codes.short() & 255, absmax),
         "the sum, not the mean": lambda q, codes, absmax, BLOCK: _scores(q, codes, absmax) / codes.shape[1],
+        "q keeps its 32 bits: float16 is too narrow": lambda q, codes, absmax, BLOCK: _scores(
+            q.half().float(), codes, absmax
+        ),
+        "q keeps its 32 bits: bfloat16 is too narrow": lambda q, codes, absmax, BLOCK: _scores(
+            q.bfloat16().float(), codes, absmax
+        ),
+        "q has fractions: multiply in float32": lambda q, codes, absmax, BLOCK: _scores(q.trunc(), codes, absmax),
+        "absmax has a fraction: don't cast it to an integer": lambda q, codes, absmax, BLOCK: _scores(
+            q, codes, absmax.trunc()
+        ),
+        "rows lie one after another: token * D + column": lambda q, codes, absmax, BLOCK: _scores(
+            q, codes.flatten().view(codes.shape[1], -1).T, absmax
+        ),
+        "each token has its own scale, and you took the block's largest": lambda q, codes, absmax, BLOCK: _scores(
+            q, codes, torch.cat([part.amax().expand(len(part)) for part in absmax.split(BLOCK)])
+        ),
+        "that's the next token's scale": lambda q, codes, absmax, BLOCK: _scores(
+            q, codes, torch.cat([absmax[1:], 0 * absmax[:1]])
+        ),
+        "that's the scale of the token before": lambda q, codes, absmax, BLOCK: _scores(
+            q, codes, torch.cat([absmax[:1], absmax[:-1]])
+        ),
+        "the scores themselves, without softmax": lambda q, codes, absmax, BLOCK: torch.cat(
+            [part.softmax(0) for part in _scores(q, codes, absmax).split(BLOCK)]
+        ),
+        "the last token is missing: is the mask too narrow?": lambda q, codes, absmax, BLOCK: _only(
+            q, codes, absmax, len(codes) - 1
+        ),
+        "the short last block is missing": lambda q, codes, absmax, BLOCK: _only(
+            q, codes, absmax, len(codes) // BLOCK * BLOCK
+        ),
+        "only the first block is there": lambda q, codes, absmax, BLOCK: _only(q, codes, absmax, BLOCK),
+        "the last column is missing": lambda q, codes, absmax, BLOCK: _scores(q[:-1], codes[:, :-1], absmax),
+        "only the first 16 columns count": lambda q, codes, absmax, BLOCK: _scores(q[:16], codes[:, :16], absmax),
+        "codes are signed already: subtract no 128": lambda q, codes, absmax, BLOCK: _scores(
+            q, codes.short() - 128, absmax
+        ),
+        "q isn't divided by its length": lambda q, codes, absmax, BLOCK: _scores(q / q.norm(), codes, absmax),
+        "a program must store all of its tokens, not only the first": lambda q, codes, absmax, BLOCK: torch.where(
+            torch.arange(len(codes), device=q.device) % BLOCK == 0, _scores(q, codes, absmax), 0
+        ),
+        "scales can be tiny: don't limit them": lambda q, codes, absmax, BLOCK: _scores(
+            q, codes, absmax.clamp(min=1e-5)
+        ),
+        "scales can be huge: don't limit them": lambda q, codes, absmax, BLOCK: _scores(
+            q, codes, absmax.clamp(max=1000)
+        ),
         "no softmax scale is asked for here": lambda q, codes, absmax, BLOCK: (
             _scores(q, codes, absmax) * codes.shape[1] ** -0.5
         ),
