@@ -46,7 +46,6 @@ if isinstance(triton.language.cdiv, triton.JITFunction) == _INTERPRET:
     )
 
 from . import nn  # noqa: E402, F401
-from .dequant import dequant_bias, dequant_bias_ref  # noqa: E402
 from .gelu import int8_gelu, int8_gelu_backward, int8_gelu_backward_ref, int8_gelu_ref  # noqa: E402
 from .gemm import (  # noqa: E402
     int8_addmm,
@@ -94,6 +93,17 @@ from .linear import (  # noqa: E402
     sparse_linear,
     sparse_linear_ref,
 )
+from .linear.dequant import dequant_bias, dequant_bias_ref  # noqa: E402
+from .linear.sparsity import (  # noqa: E402
+    prune_slide,
+    prune_slide_ref,
+    quant_slide,
+    quant_slide_ref,
+    slide,
+    slide_ref,
+    slide_weight,
+    slide_weight_ref,
+)
 from .norm import (  # noqa: E402
     rms_norm,
     rms_norm_quant,
@@ -103,16 +113,6 @@ from .norm import (  # noqa: E402
     swiglu_quant,
     swiglu_quant_ref,
     swiglu_ref,
-)
-from .sparsity import (  # noqa: E402
-    prune_slide,
-    prune_slide_ref,
-    quant_slide,
-    quant_slide_ref,
-    slide,
-    slide_ref,
-    slide_weight,
-    slide_weight_ref,
 )
 
 __all__ = [

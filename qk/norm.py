@@ -179,7 +179,7 @@ def _tiles(M, K, block_size, whole_rows):
 
 
 def _launch_rms_norm(x, residual, weight, h, out, scale, eps, block_size=None, evens_first=False):
-    """residual and h: None, or both given. scale: None if out is not quantized."""
+    """residual and h: None, or both given. scale None: out is not quantized."""
     if scale is not None and not out.numel():  # a row without columns has one scale, 0
         return scale.zero_()
     x, weight = with_contiguous_rows(x), weight.contiguous()
@@ -369,7 +369,7 @@ def _width(gate, up):
 
 
 def _launch_swiglu(gate, up, out, scale, block_size=None, evens_first=False):
-    """scale: None if out is not quantized."""
+    """scale None: out is not quantized."""
     if scale is not None and not out.numel():
         return scale.zero_()
     N, gate, up = _width(gate, up), with_contiguous_rows(gate), None if up is None else with_contiguous_rows(up)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import launch
+from .launch import INTERPRETING, ORDINARY, current_device, raw_stream, record, recording, remembers
 
 _MOST_CALLS = 512  # that a function remembers before it forgets them all
 _peek_transform = torch._C._functorch.peek_interpreter_stack
@@ -65,12 +65,12 @@ def replayed(*depends, passed_by=listened):
 
 
 def _replayed(function, depends, passed_by):
-    calls, ordinary = {}, launch.ORDINARY
+    calls, ordinary = {}, ORDINARY
     _remembered.append(calls)
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        if launch.INTERPRETING or passed_by() or launch.recording() is not None or not launch.remembers():
+        if INTERPRETING or passed_by() or recording() is not None or not remembers():
             return function(*args, **kwargs)
         key, tensors = [*kwargs, torch.get_default_dtype()], []
         for depend in depends:
@@ -89,9 +89,9 @@ def _replayed(function, depends, passed_by):
             return function(*args, **kwargs)
         if known is not None:
             return known(tensors)
-        with launch.record() as record:
+        with record() as noted:
             results = function(*args, **kwargs)
-            known = _call_of(tensors, results, record)
+            known = _call_of(tensors, results, noted)
         if len(calls) >= _MOST_CALLS:
             calls.clear()
         if known is not None:
@@ -110,7 +110,7 @@ class _Call(NamedTuple):
     steps: list  # as `_step` returns
 
     def __call__(self, tensors):
-        if self.device == launch.current_device():
+        if self.device == current_device():
             return self._here(tensors)
         with torch.cuda.device(self.device):
             return self._here(tensors)
@@ -122,7 +122,7 @@ class _Call(NamedTuple):
             memory = _empty_strided((self.size,), (1,), torch.uint8)
             start = memory.data_ptr()
             addresses += [start + offset for offset in self.offsets]
-        stream = launch.raw_stream(self.device)
+        stream = raw_stream(self.device)
         for run, grid, values, places in self.steps:
             values = values.copy()
             for place, number, tensor_map in places:
@@ -131,25 +131,25 @@ class _Call(NamedTuple):
         return results[0] if self.single else tuple(results)
 
 
-def _call_of(tensors, results, record):
+def _call_of(tensors, results, noted):
     """Returns a _Call, or None if the call did anything besides launching on tensors that it was given or allocated."""
     single = isinstance(results, torch.Tensor)
     results = [results] if single else list(results)
     returned = {tensor.data_ptr() for tensor in results}
-    temporaries = [tensor for tensor in record.temporaries if tensor.data_ptr() not in returned]
-    if len(temporaries) + len(results) > len(record.temporaries):  # a result that torch computed
+    temporaries = [tensor for tensor in noted.temporaries if tensor.data_ptr() not in returned]
+    if len(temporaries) + len(results) > len(noted.temporaries):  # a result that torch computed
         return None
     new, device = [*results, *temporaries], results[0].get_device()
     numbers = {tensor.data_ptr(): number for number, tensor in enumerate((*tensors, *new))}
     # If a tensor is passed twice, which of the two does a kernel use? And a view doesn't own its memory.
-    if not record.launches or 0 in numbers or len(numbers) < len(tensors) + len(new):
+    if not noted.launches or 0 in numbers or len(numbers) < len(tensors) + len(new):
         return None
-    if any(compiled is None or compiled.index != device for compiled, *_ in record.launches):
+    if any(compiled is None or compiled.index != device for compiled, *_ in noted.launches):
         return None  # this Triton launches differently
     if any(x.storage_offset() or x.untyped_storage().nbytes() != x.numel() * x.itemsize for x in new):
         return None
     try:
-        steps = [_step(numbers, *each) for each in record.launches]
+        steps = [_step(numbers, *each) for each in noted.launches]
     except KeyError:  # a kernel got the address of a copy
         return None
     # temporaries share one allocation, each aligned as torch aligns tensors on a GPU

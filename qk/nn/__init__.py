@@ -6,9 +6,8 @@ from .calibration import LayerStatistics, collect
 from .experts import QuantizedExperts
 from .layers import Int4Linear, Int8Embedding, Int8Linear
 from .load import load, save
-from .replace import int8_train_, quantize_, warm_up
+from .replace import dequantize_, int8_train_, quantize_, warm_up
 from .report import Report, Row
-from .restore import dequantize_
 from .training import Int8FeedForward, Int8TrainLinear
 
 __all__ = [

@@ -15,6 +15,7 @@ All of it is plain torch, on the CPU or a GPU, in float64 wherever there is a su
 """
 
 import collections.abc
+import functools
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from ..core.launch import cdiv
 from ..core.matrices import as_matrix
 from ..hadamard import hadamard_ref, hadamard_size
 from ..int4 import pack_int4_ref
-from .kinds import linear_kinds, weight_shape
+from .weights import check_model, linear_kinds, weight_shape
 
 __all__ = ["LayerStatistics", "clip", "collect", "gptq", "quantize_weight", "rotate_moment"]
 
@@ -64,13 +65,10 @@ def progress_bar(items, what, progress):
     return tqdm(items, what, disable=None if progress else True, delay=_PATIENCE, leave=False)
 
 
-def _by_type(model):
-    def call(batch):
-        if isinstance(batch, collections.abc.Mapping):
-            return model(**batch)
-        return model(*batch) if isinstance(batch, list | tuple) else model(batch)
-
-    return call
+def _by_type(model, batch):
+    if isinstance(batch, collections.abc.Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, list | tuple) else model(batch)
 
 
 def _named(model, names):
@@ -150,8 +148,7 @@ def collect(model, batches, names=None, call=None, progress=True):
         ValueError: for bad arguments, if there is no batch, and if an input holds NaN or Inf. Errors of the model pass
             through.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    check_model(model)
     # not iter(batches), which would start a DataLoader's processes
     iterable = any(hasattr(type(batches), name) for name in ("__iter__", "__getitem__"))
     if not iterable or isinstance(batches, collections.abc.Mapping | torch.Tensor | str):
@@ -163,7 +160,7 @@ def collect(model, batches, names=None, call=None, progress=True):
         raise ValueError("names is empty; expected names of layers, or None: all")
     if not layers:
         raise ValueError(f"model is a {type(model).__name__} without a torch.nn.Linear; expected one with some")
-    call = _by_type(model) if call is None else call
+    call = functools.partial(_by_type, model) if call is None else call
     sums = {_shared(layer): _Sums(layer) for layer in layers.values()}
     modes = [(module, module.training) for module in model.modules()]
     # including layers that aren't named but share a weight with one

@@ -24,14 +24,13 @@ import torch
 
 from ..core.checks import BLOCKS, listed
 from ..core.launch import cdiv
+from .checkpoint import new_memory
 from .weights import to_int8
 
 __all__ = ["FORMATS", "MARKS", "Format", "Refused", "Scratch", "check_entry", "dequantized"]
 
-_FLIP = 0x88888888 - 2**32  # the top bit of each nibble in an int32
-_AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word each of its eight rows is
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
-_CHUNK = 2**15  # eights of words that stay in a CPU's cache
+_STEP = 256  # bytes of each row that are converted at a time: on a CPU, they stay in the cache
 
 
 class Refused(ValueError):
@@ -61,25 +60,32 @@ def _check_bits(config, key="bits"):
         raise Refused(f"has codes of {config.get(key)} bits; expected 4")
 
 
-def _nibbles(words, order=range(8)):
-    """Unpack int32 [A, B] that hold eight columns each into int8 [A, 8 B], 0 .. 15. order: each column's nibble."""
+def _nibbles(words):
+    """Unpack int32 [A, B] that hold eight columns each into int8 [A, 8 B], 0 .. 15."""
     # a copy, whose strides are the usual ones even if a dimension is 1
     halves = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-    codes = torch.stack((halves & 15, halves >> 4), -1).view(*words.shape, 8)
-    codes = codes if order == range(8) else codes[..., list(order)]
-    return codes.view(torch.int8).flatten(1)
+    return torch.stack((halves & 15, halves >> 4), -1).view(torch.int8).view(len(words), 8 * words.shape[1])
 
 
-def _flipped(words, columns):
-    """Turn codes 0 .. 15 in contiguous words [N, K / 8] into signed ones, uint8 [N, ceil(K / 2)]. Overwrites words."""
-    packed = words.bitwise_xor_(_FLIP).view(torch.uint8)[:, : cdiv(columns, 2)].contiguous()
+def _signed(words):
+    """Turn codes 0 .. 15 into signed ones. Overwrites words, of any integer dtype."""
+    words.view(torch.uint8).bitwise_xor_(0x88)  # flips the top bit of each nibble
+    return words
+
+
+def _even(packed, columns):
+    """Cut the padding off signed codes [N, bytes]: uint8 [N, ceil(K / 2)], with 0 for the last code of an odd row."""
+    packed = packed[:, : cdiv(columns, 2)].contiguous()
     if columns % 2:
-        packed[:, -1] &= 15  # the padding of a row is 0
+        packed[:, -1] &= 15
     return packed
 
 
 def _int4(packed, scale, zero, order=None):
-    """The buffers of an `Int4Linear`, and a remark. zero: int8 [N, groups], 0 .. 15, or None, where it is 8."""
+    """The buffers of an `Int4Linear`, and a remark. zero: int8 [N, groups], 0 .. 15, or None, where it is 8.
+
+    scale and zero may be views of their transposes.
+    """
     absmax = scale.float().mul_(7) if scale.dtype != torch.float32 else scale * 7
     notes = []
     if scale.dtype == torch.float32 and not torch.equal(absmax / torch.full_like(absmax, 7), scale):
@@ -90,7 +96,8 @@ def _int4(packed, scale, zero, order=None):
         notes.append("zero points")
     if order is not None:
         notes.append("columns in another order")
-    buffers = {"packed": packed, "absmax": absmax, "zero_point": None if zero is None else zero.sub_(8), "order": order}
+    zero = None if zero is None else _row_major(zero.sub_(8))
+    buffers = {"packed": packed, "absmax": _row_major(absmax), "zero_point": zero, "order": order}
     return buffers, ", ".join(notes)
 
 
@@ -99,10 +106,16 @@ class Scratch:
 
     def __init__(self):
         self._memory = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
+        # glibc keeps freed memory for later, up to twice the largest block freed so far: without this line, the memory
+        # of each piece below would be new
+        torch.empty(2**25 - 2**16, dtype=torch.uint8, device="cpu")
 
     def _bytes(self, number, size, pinned=False):
         if self._memory[number].numel() < size:
-            self._memory[number] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+            # huge pages make gathers of rows faster, too
+            self._memory[number] = (
+                torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True) if pinned else new_memory(size)
+            )
         return self._memory[number][:size]
 
     def read(self, entry, device):
@@ -110,22 +123,42 @@ class Scratch:
         # a GPU copies from pinned memory several times as fast
         return entry.read(device, self._bytes(0, entry.size, torch.device(device).type == "cuda"))
 
-    def empty_like(self, words):
-        """Memory of the same shape and dtype. It is gone when the next one is asked for."""
-        if not words.is_cpu:
-            return torch.empty_like(words)
-        return self._bytes(1, words.nbytes).view(words.dtype).view(words.shape)
+    def empty(self, shape, device):
+        """Memory for uint8 codes. It is gone when the next one is asked for."""
+        if torch.device(device).type == "cpu":
+            return self._bytes(1, math.prod(shape)).view(shape)
+        return torch.empty(shape, dtype=torch.uint8, device=device)
 
 
-def _transposed(words):
-    """Transpose contiguous words [A, B] of 32 bits into new memory."""
-    (A, B), size = words.shape, words.numel()
-    if not words.is_cpu or not size:
-        return words.t().contiguous()
-    # of torch's ways to transpose on a CPU, only that of a channel shuffle uses vector instructions: it takes half the
-    # time of a copy
-    channels = words.view(torch.float32).as_strided((1, size, 1, 1), (size, 1, size, size))
-    return torch.native_channel_shuffle(channels, A).view(torch.int32).view(B, A)
+def _transposed(x):
+    """Transpose the last two dimensions of a contiguous x, of elements of one or four bytes, in new memory."""
+    *batch, A, B = x.shape
+    size = A * B
+    if not x.is_cpu or not x.numel() or "fbgemm" not in torch.backends.quantized.supported_engines:
+        return x.mT.contiguous()
+    # of torch's ways to transpose on a CPU, only a channel shuffle uses vector instructions: for float32, and in newer
+    # releases for uint8. It takes a quarter of the time of the others, or less.
+    channels = x.view(torch.float32 if x.element_size() == 4 else torch.uint8)
+    channels = channels.as_strided((x.numel() // size, size, 1, 1), (size, 1, size, size))
+    return torch.native_channel_shuffle(channels, A).view(x.dtype).view(*batch, B, A)
+
+
+def _row_major(x):
+    """Returns a matrix in row-major order."""
+    return _transposed(x.t()) if x.t().is_contiguous() else x.contiguous()
+
+
+def _collect(out, rows):
+    """Fill out [..., B], whose other dimensions have N elements in all, with the transpose of [B, N].
+
+    Args:
+        rows: a function of a start and an end that returns these rows of [B, N], contiguous.
+    """
+    step = _STEP // out.element_size() if out.is_cpu else max(out.shape[-1], 1)
+    for start in range(0, out.shape[-1], step):
+        end = min(start + step, out.shape[-1])
+        out[..., start:end] = _transposed(rows(start, end)).view(*out.shape[:-1], end - start)
+    return out
 
 
 def _order(groups, columns, size):
@@ -137,32 +170,30 @@ def _order(groups, columns, size):
     return None if torch.equal(sorted_groups, groups) else order
 
 
-def _transpose_nibbles(words):
-    """Exchange nibble i of row j with nibble j of row i, in place, in each eight rows of int32 [A, 8, B]."""
-    A, _, B = words.shape
-    rows = max(1, _CHUNK // max(B, 1)) if words.is_cpu else max(A, 1)
-    memory = words.new_empty(4 * B * min(A, rows))
-    for part in words.split(rows):
-        for distance, mask in ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F)):
-            top, bottom = part.view(part.shape[0], 4 // distance, 2, distance, B).unbind(2)
-            change = memory[: top.numel()].view(top.shape)
-            torch.bitwise_right_shift(top, 4 * distance, out=change).bitwise_xor_(bottom).bitwise_and_(mask)
-            bottom.bitwise_xor_(change)
-            top.bitwise_xor_(change.bitwise_left_shift_(4 * distance))
+def _swapped(words):
+    """Exchange the high nibbles of each even row with the low ones of the next row. Overwrites int32 [2 A, B]."""
+    even, odd = words.view(len(words) // 2, 2, words.shape[1]).unbind(1)
+    change = (even >> 4).bitwise_xor_(odd).bitwise_and_(0x0F0F0F0F)
+    odd.bitwise_xor_(change)
+    even.bitwise_xor_(change.bitwise_left_shift_(4))
+    return words
 
 
-def _ordered(words, order, scratch):
-    """Gather the columns of words [K / 8, N] in another order, as words [K / 8, N]. Overwrites words.
+def _ordered(codes, order, out):
+    """Fill out, uint8 [N, ceil(K / 2)], with signed codes in another order of columns.
 
-    Two exchanges of nibbles, with eight parts of a row in place of eight rows, make each column's codes lie together.
+    Args:
+        codes: uint8 [2, K / 2 or more, N], for even and for odd columns: whole rows can be gathered, like copies.
+        order: int64 [K].
     """
-    (A, N), B = words.shape, cdiv(words.shape[1], 8)
-    even = (words if N == 8 * B else torch.nn.functional.pad(words, (0, 8 * B - N))).view(A, 8, B)
-    _transpose_nibbles(even)
-    gathered, padding = scratch.empty_like(even), torch.arange(len(order), 8 * A, device=order.device)
-    torch.index_select(even.view(8 * A, B), 0, torch.cat((order, padding)), out=gathered.view(8 * A, B))
-    _transpose_nibbles(gathered)
-    return gathered.view(A, 8 * B)[:, :N].contiguous()
+    at = torch.nn.functional.pad(order // 2 + order % 2 * codes.shape[1], (0, len(order) % 2))
+
+    def rows(start, end):
+        # index_select, and not an index: that one moves single bytes
+        low, high = (codes.flatten(0, 1).index_select(0, at[2 * start + i : 2 * end : 2]) for i in (0, 1))
+        return _signed(low.add_(high, alpha=16))
+
+    return _collect(out, rows)
 
 
 def _pack_quantized(parts, shape, config):
@@ -195,11 +226,16 @@ def _pack_quantized(parts, shape, config):
     def read(device, scratch):
         on = None if order is None else order.to(device)
         if on is None:
-            words = parts["weight_packed"].read(device)
+            packed = _signed(parts["weight_packed"].read(device)).view(torch.uint8)
         else:
-            words = _transposed(_ordered(_transposed(scratch.read(parts["weight_packed"], device)), on, scratch))
-        zeros = None if zero is None else _nibbles(zero.read(device).t()).t()[:N].contiguous()
-        return _int4(_flipped(words, K), parts["weight_scale"].read(device), zeros, on)
+            words = scratch.read(parts["weight_packed"], device).view(torch.uint8)
+            codes = scratch.empty((2, words.shape[1], N), device)
+            _collect(codes[1], lambda start, end: words[start:end])
+            torch.bitwise_and(codes[1], 15, out=codes[0])
+            codes[1].bitwise_right_shift_(4)
+            packed = _ordered(codes, on, new_memory(N * cdiv(K, 2), device).view(N, cdiv(K, 2)))
+        zeros = None if zero is None else _nibbles(zero.read(device).t()).t()[:N]
+        return _int4(_even(packed, K), parts["weight_scale"].read(device), zeros, on)
 
     return size, read
 
@@ -224,12 +260,21 @@ def _gptq(parts, shape, config):
         order = _order(parts["g_idx"].read(), K, size)
 
     def read(device, scratch):
-        words = scratch.read(parts["qweight"], device)
+        words, packed = scratch.read(parts["qweight"], device), new_memory(N * K // 2, device).view(N, K // 2)
         on = None if order is None else order.to(device)
-        words = _transposed(words if on is None else _ordered(words, on, scratch))
-        zero = _nibbles(parts["qzeros"].read(device)).t().contiguous()
+        if on is None:
+            _collect(packed.view(torch.int32), lambda start, end: _signed(words[start:end]))
+        else:
+            codes = scratch.empty((2, K // 2, N), device)
+            for part, low, high in zip(words.split(_STEP // 4), *(x.split(_STEP) for x in codes), strict=True):
+                # the four bytes of a word become four rows
+                pairs = _transposed(part.view(torch.uint8).view(len(part), N, 4)).view(low.shape)
+                torch.bitwise_and(pairs, 15, out=low)
+                torch.bitwise_right_shift(pairs, 4, out=high)
+            _ordered(codes, on, packed)
+        zero = _nibbles(parts["qzeros"].read(device)).t()
         zero = zero.add_(1).bitwise_and_(15) if version == "gptq" else zero
-        return _int4(_flipped(words, K), parts["scales"].read(device).t().contiguous(), zero, on)
+        return _int4(packed, parts["scales"].read(device).t(), zero, on)
 
     return size, read
 
@@ -253,15 +298,19 @@ def _awq(parts, shape, config):
         raise ValueError("has no qzeros, though it has zero points")
 
     def read(device, scratch):
-        words = scratch.read(parts["qweight"], device).view(K // 8, 8, N // 8)
-        _transpose_nibbles(words)
-        words = words.view(K // 8, N)
-        rows = scratch.empty_like(words).view(N, K // 8).copy_(words.t()).view(8, N // 8, K // 8)
-        words = torch.stack([rows[nibble] for nibble in _AWQ_NIBBLES], 1)
+        words, packed = scratch.read(parts["qweight"], device), new_memory(N * K // 2, device).view(N, K // 2)
+
+        def rows(start, end):
+            return _swapped(_signed(words[2 * start : 2 * end])).view(torch.uint8).view(end - start, N)
+
+        # a row of bytes has the low nibbles of all words, then the high ones: nibble 2 j + i of a word is in byte j,
+        # and is row 4 (j % 2) + 2 i + j // 2 of the word's eight
+        _collect(packed.view(N // 8, 2, 2, 2, K // 2).permute(2, 0, 3, 1, 4), rows)
         zero = None
         if "qzeros" in parts:
-            zero = _nibbles(parts["qzeros"].read(device), _AWQ_NIBBLES).t().contiguous()
-        return _int4(_flipped(words.view(N, K // 8), K), parts["scales"].read(device).t().contiguous(), zero)
+            zero = _nibbles(parts["qzeros"].read(device)).view(groups, N // 8, 2, 2, 2)
+            zero = zero.permute(1, 3, 4, 2, 0).reshape(N, groups)
+        return _int4(packed, parts["scales"].read(device).t(), zero)
 
     return size, read
 
@@ -325,7 +374,7 @@ def _gguf_q4_0(parts, shape, config):
 
     def read(device, scratch):
         words, scale = _q4_0(scratch.read(parts["weight"], device), shape)
-        return _int4(_flipped(words, K), scale, None)
+        return _int4(_signed(words).view(torch.uint8), scale, None)
 
     return 32, read
 

@@ -12,20 +12,16 @@ memory. A model that `quantize_` changed can be saved, too, and so can a folder 
 
 import inspect
 
-import torch
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .checkpoint import open_checkpoint
 from .experts import QuantizedExperts
-from .header import note_in_config, saved_state
-from .kinds import weight_shape
-from .layers import QuantizedModule, TiedInt8Linear
-from .plan import by_layer, check_header, check_saved, fail, saved_layer
-from .plan_experts import experts_in
-from .replace import check_options, checked_skip, quantize_
-from .restore import dequantize_
+from .header import check_header, check_saved, note_in_config, saved_layer, saved_state
+from .layers import Int8Embedding, QuantizedModule, TiedInt8Linear
+from .plan import fail, own_layers, plan_layers, table_of
+from .replace import check_options, checked_skip, dequantize_, quantize_, replacements
 
 __all__ = ["QkConfig", "QkQuantizer"]
 
@@ -79,14 +75,12 @@ class QkQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
         if not self.pre_quantized:
             return
-        layers, tied = self.quantization_config.layers, self.quantization_config.tied
-        if layers is None:
+        if self.quantization_config.layers is None:
             raise ValueError("config.json has a quantization_config of qk without layers; expected what qk saved")
         entries = None
         if checkpoint_files is not None:
             entries = {k: entry for file in checkpoint_files for k, entry in open_checkpoint(file).tensors.items()}
-            entries |= {name: entries[kept] for name, kept in tied.items() if kept in entries}
-        _put_empty_layers(model, layers, entries)
+        _put_empty_layers(model, self.quantization_config.to_dict(), entries)
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         if self.pre_quantized:
@@ -129,82 +123,51 @@ def _is_unfilled(module):
     return isinstance(module, QuantizedModule) and module.format.tolist() != module.format_numbers
 
 
-def _put_empty_layers(model, layers, entries):
+def _put_empty_layers(model, header, entries):
     """Replace a model's layers, on the meta device, with quantized ones that have no values yet.
 
     Args:
-        layers: a dict of settings by name, as in config.json.
+        header: describes the layers, as config.json does.
         entries: what the files have, to check it against the layers, or None.
 
     Raises:
         ValueError: something doesn't fit. Nothing was replaced.
     """
-    modules, made, problems = dict(model.named_modules(remove_duplicate=False)), {}, []
-    parts = None if entries is None else by_layer(entries)
-    experts, layers = experts_in(model, layers)
-    is_head = {name: settings.get("kind") == TiedInt8Linear.__name__ for name, settings in layers.items()}
-    for name in [*experts, *sorted(layers, key=is_head.get)]:  # heads last: they need the embeddings
-        old, settings = modules.get(name), layers.get(name)
-        try:
-            if not name or not isinstance(old, torch.nn.Module):
-                raise ValueError("isn't a layer in the model")
-            if name in experts:
-                new = _empty_experts(old, experts[name], parts)
-            elif is_head[name]:
-                new = _empty_head(old, made.get(modules.get(settings.get("table"))), settings, name, parts)
-            else:
-                new = _empty_layer(old, settings, name, parts)
-            made.setdefault(old, new)
-        except ValueError as error:
-            problems.append(f"{name} {error}")
+    _, quantized = own_layers(header, entries or {})
+    tables = {}
+
+    def plan_one(name, old, parts):
+        new = _empty_layer(name, old, header["layers"][name], tables)
+        if entries is not None and not parts:
+            keeps = "save_pretrained(..., save_original_format=False) keeps the model's names"
+            raise ValueError(f"has no tensors in the files; {keeps}")
+        if entries is not None:
+            check_saved(new, parts)
+        return lambda device, scratch: (new, None, "")
+
+    layers, problems = plan_layers(model, quantized, plan_one)
     fail(problems)
-    for name, old in modules.items():
-        if old in made:
-            parent, _, key = name.rpartition(".")
-            model.get_submodule(parent)._modules[key] = made[old]
+    made = {layer.old: layer.read("meta", None)[0] for layer in layers}
+    for places, key, new in replacements(model, made):
+        places[key] = new
+    for new in made.values():
+        if isinstance(new, QuantizedExperts):
+            new.source._is_hf_initialized = True  # it has no parameters left that transformers could initialize
     tied = getattr(model, "all_tied_weights_keys", {})
     for names in [*tied.items()]:
         if any(isinstance(model.get_submodule(name.rpartition(".")[0]), QuantizedModule) for name in names):
             del tied[names[0]]
 
 
-def _check_parts(new, name, parts):
-    if parts is not None and name not in parts:
-        keeps = "save_pretrained(..., save_original_format=False) keeps the model's names"
-        raise ValueError(f"has no tensors in the files; {keeps}")
-    if parts is not None:
-        check_saved(new, parts[name])
-
-
-def _empty_layer(old, settings, name, parts):
-    if getattr(old, "weight", None) is None:
-        raise ValueError(f"is a {type(old).__name__} in the model; expected a linear layer or an embedding")
-    new = saved_layer(old, settings | {"dtype": str(old.weight.dtype).removeprefix("torch.")})
-    _check_parts(new, name, parts)
+def _empty_layer(name, old, settings, tables):
+    """Make a quantized layer without values. tables: the new embeddings by name, to which it adds its own."""
+    if settings.get("kind") == TiedInt8Linear.__name__:
+        # it gets its table after the weights are read: until then, each tensor has one name
+        new = TiedInt8Linear(table_of(old, settings, tables), old, old.bias)
+        del new._modules["table"]
+        new.table_name = settings["table"]
+        return new
+    new = saved_layer(old, settings, like_old=True)
+    if isinstance(new, Int8Embedding):
+        tables[name] = new
     return new.fill(old, "meta", getattr(new, "bias", None))
-
-
-def _empty_experts(old, layers, parts):
-    keys = [f"{part}.{e}" for part in ("gate_up", "down") for e in range(len(old.gate_up_proj))]
-    if layers.keys() != {*keys}:
-        raise ValueError(f"has {len(old.gate_up_proj)} experts in the model, and the config others")
-    left = iter(keys)
-
-    def empty(linear):
-        name, settings = layers[next(left)]
-        return _empty_layer(linear, settings, name, parts)
-
-    new = QuantizedExperts(old, empty)
-    new.source._is_hf_initialized = True  # it has no parameters left that transformers could initialize
-    return new
-
-
-def _empty_head(old, table, settings, name, parts):
-    """Make a head that gets its table after the weights are read: until then, each tensor has one name."""
-    if not isinstance(old, torch.nn.Linear) or table is None or weight_shape(table) != weight_shape(old):
-        raise ValueError(f"has the table of {settings.get('table')!r}, which isn't there, or has another shape")
-    new = TiedInt8Linear(table, old)
-    del new._modules["table"]
-    new.table_name = settings["table"]
-    _check_parts(new, name, parts)
-    return new

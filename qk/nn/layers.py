@@ -21,15 +21,7 @@ as if x had not been quantized. The bias gets a gradient if it requires one.
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..core.checks import (
-    BLOCKS,
-    FLOATS,
-    LARGEST_INT32_K,
-    check_data,
-    check_integer,
-    check_one_of,
-    check_tensor,
-)
+from ..core.checks import BLOCKS, FLOATS, LARGEST_INT32_K, check_data, check_integer, check_one_of, check_tensor
 from ..core.launch import cdiv, gpu
 from ..core.matrices import as_matrix
 from ..core.operators import operator
@@ -39,28 +31,27 @@ from ..gemm_int4 import int4_gemm
 from ..hadamard import hadamard, hadamard_quant
 from ..int8 import act_quant, quantize_per_token
 from .calibration import quantize_weight, rotate_moment
-from .kinds import as_conv1d, as_linear, is_transposed, linear_kinds, weight_shape
-from .weights import from_int4, from_int8, rotate_weight, to_int4, to_int8
+from .weights import (
+    as_conv1d,
+    as_linear,
+    from_codes,
+    is_transposed,
+    linear_kinds,
+    rotate_weight,
+    to_int4,
+    to_int8,
+    weight_shape,
+)
 
 __all__ = ["Int4Linear", "Int8Embedding", "Int8Linear"]
 
 _KINDS = {1: "int8 codes in blocks of {}", 2: "int4 codes in groups of {}", 3: "int8 codes in groups of {}"}
+# settings that a layer's text leaves out
+_USUAL = {"zero_point": False, "order": False, "absmax_dtype": torch.float16, "activations": "float"}.items()
+_HOOKS = [name for name in vars(torch.nn.Module()) if "hooks" in name]
 # A hook's handle keeps a reference to the dict itself, and removes the hook from there.
-FORWARD_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
-OTHER_HOOKS = (
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
+FORWARD_HOOKS = [name for name in _HOOKS if name.startswith("_forward")]
+OTHER_HOOKS = [name for name in _HOOKS if name not in FORWARD_HOOKS]
 
 
 def _described(format):
@@ -89,6 +80,7 @@ class QuantizedWeight:
     dtype = property(lambda self: self._layer.dtype)
     device = property(lambda self: self._layer.format.device)
     shape = property(lambda self: torch.Size(weight_shape(self._layer)))
+    T = property(lambda self: self.dequantize().T)
     ndim = 2
 
     def size(self, dim=None):
@@ -106,10 +98,6 @@ class QuantizedWeight:
 
     def __getitem__(self, index):
         return self.dequantize()[index]
-
-    @property
-    def T(self):
-        return self.dequantize().T
 
     def __getattr__(self, name):
         if name.startswith("__"):  # what copy and pickle look for
@@ -142,14 +130,14 @@ class QuantizedModule(torch.nn.Module):
     """A module whose buffers keep their dtypes, and whose state must have the same format.
 
     Args:
-        format: [kind, block size (0 for a row), flags].
+        format: [kind, block size (0 for a row), flags]. It is kept as `format_numbers`, too.
         dtype: the dtype of the weight that the codes stand for. It follows .half() and .to(dtype).
         buffers: codes and scales.
     """
 
     def __init__(self, format, device, dtype, **buffers):
         super().__init__()
-        self._format, self.dtype = format, dtype
+        self.format_numbers, self.dtype = format, dtype
         self.trainable = True  # whether the float layer's weight required a gradient, and will again
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer)
@@ -160,14 +148,6 @@ class QuantizedModule(torch.nn.Module):
         """A `QuantizedWeight`, with the dtype, device and shape that other code may read."""
         return QuantizedWeight(self)
 
-    @property
-    def format_numbers(self):
-        """What the buffer `format` holds, as a list."""
-        return list(self._format)
-
-    def _fill(self, layer, **buffers):
-        return self.fill(layer, layer.weight.device, getattr(layer, "bias", None), **buffers)
-
     def fill(self, layer, device, bias, **buffers):
         """Give a module made on the meta device its buffers, and what it inherits from the layer that it replaces.
 
@@ -177,7 +157,7 @@ class QuantizedModule(torch.nn.Module):
         """
         self.trainable = getattr(layer, "trainable", layer.weight.requires_grad)
         self.transposed = getattr(layer, "transposed", is_transposed(layer))
-        buffers["format"] = torch.tensor(self._format, dtype=torch.int32, device=device)
+        buffers["format"] = torch.tensor(self.format_numbers, dtype=torch.int32, device=device)
         for name, buffer in buffers.items():
             setattr(self, name, buffer)
         if bias is not None:
@@ -190,9 +170,7 @@ class QuantizedModule(torch.nn.Module):
         raise NotImplementedError
 
     def _float_weight(self):
-        like = self.weight
-        values = torch.empty(like.shape, dtype=like.dtype, device="meta") if self.format.is_meta else like.dequantize()
-        return torch.nn.Parameter(values, self.trainable)
+        return torch.nn.Parameter(self.weight.dequantize(), self.trainable)
 
     def _apply(self, fn, recurse=True):
         buffers = [buffer for buffer in self._buffers.values() if buffer is not None]
@@ -210,8 +188,8 @@ class QuantizedModule(torch.nn.Module):
         has = self._other_format(state_dict, prefix)
         if has is not None:
             error = (
-                f"{where} is an {type(self).__name__} and takes {_described(self._format)}; the state has {has}. "
-                "Quantize the model as the saved one was quantized, then load."
+                f"{where} is an {type(self).__name__} and takes {_described(self.format_numbers)}; "
+                f"the state has {has}. Quantize the model as the saved one was quantized, then load."
             )
         else:
             for name, buffer in self._buffers.items():
@@ -234,7 +212,7 @@ class QuantizedModule(torch.nn.Module):
         if getattr(format, "is_meta", False):
             return None
         format = format.tolist() if isinstance(format, torch.Tensor) else format
-        return None if isinstance(format, list) and format == self._format else _described(format)
+        return None if isinstance(format, list) and format == self.format_numbers else _described(format)
 
 
 def output_dtype(x, columns, name="x"):
@@ -268,26 +246,17 @@ def check_parameters(prefix, weight, bias):
             )
 
 
-def _empty_input_gradient(g, columns, rotate, dtype, block_size, *weight):
+def _empty_input_gradient(g, codes, scale, zero_point, columns, block, rotate, dtype):
     return g.new_empty((*g.shape[:-1], columns), dtype=dtype)
 
 
-# Operators, since torch.compile limits what a backward function may ask of its tensors.
+# An operator, since torch.compile limits what a backward function may ask of its tensors.
 @operator(_empty_input_gradient, fills=False)
-def _int8_input_gradient(
-    g: torch.Tensor, columns: int, rotate: bool, dtype: torch.dtype, block_size: int | None, codes: torch.Tensor,
-    scale: torch.Tensor,
+def _input_gradient(
+    g: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, columns: int,
+    block: int | None, rotate: bool, dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
-    dx = g @ from_int8(codes, scale, block_size, g.dtype)
-    return rotate_weight(dx, dtype) if rotate else dx.to(dtype)
-
-
-@operator(_empty_input_gradient, fills=False)
-def _int4_input_gradient(
-    g: torch.Tensor, columns: int, rotate: bool, dtype: torch.dtype, group_size: int | None, packed: torch.Tensor,
-    absmax: torch.Tensor, zero_point: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    dx = g @ from_int4(packed, absmax, columns, group_size, g.dtype, zero_point=zero_point)
+    dx = g @ from_codes(codes, scale, zero_point, columns, block, g.dtype)
     return rotate_weight(dx, dtype) if rotate else dx.to(dtype)
 
 
@@ -334,8 +303,8 @@ class _Frozen(torch.autograd.Function):
 class QuantizedLinear(QuantizedModule):
     """What Int8Linear and Int4Linear share: sizes, the bias, and the steps of a call.
 
-    A subclass has `prepare` and `multiply`, the two halves of a call, and `input_gradient`. Layers that are cut up for
-    several GPUs exchange activations between the two.
+    A subclass has `operands`, and the halves of a call, `prepare` and `multiply`. Layers that are cut up for several
+    GPUs exchange activations between the two.
     """
 
     def __init__(self, in_features, out_features, bias, format, device, dtype, **quantized):
@@ -353,14 +322,12 @@ class QuantizedLinear(QuantizedModule):
         """Make an empty layer on the meta device. Returns it and the weight that it is to quantize."""
         if not isinstance(linear, linear_kinds()):
             raise ValueError(f"linear is a {type(linear).__name__}; expected a torch.nn.Linear")
-        transposed, linear = is_transposed(linear), as_linear(linear)
+        linear = as_linear(linear)
         check_parameters("linear.", linear.weight, linear.bias)
         (N, K), w, bias = linear.weight.shape, linear.weight.detach(), linear.bias
         new = cls(K, N, bias is not None, block, rotate, "meta", w.dtype if bias is None else bias.dtype, **how)
-        new.dtype, new.trainable, new.transposed = w.dtype, linear.weight.requires_grad, transposed
-        if bias is not None:
-            new.bias.requires_grad_(bias.requires_grad)
-        return new.train(linear.training), rotate_weight(w, torch.float32) if rotate and not w.is_meta else w
+        new.dtype = w.dtype
+        return new, rotate_weight(w, torch.float32) if rotate else w
 
     def forward(self, input):
         dtype, parameters = output_dtype(input, self.in_features, "input"), self._parameters
@@ -388,13 +355,29 @@ class QuantizedLinear(QuantizedModule):
         """
         return None
 
+    def operands(self):
+        """Returns the codes, their scale, and zero points or None."""
+        raise NotImplementedError
+
+    @property
+    def block(self):
+        """The columns of the weight that share a scale, or None if a row does."""
+        return self.format_numbers[1] or None
+
     def input_gradient(self, g, dtype):
         """The gradient of the input, [..., in_features] in `dtype`, given the output's, g [..., out_features]."""
-        raise NotImplementedError
+        dx = _input_gradient(g, *self.operands(), self.in_features, self.block, self.rotate, dtype)
+        return self._in_place(dx)
 
     def dequantize(self):
         """Returns the weight that the layer stands for, float32 [out_features, in_features]."""
-        raise NotImplementedError
+        w = from_codes(*self.operands(), self.in_features, self.block, torch.float32)
+        return rotate_weight(w) if self.rotate else self._in_place(w)
+
+    def _in_place(self, columns):
+        """Put columns of the codes back to where they are in x."""
+        order = self._buffers.get("order")
+        return columns if order is None else torch.empty_like(columns).index_copy_(-1, order, columns)
 
     def to_float(self):
         new = torch.nn.Linear(self.in_features, self.out_features, False, "meta")
@@ -404,14 +387,12 @@ class QuantizedLinear(QuantizedModule):
 
     def settings(self):
         """What the class takes to make a layer like this one, besides device and dtype."""
-        names = "in_features", "out_features", "rotate"
-        return {name: getattr(self, name) for name in names} | {"bias": self.bias is not None}
+        block = "block_size" if hasattr(self, "block_size") else "group_size"
+        sizes = {"in_features": self.in_features, "out_features": self.out_features, "bias": self.bias is not None}
+        return sizes | {block: self.block, "rotate": self.rotate}
 
     def extra_repr(self):
-        block = "block_size" if hasattr(self, "block_size") else "group_size"
-        parts = {name: getattr(self, name) for name in ("in_features", "out_features")}
-        parts |= {"bias": self.bias is not None, block: getattr(self, block), "rotate": self.rotate}
-        return ", ".join(f"{name}={value}" for name, value in parts.items())
+        return ", ".join(f"{name}={value}" for name, value in self.settings().items() if (name, value) not in _USUAL)
 
 
 def _check_linear(in_features, out_features, bias, rotate):
@@ -480,19 +461,14 @@ class Int8Linear(QuantizedLinear):
             ValueError: for bad arguments.
         """
         new, w = cls._like(linear, block_size, rotate)
-        if w.is_meta:
-            return new
         codes, scale = to_int8(w, block_size)
-        return new._fill(linear, codes=codes, scale=scale)
+        return new.fill(linear, w.device, linear.bias, codes=codes, scale=scale)
 
-    def settings(self):
-        return super().settings() | {"block_size": self.block_size}
-
-    def _operands(self):
-        return self._buffers["codes"], self._buffers["scale"]  # by attribute, they take nn.Module's slow path
+    def operands(self):
+        return self._buffers["codes"], self._buffers["scale"], None  # by attribute, they take nn.Module's slow path
 
     def compute(self, x, bias, dtype):
-        return _int8_linear(x, *self._operands(), bias, self.block_size, self.rotate, dtype)
+        return _int8_linear(x, *self.operands()[:2], bias, self.block_size, self.rotate, dtype)
 
     def prepare(self, x, dtype):
         return _quantize_input(x, self.block_size, self.rotate)
@@ -502,15 +478,7 @@ class Int8Linear(QuantizedLinear):
         return None if self.rotate else {"block_size": self.block_size, "scale_layout": layout}
 
     def multiply(self, prepared, bias, dtype):
-        return int8_addmm(*prepared, *self._operands(), bias, self.block_size, dtype)
-
-    def input_gradient(self, g, dtype):
-        how = self.in_features, self.rotate, dtype, self.block_size
-        return _int8_input_gradient(g, *how, *self._operands())
-
-    def dequantize(self):
-        w = from_int8(*self._operands(), self.block_size, torch.float32)
-        return rotate_weight(w) if self.rotate else w
+        return int8_addmm(*prepared, *self.operands()[:2], bias, self.block_size, dtype)
 
 
 def _evens_first(device, columns):
@@ -569,14 +537,8 @@ class Int4Linear(QuantizedLinear):
         self.group_size, self.activations = group_size, activations
 
     def settings(self):
-        how = {"group_size": self.group_size, "activations": self.activations, "absmax_dtype": self.absmax.dtype}
-        return super().settings() | how | {name: self._buffers[name] is not None for name in ("zero_point", "order")}
-
-    def extra_repr(self):
-        extras = [f"{name}=True" for name in ("zero_point", "order") if self._buffers[name] is not None]
-        if self.absmax.dtype != torch.float16:
-            extras.append(f"absmax_dtype={self.absmax.dtype}")
-        return ", ".join([super().extra_repr(), *extras])
+        buffers = {name: self._buffers[name] is not None for name in ("zero_point", "order")}
+        return super().settings() | buffers | {"absmax_dtype": self.absmax.dtype, "activations": self.activations}
 
     @classmethod
     def from_linear(cls, linear, group_size=128, rotate=False, second_moment=None, *, activations="float"):
@@ -595,14 +557,12 @@ class Int4Linear(QuantizedLinear):
             ValueError: for bad arguments.
         """
         new, w = cls._like(linear, group_size, rotate, activations=activations)
-        if w.is_meta:
-            return new
-        if second_moment is None:
+        if second_moment is None or w.is_meta:
             packed, absmax = to_int4(w.half(), group_size)
         else:
             moment = rotate_moment(second_moment) if rotate else second_moment
             packed, absmax = quantize_weight(w, group_size, moment, progress=False)
-        return new._fill(linear, packed=packed, absmax=absmax)
+        return new.fill(linear, w.device, linear.bias, packed=packed, absmax=absmax)
 
     def prepare(self, x, dtype):
         taken, int8 = x.dtype, self.activations == "int8"
@@ -620,28 +580,15 @@ class Int4Linear(QuantizedLinear):
             return None
         return {"block_size": None, "evens_first": _evens_first(device, self.in_features)}
 
+    def operands(self):
+        return self._buffers["packed"], self._buffers["absmax"], self._buffers["zero_point"]
+
     def multiply(self, prepared, bias, dtype):
-        buffers, x, how = self._buffers, prepared[0], {}
-        if buffers["zero_point"] is not None:
-            how["zero_point"] = buffers["zero_point"]
+        packed, absmax, zero_point = self.operands()
+        x, how = prepared[0], {} if zero_point is None else {"zero_point": zero_point}
         if len(prepared) > 1:
             how |= {"x_scale": prepared[1], "evens_first": _evens_first(x.device, x.shape[-1])}
-        return int4_gemm(x, buffers["packed"], buffers["absmax"], bias, self.group_size, dtype, **how)
-
-    def input_gradient(self, g, dtype):
-        buffers, how = self._buffers, (self.in_features, self.rotate, dtype, self.group_size)
-        dx = _int4_input_gradient(g, *how, buffers["packed"], buffers["absmax"], buffers["zero_point"])
-        return self._in_place(dx)
-
-    def dequantize(self):
-        how = self.in_features, self.group_size, torch.float32
-        w = from_int4(self.packed, self.absmax, *how, zero_point=self.zero_point)
-        return rotate_weight(w) if self.rotate else self._in_place(w)
-
-    def _in_place(self, columns):
-        """Put columns of the codes back to where they are in x."""
-        order = self._buffers["order"]
-        return columns if order is None else torch.empty_like(columns).index_copy_(-1, order, columns)
+        return int4_gemm(x, packed, absmax, bias, self.group_size, dtype, **how)
 
 
 class Int8Embedding(QuantizedModule):
@@ -686,10 +633,8 @@ class Int8Embedding(QuantizedModule):
         w = embedding.weight.detach()
         check_data("embedding.weight", w, FLOATS, "[V, D]")
         new = cls(*w.shape, embedding.padding_idx, "meta", w.dtype)
-        if w.is_meta:
-            return new.train(embedding.training)
         codes, scale = to_int8(w, None)
-        return new._fill(embedding, codes=codes, scale=scale)
+        return new.fill(embedding, w.device, None, codes=codes, scale=scale)
 
     def forward(self, input):
         if not isinstance(input, torch.Tensor) or input.dtype not in (torch.int32, torch.int64):
@@ -719,20 +664,19 @@ class TiedInt8Linear(Int8Linear):
 
     Args:
         table: the `Int8Embedding`, a scale for each of whose rows suits `block_size=None`.
-        linear: the torch.nn.Linear that it is made from, whose bias it copies.
+        linear: the torch.nn.Linear that it is made from.
+        bias: a tensor of which it keeps a copy, or None.
     """
 
-    def __init__(self, table, linear):
+    def __init__(self, table, linear, bias):
         size = table.embedding_dim, table.num_embeddings
         QuantizedLinear.__init__(self, *size, False, [1, 0, 0], table.format.device, table.dtype)
-        self.block_size, self.table, self.trainable = None, table, linear.weight.requires_grad
-        if linear.bias is not None:
-            self.bias = torch.nn.Parameter(linear.bias.detach().clone(), linear.bias.requires_grad)
-        self.train(linear.training)
+        self.block_size, self.table = None, table
+        self.fill(linear, table.format.device, bias)
 
-    def _operands(self):
+    def operands(self):
         buffers = self._modules["table"]._buffers
-        return buffers["codes"], buffers["scale"]
+        return buffers["codes"], buffers["scale"], None
 
 
 def why_unfit(layer):
@@ -756,13 +700,13 @@ def why_unusual(layer, kinds, stays=False):
     weight = layer._parameters["weight"]
     if type(weight) is not torch.nn.Parameter:
         return f"its weight is a {type(weight).__name__}"
+    return why_changed(layer, stays)
+
+
+def why_changed(layer, stays=False):
+    """Say how a layer's calls were changed, or return "". stays: as for `why_unusual`."""
     if "forward" in layer.__dict__:
         return "its forward was replaced"
     if not stays and any(getattr(layer, hooks) for hooks in OTHER_HOOKS):
         return "it has hooks besides those of forward"
     return ""
-
-
-def why_not(layer, kinds, stays=False):
-    """Say why a layer isn't replaced, or return "". kinds, stays: as for `why_unusual`."""
-    return why_unfit(layer) or why_unusual(layer, kinds, stays)

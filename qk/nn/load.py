@@ -20,11 +20,12 @@ from .calibration import progress_bar
 from .checkpoint import open_checkpoint
 from .experts import is_experts
 from .formats import Scratch
-from .header import KINDS, note_in_config, saved_state
-from .kinds import linear_kinds, weight_shape
-from .layers import FORWARD_HOOKS, QuantizedModule, TiedInt8Linear
+from .header import KINDS, saved_state
+from .layers import QuantizedModule, TiedInt8Linear
 from .plan import Slot, plan
+from .replace import changed, replacements
 from .report import Report, Row, bytes_of, rows_of_others
+from .weights import check_model, linear_kinds, weight_shape
 
 __all__ = ["load", "save"]
 
@@ -120,17 +121,9 @@ def load(path, model=None, *, rename=None, device=None, progress=True):
         model = _build(checkpoint)
     layers, slots = plan(checkpoint, model, rename)
     changes, rows = _read(model, layers, slots, device, progress)
-    was = [settings[key] for settings, key, _ in changes]
-    try:
-        for settings, key, value in changes:
-            settings[key] = value
-        note_in_config(model)
+    with changed(model, changes):
         size = sum(entry.size for entry in checkpoint.tensors.values())
         return model, Report(rows, size, bytes_of(model), rows_of_others(model, _linears(model), True))
-    except BaseException:
-        for (settings, key, _), value in zip(changes, was, strict=True):
-            settings[key] = value
-        raise
 
 
 def _linears(model):
@@ -153,12 +146,7 @@ def _read(model, layers, slots, device, progress):
         elif item.old not in made:
             weight = item.old.gate_up_proj if is_experts(item.old) else item.old.weight
             made[item.old] = item.read(where(weight), scratch)
-    for name, old in model.named_modules(remove_duplicate=False):
-        parent, _, key = name.rpartition(".")
-        if old in made and model.get_submodule(parent) not in made:
-            new = made[old][0]
-            changes.append((model.get_submodule(parent)._modules, key, new))
-            changes += [(new.__dict__, hooks, getattr(old, hooks)) for hooks in FORWARD_HOOKS]
+    changes += replacements(model, {old: new for old, (new, *_) in made.items()})
     rows, sizes = [], {item.old: sum(entry.size for entry in item.entries) for item in layers}
     for name, old in model.named_modules():
         if old in made:
@@ -196,8 +184,7 @@ def save(model, path):
     Raises:
         ValueError: for bad arguments, or a quantized layer of a kind that can't be saved.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    check_model(model)
     from safetensors.torch import save_file
 
     path = Path(path)

@@ -76,13 +76,9 @@ class _Buffer(NamedTuple):
         return torch.cat([whole.narrow(self.dim, begin, end - begin) for begin, end in spans], self.dim)
 
 
-def _block(layer):
-    """The columns of a layer that share a scale, or None if a row does."""
-    return layer.block_size if isinstance(layer, Int8Linear) else layer.group_size
-
-
 class _Style(ParallelStyle):
     dim = 0  # the dimension of the weight that is cut
+    fused = None
 
     def __init__(self, units, use_local_output):
         super().__init__()
@@ -93,9 +89,6 @@ class _Style(ParallelStyle):
 
     def __repr__(self):
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
-
-    def _fused(self, layer, size):
-        return (size,)
 
     def _apply(self, module, device_mesh):
         kind = _PARTS.get((type(self), type(module)))
@@ -119,12 +112,14 @@ class _Style(ParallelStyle):
     def _cut(self, layer, ranks):
         """Returns the spans of each rank in the weight's dimension: one, or one for each fused part."""
         size = (layer.out_features, layer.in_features)[self.dim]
-        block = _block(layer) or _ALIGNED
+        block = layer.block or _ALIGNED
         # rows of int8 blocks share scales, and int4 rows don't; two int4 columns share a byte
-        border = _block(layer) or 1
+        border = layer.block or 1
         if isinstance(layer, Int4Linear):
             border = 1 if self.dim == 0 else layer.group_size or 2
-        name, fused = ("out_features", "in_features")[self.dim], self._fused(layer, size)
+        if self.fused is not None and sum(self.fused) != size:
+            raise ValueError(f"fused is {self.fused}; expected sizes that make up out_features, {size}")
+        name, fused = ("out_features", "in_features")[self.dim], self.fused or (size,)
         spans, begin = [[] for _ in range(ranks)], 0
         for part in fused:
             if self.units is not None and part % self.units:
@@ -185,11 +180,6 @@ class ColwiseQuantized(_Style):
         for size in fused or ():
             check_integer("a size in fused", size, 0)
         self.fused = None if fused is None else tuple(fused)
-
-    def _fused(self, layer, size):
-        if self.fused is not None and sum(self.fused) != size:
-            raise ValueError(f"fused is {self.fused}; expected sizes that make up out_features, {size}")
-        return self.fused or (size,)
 
 
 class RowwiseQuantized(_Style):
@@ -262,6 +252,12 @@ def _sum(parts, bias, dtype):
     return (total if bias is None else total + bias).to(dtype)
 
 
+def _as_dtensor(part, mesh, layouts, shape):
+    """A DTensor whose whole is contiguous and has this shape."""
+    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return DTensor.from_local(part, mesh, layouts, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
 class _Part:
     """What a layer turns into: its tensors, in_features and out_features are those of a rank's part."""
 
@@ -306,14 +302,11 @@ class _Part:
         """Returns out, as a DTensor if the style asks for one. shape: the shape of the whole."""
         if self._style.use_local_output:
             return out
-        stride = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         layouts = [
             Shard(layout.dim % len(shape)) if isinstance(layout, Shard) else layout
             for layout in self._style.output_layouts
         ]
-        return DTensor.from_local(
-            out.contiguous(), self._mesh, layouts, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
-        )
+        return _as_dtensor(out.contiguous(), self._mesh, layouts, shape)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         if not self._even:
@@ -322,11 +315,8 @@ class _Part:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, buffer in self._cut.items():
             if (part := getattr(self, name)) is not None:
-                shape = self._whole[name]
-                stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-                destination[f"{prefix}{name}"] = DTensor.from_local(
-                    part.detach(), self._mesh, [Shard(buffer.dim)], run_check=False, shape=shape, stride=stride
-                )
+                whole = _as_dtensor(part.detach(), self._mesh, [Shard(buffer.dim)], self._whole[name])
+                destination[f"{prefix}{name}"] = whole
 
     def _load_from_state_dict(self, state_dict, prefix, *others):
         """Load the state of a whole layer, and keep this rank's part of it, or load a state of parts."""
@@ -360,14 +350,14 @@ def _dim(name, layout, x):
 class _Colwise(_Part):
     @staticmethod
     def cuts_of(layer):
-        if isinstance(layer, Int8Linear):
-            return {"codes": _Buffer(0, 1), "scale": _Buffer(0, layer.block_size or 1), "bias": _Buffer(0, 1)}
-        return {"packed": _Buffer(0, 1), "absmax": _Buffer(0, 1), "bias": _Buffer(0, 1)}
+        codes, scale, *_ = layer._buffers
+        rows = layer.block or 1 if isinstance(layer, Int8Linear) else 1
+        return {codes: _Buffer(0, 1), scale: _Buffer(0, rows), "bias": _Buffer(0, 1)}
 
     def _become_part(self, style, *others):
         super()._become_part(style, *others)
         self.out_features = self._sizes[self._rank]
-        block = _block(self) or _ALIGNED
+        block = self.block or _ALIGNED
         self._columns = [end - begin for begin, end in spans_of(self.in_features, block, len(self._spans))]
         # where each span begins among the gathered columns, in the order of the whole
         spans = [span for own in self._spans for span in own]
@@ -382,7 +372,7 @@ class _Colwise(_Part):
         if last and sizes not in (None, self._columns):
             raise ValueError(f"input has {sizes} columns on the ranks; expected {self._columns}")
         sizes = self._columns if last else sizes or (x.shape[dim],) * len(self._spans) if dim is not None else None
-        if last and (self.rotate or _block(self) is None):  # a rotation, and a token's one scale, need whole rows
+        if last and (self.rotate or self.block is None):  # a rotation, and a token's one scale, need whole rows
             x, dim = gather(x, dim, sizes, self._group), None
         prepared = self.prepare(x, dtype)
         if dim is not None:  # codes, and scales of blocks of columns
@@ -402,12 +392,10 @@ class _Colwise(_Part):
 class _Rowwise(_Part):
     @staticmethod
     def cuts_of(layer):
-        if isinstance(layer, Int8Linear):
-            codes, name = {"codes": _Buffer(1, 1)}, "scale"
-        else:
-            codes, name = {"packed": _Buffer(1, 2)}, "absmax"
+        codes, scale, *_ = layer._buffers
+        cuts = {codes: _Buffer(1, 1 if isinstance(layer, Int8Linear) else 2)}
         # a scale for a whole row serves all parts
-        return codes if _block(layer) is None else codes | {name: _Buffer(1, _block(layer))}
+        return cuts if layer.block is None else cuts | {scale: _Buffer(1, layer.block)}
 
     def _become_part(self, style, *others):
         block = hadamard_size(self.in_features) if self.rotate else None

@@ -7,16 +7,15 @@ from typing import NamedTuple
 
 import torch
 
-from ..core.checks import FLOATS, check_one_of
+from ..core.checks import FLOATS
+from .experts import experts_in, plan_experts
 from .formats import FORMATS, MARKS, Refused, check_entry, dequantized
-from .header import DTYPE_NAMES, KINDS, VERSION
-from .kinds import linear_kinds, weight_shape
+from .header import check_header, check_saved, saved_layer
 from .layers import Int4Linear, Int8Embedding, Int8Linear, QuantizedLinear, TiedInt8Linear
-from .plan_experts import experts_in, plan_experts
+from .weights import linear_kinds, weight_shape
 
-__all__ = ["Layer", "Slot", "by_layer", "check_header", "check_saved", "fail", "plan", "saved_layer"]
+__all__ = ["plan"]
 
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _FLOATS = (*FLOATS, torch.float64)
 _SHOWN = 4  # problems that an error names
 
@@ -24,7 +23,6 @@ _SHOWN = 4  # problems that an error names
 class Layer(NamedTuple):
     """A quantized layer of a checkpoint."""
 
-    name: str
     old: torch.nn.Module
     entries: list
     read: Callable  # takes a device and a Scratch; returns the new module, its relative error or None, and a note
@@ -138,70 +136,32 @@ def _error(new, weight):
     return torch.linalg.vector_norm(new.dequantize().sub_(weight)).item() / (norm or 1.0)
 
 
+def table_of(old, settings, tables):
+    """Returns the embedding that a head shares its table with, out of those by name."""
+    table = tables.get(str(settings.get("table")))
+    fits = table is not None and isinstance(old, (*linear_kinds(), QuantizedLinear))
+    if not fits or weight_shape(table) != weight_shape(old):
+        raise ValueError(f"has the table of {settings.get('table')!r}, which isn't there, or has another shape")
+    return table
+
+
 def _plan_tied(old, parts, settings, tables):
     """Plan a head that has an embedding's table."""
-    table = tables.get(settings.get("table"))
-    if table is None or weight_shape(table) != weight_shape(old):
-        raise ValueError(f"has the table of {settings.get('table')!r}, which isn't there, or has another shape")
+    table = table_of(old, settings, tables)
     if parts.keys() - {"bias"} != {"format"}:
         raise ValueError(f"has {sorted(parts)}; expected format and maybe bias")
     if "bias" in parts:
         check_entry(parts["bias"], FLOATS, weight_shape(old)[:1])
 
     def make(device, scratch):
-        new = TiedInt8Linear(table, old)
-        grad = new.bias is None or new.bias.requires_grad
-        new.bias = torch.nn.Parameter(parts["bias"].read(device), grad) if "bias" in parts else None
-        return new, None, f"saved by qk, with the table of {settings['table']}"
+        bias = parts["bias"].read(device) if "bias" in parts else None
+        return TiedInt8Linear(table, old, bias), None, f"saved by qk, with the table of {settings['table']}"
 
     return make
 
 
-def saved_layer(old, settings):
-    """Make the layer that `save` described, without values, on the meta device.
-
-    Args:
-        old: the model's layer in its place.
-        settings: what the file says about it.
-
-    Raises:
-        ValueError: these settings describe no layer, or one that doesn't fit there.
-    """
-    for key in settings:
-        if key.endswith("dtype"):
-            check_one_of(f"its {key}", settings[key], tuple(_DTYPES))
-    settings = {key: _DTYPES[value] if key.endswith("dtype") else value for key, value in settings.items()}
-    kind = KINDS.get(settings.pop("kind", None))
-    if kind is None:
-        raise Refused("is of a kind that this qk doesn't know")
-    if not isinstance(
-        old, (torch.nn.Embedding, Int8Embedding) if kind is Int8Embedding else (*linear_kinds(), QuantizedLinear)
-    ):
-        raise ValueError(f"is a {type(old).__name__} in the model, and an {kind.__name__} in the checkpoint")
-    try:
-        new = kind(**settings, device="meta")
-    except (TypeError, RuntimeError) as error:  # unknown names, or sizes beyond any memory
-        raise ValueError(f"has settings that an {kind.__name__} doesn't take: {error}") from None
-    if weight_shape(new) != tuple(weight_shape(old)):
-        raise ValueError(f"has shape {list(weight_shape(new))}, and the model's layer {list(weight_shape(old))}")
-    return new
-
-
-def check_saved(new, parts):
-    """Check that a file's tensors, a dict of `Entry`, are those of a layer that `saved_layer` made."""
-    wanted = new.state_dict()
-    if wanted.keys() != parts.keys():
-        raise ValueError(f"has {sorted(parts)}; expected {sorted(wanted)}")
-    for key, tensor in wanted.items():
-        check_entry(parts[key], FLOATS if key == "bias" else (tensor.dtype,), tuple(tensor.shape))
-    if (found := parts["format"].read().tolist()) != new.format_numbers:
-        raise ValueError(f"has the format {found}, and its settings say {new.format_numbers}")
-
-
 def _plan_own(name, old, parts, settings, tables):
     """Plan a layer that `save` wrote. tables: the new embeddings by name, to which it adds its own."""
-    if not isinstance(old, (torch.nn.Embedding, *linear_kinds(), QuantizedLinear, Int8Embedding)):
-        raise ValueError(f"is a {type(old).__name__} in the model; expected a linear layer or an embedding")
     if settings.get("kind") == TiedInt8Linear.__name__:
         return _plan_tied(old, parts, settings, tables)
     new = saved_layer(old, settings)
@@ -217,7 +177,7 @@ def _plan_own(name, old, parts, settings, tables):
     return make
 
 
-def _plan_layers(model, quantized, plan_one):
+def plan_layers(model, quantized, plan_one):
     """Plan all quantized layers.
 
     Args:
@@ -229,26 +189,22 @@ def _plan_layers(model, quantized, plan_one):
     """
     modules, layers, planned, problems = dict(model.named_modules(remove_duplicate=False)), [], {}, []
     experts, quantized = experts_in(model, quantized)
-    for name, parts in experts.items():
-        try:
-            read = plan_experts(modules[name], parts, plan_one)
-        except ValueError as error:
-            problems.append(f"{name} {error}")
-            continue
-        entries = [entry for _, layer in parts.values() for entry in layer.values()]
-        layers.append(Layer(name, modules[name], entries, read))
-    for name, parts in quantized.items():
-        old = modules.get(name)
+    for name, parts in [*experts.items(), *quantized.items()]:
+        old, entries = modules.get(name), list(parts.values())
         try:
             if old is None or not name:
                 raise ValueError("isn't a layer in the model")
-            if planned.setdefault(old, parts) != parts:
+            if experts.get(name) is parts:
+                entries = [entry for _, layer in parts.values() for entry in layer.values()]
+                read = plan_experts(old, parts, plan_one)
+            elif planned.setdefault(old, parts) != parts:
                 raise ValueError("is a layer that has another name, too, and the checkpoint has two layers")
-            read = plan_one(name, old, parts)
+            else:
+                read = plan_one(name, old, parts)
         except ValueError as error:
-            problems.append(f"{name} {error}")
-            continue
-        layers.append(Layer(name, old, list(parts.values()), read))
+            problems.append(str(error) if str(error).startswith(name) else f"{name} {error}")
+        else:
+            layers.append(Layer(old, entries, read))
     return layers, problems
 
 
@@ -267,8 +223,7 @@ def _find_slots(model, replaced):
                     computed[name] = tensor
                     continue
                 slot = by_name[name] = slots.setdefault(tensor, Slot(tensor, [], []))
-                if all(settings is not other or key != at for other, at in slot.places):
-                    slot.places.append((settings, key))
+                slot.places.append((settings, key))
     return by_name, computed
 
 
@@ -324,7 +279,7 @@ def _renamed(tensors, rename):
     return renamed
 
 
-def by_layer(entries):
+def _by_layer(entries):
     """Group entries by layer: for each name of a layer, a dict of its parts."""
     groups = {}
     for name, entry in entries.items():
@@ -333,32 +288,26 @@ def by_layer(entries):
     return groups
 
 
-def check_header(own):
-    """Check what a file or a config says about the layers that `save` wrote. Returns layers, and tied names."""
-    layers, tied = own.get("layers"), own.get("tied", {})
-    if own.get("version") != VERSION or not isinstance(layers, dict) or not isinstance(tied, dict):
-        raise ValueError(f"the checkpoint was saved by another version of qk; expected version {VERSION}")
-    if not all(isinstance(settings, dict) for settings in layers.values()):
-        raise ValueError("the checkpoint's header is damaged: it describes layers by something else than settings")
-    return layers, tied
+def own_layers(own, entries):
+    """Check what `save` wrote. Returns the entries by all names of their tensors, and the parts of quantized layers."""
+    layers, tied = check_header(own)
+    entries = {**entries, **{name: entries[kept] for name, kept in tied.items() if kept in entries}}
+    groups, last = _by_layer(entries), TiedInt8Linear.__name__  # which need the embeddings
+    names = sorted(layers, key=lambda name: layers[name].get("kind") == last)
+    return entries, {name: groups.get(name, {}) for name in names}
 
 
 def _plan_of_own(own, entries):
-    """Check what `save` wrote. Returns the entries, the quantized layers, and a function that plans one."""
-    layers, tied = check_header(own)
-    entries = {**entries, **{name: entries[kept] for name, kept in tied.items() if kept in entries}}
-    groups = by_layer(entries)
-    tables, last = {}, TiedInt8Linear.__name__  # which need the embeddings
-    quantized = {
-        name: groups.get(name, {}) for name in sorted(layers, key=lambda name: layers[name].get("kind") == last)
-    }
-    return entries, quantized, lambda name, old, parts: _plan_own(name, old, parts, layers[name], tables)
+    """Returns the entries, the quantized layers, and a function that plans one."""
+    entries, quantized = own_layers(own, entries)
+    tables = {}
+    return entries, quantized, lambda name, old, parts: _plan_own(name, old, parts, own["layers"][name], tables)
 
 
 def _plan_of_gguf(model, entries):
     """As `_plan_of_own`, for a GGUF file. Embeddings are dequantized."""
     modules, entries, quantized = dict(model.named_modules(remove_duplicate=False)), dict(entries), {}
-    for layer, parts in by_layer(entries).items():
+    for layer, parts in _by_layer(entries).items():
         weight = parts.get("weight")
         if weight is None or isinstance(weight.dtype, torch.dtype):
             continue
@@ -372,7 +321,7 @@ def _plan_of_gguf(model, entries):
 def _plan_of_others(config, entries):
     """As `_plan_of_own`, for safetensors of other libraries."""
     format_of = _layers_of(config)
-    quantized = {layer: parts for layer, parts in by_layer(entries).items() if MARKS & parts.keys()}
+    quantized = {layer: parts for layer, parts in _by_layer(entries).items() if MARKS & parts.keys()}
     return entries, quantized, lambda name, old, parts: _plan_foreign(old, parts, *format_of(name))
 
 
@@ -385,7 +334,7 @@ def plan(checkpoint, model, rename):
         entries, quantized, plan_one = _plan_of_gguf(model, entries)
     else:
         entries, quantized, plan_one = _plan_of_others(checkpoint.config, entries)
-    layers, problems = _plan_layers(model, quantized, plan_one)
+    layers, problems = plan_layers(model, quantized, plan_one)
     fail(problems)
     left = {name: entry for name, entry in entries.items() if name.rpartition(".")[0] not in quantized}
     slots, problems = _plan_slots(model, left, {layer.old for layer in layers})

@@ -1,6 +1,7 @@
 """Replace the layers of a model, and compile the kernels that the new ones need.
 
 quantize_       frozen int8 or int4 layers in place of torch.nn's
+dequantize_     float layers again
 int8_train_     layers that train in int8
 warm_up         compiles the kernels of a quantized model before it serves
 """
@@ -21,10 +22,8 @@ from ..core.numerics import INTERPRETED
 from .calibration import LayerStatistics, check_moment, progress_bar
 from .experts import QuantizedExperts, is_experts, linears_of
 from .header import note_in_config
-from .kinds import as_linear, linear_kinds, weight_shape
 from .layers import (
     FORWARD_HOOKS,
-    OTHER_HOOKS,
     Int4Linear,
     Int8Embedding,
     Int8Linear,
@@ -33,36 +32,28 @@ from .layers import (
     TiedInt8Linear,
     check_block_size,
     check_group_size,
+    why_changed,
     why_unfit,
     why_unusual,
 )
 from .report import Report, Row, bytes_of, rows_of_others, tensors_of
 from .training import Int8TrainLinear, check_training
+from .weights import as_linear, check_model, linear_kinds, weight_shape
 
-__all__ = ["int8_train_", "quantize_", "warm_up"]
+__all__ = ["dequantize_", "int8_train_", "quantize_", "warm_up"]
 
 _TOKENS = 256  # rows that measure=True gives a layer
 # Each power of two, and a number below it that neither 16 nor a tile divides: kernels are chosen and compiled by these.
 _SERVED = (1, 2, *itertools.chain(*((2**k - 1, 2**k) for k in range(3, 13))))
 
 
-class _Reader(NamedTuple):
-    """A kind of module that computes with a child's weight instead of calling it, so that a new layer gains nothing."""
-
-    package: str  # where the class is defined
-    kind: str  # its name
-    children: tuple
-    note: str
-    force: bool = True  # whether `force` replaces the child anyway
-
-
-_READERS = (
-    _Reader("torch", "MultiheadAttention", ("out_proj",), "MultiheadAttention computes with its weight itself"),
-    _Reader(
-        "transformers", "MambaMixer", ("x_proj", "dt_proj", "out_proj"), "MambaMixer computes with its weight itself"
-    ),
-    _Reader("qk", "Int8FeedForward", ("up", "down"), "Int8FeedForward computes with its weight itself", force=False),
-)
+# Modules that compute with a child's weight instead of calling it, so that a new layer gains nothing. By package and
+# class, the children. `force` replaces the child anyway, but not in our own.
+_READERS = {
+    ("torch", "MultiheadAttention"): ("out_proj",),
+    ("transformers", "MambaMixer"): ("x_proj", "dt_proj", "out_proj"),
+    ("qk", "Int8FeedForward"): ("up", "down"),
+}
 
 
 class Job(NamedTuple):
@@ -178,9 +169,7 @@ def _why_not_experts(experts):
             return f"its {name} is a {type(parameter).__name__}"
         if parameter.dtype not in FLOATS:
             return f"its {name} has dtype {parameter.dtype}"
-    if "forward" in experts.__dict__:
-        return "its forward was replaced"
-    return "it has hooks besides those of forward" if any(getattr(experts, hooks) for hooks in OTHER_HOOKS) else ""
+    return why_changed(experts)
 
 
 def _reader(model, name):
@@ -189,12 +178,10 @@ def _reader(model, name):
     for child in filter(None, name.split(".")):  # "": the model is itself the layer
         if child in getattr(type(module), "adapter_layer_names", ()):
             return "an adapter that peft trains", True
-        for reader in _READERS:
-            if child in reader.children and any(
-                kind.__name__ == reader.kind and kind.__module__.partition(".")[0] == reader.package
-                for kind in type(module).__mro__
-            ):
-                return reader.note, reader.force
+        for kind in type(module).__mro__:
+            package = kind.__module__.partition(".")[0]
+            if child in _READERS.get((package, kind.__name__), ()):
+                return f"{kind.__name__} computes with its weight itself", package != "qk"
         module = module._modules[child]
     return "", True
 
@@ -332,16 +319,13 @@ def _relative_error(new, layer):
 
 def _not_finite(new, layer):
     """Say why codes can't represent a layer's weight, or return ""."""
-    return next(filter(None, (_not_finite_in(*pair) for pair in _pairs(new, layer))), "")
-
-
-def _not_finite_in(new, weight):
-    scale = new.table.scale if isinstance(new, TiedInt8Linear) else getattr(new, "absmax", getattr(new, "scale", None))
-    if scale.is_meta or scale.isfinite().all():
-        return ""
-    if not weight.isfinite().all():
-        return "its weight holds NaN or Inf"
-    return f"its weight reaches {weight.abs().max().item():.3g}, and the float16 scales of int4 end at 65504"
+    for part, weight in _pairs(new, layer):
+        scale = part.scale if isinstance(part, Int8Embedding) else part.operands()[1]
+        if not scale.is_meta and not scale.isfinite().all():
+            if not weight.isfinite().all():
+                return "its weight holds NaN or Inf"
+            return f"its weight reaches {weight.abs().max().item():.3g}, and the float16 scales of int4 end at 65504"
+    return ""
 
 
 def _microseconds(layer, example):
@@ -385,16 +369,17 @@ class _Options(NamedTuple):
         if isinstance(layer, torch.nn.Embedding):
             return Int8Embedding.from_embedding(layer)
         if is_experts(layer):
-            return self.make_experts(layer, to)
+            alone = self._replace(statistics=None)
+            return QuantizedExperts(layer, lambda linear: alone.make("", linear, to))
         if to == "int8":
             return Int8Linear.from_linear(layer, self.block_size, self.rotate)
         moment = None if self.statistics is None else self.statistics[name].second_moment
         return Int4Linear.from_linear(layer, self.group_size, self.rotate, moment, activations=self.activations)
 
-    def make_experts(self, experts, to):
-        """Quantize experts, without statistics. to: "int8" or "int4"."""
-        alone = self._replace(statistics=None)
-        return QuantizedExperts(experts, lambda linear: alone.make("", linear, to))
+
+def _also(names):
+    """What a row's note says of all names of a layer but the first."""
+    return f"also {', '.join(names[1:])}" if len(names) > 1 else ""
 
 
 @torch.no_grad()
@@ -405,16 +390,17 @@ def _quantized(job, options, times, tables):
     tables: what embeddings became, by embedding.
     """
     layer, name, to = job.layers[0], job.names[0], job.to
-    new, error, us, notes = None, None, (None, None), [job.note] if job.note else []
-    if len(job.names) > 1:
-        notes.append(f"also {', '.join(job.names[1:])}")
+    new, error, us, notes = None, None, (None, None), [job.note, _also(job.names)]
     if to is not None:
         home, alike, here = _weight(layer).device, name, layer
         new = to
         if isinstance(to, str):
             if home.type == "cpu" and not INTERPRETED.value:
                 here = _on_gpu(layer)
-            new = options.make(name, here, to) if job.tie not in tables else TiedInt8Linear(tables[job.tie], layer)
+            if job.tie in tables:
+                new = TiedInt8Linear(tables[job.tie], layer, layer.bias)
+            else:
+                new = options.make(name, here, to)
             alike = type(layer), repr(new), _weight(layer).dtype, home
             if problem := _not_finite(new, here):
                 new, notes = None, [problem, *notes]
@@ -433,24 +419,11 @@ def _quantized(job, options, times, tables):
             new.to(home)
     kinds = type(layer).__name__, type(new or layer).__name__
     sizes = bytes_of(layer), bytes_of(layer if new is None else new)
-    return new, Row(name, *kinds, weight_shape(layer), error, *sizes, *us, ", ".join(notes))
+    return new, Row(name, *kinds, weight_shape(layer), error, *sizes, *us, ", ".join(filter(None, notes)))
 
 
-def _changes(model, jobs, modules):
-    """List what to set, as (dict, key, value), to put new modules in place of the jobs' layers."""
-    for job, new in zip(jobs, modules, strict=True):
-        if new is None:
-            continue
-        for hooks in FORWARD_HOOKS:  # the dict itself: a hook's handle knows it
-            yield new.__dict__, hooks, getattr(job.layers[0], hooks)
-        for at in job.names:
-            parent, _, key = at.rpartition(".")
-            yield model.get_submodule(parent)._modules, key, new
-
-
-def _check_model(model, kinds):
-    if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+def _check_float_model(model, kinds):
+    check_model(model)
     if isinstance(model, kinds):
         raise ValueError(f"model is a {type(model).__name__}; expected a model with layers in it (see from_linear)")
     for name, module in model.named_modules():
@@ -530,7 +503,7 @@ def quantize_(
     tokens = _TOKENS if measure is True else 0 if measure is False else measure
     check_integer("measure", tokens, 0)
     kinds = *linear_kinds(), Int8TrainLinear, *((torch.nn.Embedding,) if embeddings else ())
-    _check_model(model, kinds)
+    _check_float_model(model, kinds)
     kinds = *kinds, *{type(module) for module in model.modules() if is_experts(module)}
     jobs = _tied(decide(find_layers(model, kinds, force=force), to, skip), to)
     _check_devices([(job.names[0], job.layers[0]) for job in jobs if isinstance(job.to, str)], measure)
@@ -556,24 +529,35 @@ def _quantize(model, jobs, options, embeddings, progress):
         new, _ = found[job.layers[0]] = _quantized(job, options, times, tables)
         if isinstance(new, Int8Embedding):
             tables[job.layers[0]] = new
-    results = [found[job.layers[0]] for job in jobs]
-    with replacing(model, jobs, [new for new, _ in results]):
+    made = {old: found[job.layers[0]][0] for job in jobs for old in job.layers}
+    with changed(model, replacements(model, {old: new for old, new in made.items() if new is not None})):
         left = set(tensors_of(model))
         replaced = sum(size for x, size in zip(tensors, sizes, strict=True) if x not in left)
-        return Report([row for _, row in results], sum(sizes), bytes_of(model), others, replaced)
+        return Report([found[job.layers[0]][1] for job in jobs], sum(sizes), bytes_of(model), others, replaced)
 
 
 def _is_head(job):
     return isinstance(job.tie, torch.nn.Embedding)
 
 
+def replacements(model, made):
+    """List what to set, as (dict, key, value), to put modules in place of others. made: the new ones by the old."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, old in modules.items():
+        parent, _, key = name.rpartition(".")
+        if old in made and modules[parent] not in made:
+            yield modules[parent]._modules, key, made[old]
+            for hooks in FORWARD_HOOKS:  # the dict itself: a hook's handle knows it
+                yield made[old].__dict__, hooks, getattr(old, hooks)
+
+
 @contextlib.contextmanager
-def replacing(model, jobs, modules):
-    """Put modules in place of the jobs' layers. If the body fails or is interrupted, put the layers back.
+def changed(model, changes):
+    """Set values, as (dict, key, value). If the body fails or is interrupted, set what was there before.
 
     A transformers model's config says what is quantized.
     """
-    changes = list(_changes(model, jobs, modules))
+    changes = list(changes)
     before = [settings[key] for settings, key, _ in changes]
     try:
         for settings, key, value in changes:
@@ -585,6 +569,75 @@ def replacing(model, jobs, modules):
             settings[key] = value
         note_in_config(model)
         raise
+
+
+@torch.no_grad()
+def dequantize_(model, progress=True):
+    """Undo `quantize_`: replace quantized layers with float ones of the kinds that they were made from, in place.
+
+    The weights are what the codes stand for, so the rounding stays: quantizing lost it for good. They have the dtype
+    that the model has now. What `quantize_` made one module of (layers that shared a weight) stays one. Biases stay the
+    same parameters, except those of experts, and forward hooks move to the new layers.
+
+    Args:
+        model: what `quantize_` made, on any device.
+        progress: whether to show a progress bar, if it takes longer than a second.
+
+    Returns:
+        A `Report` without errors.
+
+    Raises:
+        ValueError: for a model without quantized layers, for one that is itself such a layer (see its method
+            `to_float`), and for a layer that was changed: cut up for several GPUs, say, or with another forward.
+
+    After an error or interrupt the model is unchanged. Old and new layers are in memory together until the end.
+    """
+    check_model(model)
+    if isinstance(model, QuantizedModule | QuantizedExperts):
+        raise ValueError(
+            f"model is itself quantized, {type(model).__name__}; expected a model with layers in it (see to_float)"
+        )
+    names = _quantized_in(model)
+    if not names:
+        raise ValueError(f"model is a {type(model).__name__} without quantized layers; expected what quantize_ made")
+    for layer, (name, *_) in names.items():
+        if why := _changed(layer):
+            raise ValueError(f"model has {name}, and {why}; expected layers as quantize_ made them")
+    made, size = {layer: layer.to_float() for layer in progress_bar(names, "dequantization", progress)}, bytes_of(model)
+    for layer, new in made.items():
+        if isinstance(layer, TiedInt8Linear) and layer.table in made:
+            new.weight = made[layer.table].weight
+    with changed(model, replacements(model, made)):
+        rows = [_row_of_float(names[layer], layer, new) for layer, new in made.items()]
+        others = rows_of_others(model, set(made.values()), True)
+        return Report(rows, size, bytes_of(model), others, bytes_of(torch.nn.ModuleList(names)))
+
+
+def _quantized_in(model):
+    """Returns {quantized module: its names} for all that aren't parts of another one."""
+    names, parts = collections.defaultdict(list), set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, QuantizedExperts):
+            parts.update(f"{name}.{part}" for part, _ in module.named_modules())
+        elif isinstance(module, TiedInt8Linear):
+            parts.add(f"{name}.table")
+        if name not in parts and isinstance(module, QuantizedModule | QuantizedExperts):
+            names[module].append(name)
+    return names
+
+
+def _changed(layer):
+    """Say how a quantized layer differs from one that `quantize_` made, or return ""."""
+    if isinstance(layer, QuantizedExperts):
+        return next(filter(None, map(_changed, layer.layers())), "")
+    if type(layer) not in (Int8Linear, Int4Linear, Int8Embedding, TiedInt8Linear):
+        return f"it is a {type(layer).__name__}"
+    return why_changed(layer)
+
+
+def _row_of_float(names, layer, new):
+    kinds, sizes = (type(layer).__name__, type(new).__name__), (bytes_of(layer), bytes_of(new))
+    return Row(names[0], *kinds, weight_shape(new), None, *sizes, None, None, _also(names))
 
 
 def warm_up(model, tokens=_SERVED, progress=True):
@@ -600,8 +653,7 @@ def warm_up(model, tokens=_SERVED, progress=True):
     Raises:
         ValueError: for bad arguments, for a model without such layers, and for layers that are not on a GPU.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    check_model(model)
     if isinstance(tokens, str) or not isinstance(tokens, collections.abc.Iterable):
         raise ValueError(f"tokens is {tokens!r}; expected a list of numbers of tokens")
     tokens = list(tokens)
@@ -641,20 +693,18 @@ def int8_train_(model, skip=(), *, block_size=128, rounding="stochastic"):
         ValueError: for bad arguments, and if a layer that skip doesn't name already trains in int8 with another
             block_size or rounding. The model is then unchanged.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    check_model(model)
     check_training(block_size, rounding)
     jobs = decide(find_layers(model, (torch.nn.Linear,), stays=True), "int8", checked_skip(skip))
     jobs = [_noted_training(job, block_size, rounding) for job in jobs]
     rows = []
     for job in jobs:
-        layer, name, note = job.layers[0], job.names[0], job.note
+        layer, name = job.layers[0], job.names[0]
         was, size = type(layer).__name__, bytes_of(layer)
         if job.to is not None:
             layer.__class__ = Int8TrainLinear
             layer.block_size, layer.rounding = block_size, rounding
-        if len(job.names) > 1:
-            note = ", ".join(filter(None, (note, f"also {', '.join(job.names[1:])}")))
+        note = ", ".join(filter(None, (job.note, _also(job.names))))
         rows.append(Row(name, was, type(layer).__name__, weight_shape(layer), None, size, size, None, None, note))
     return Report(rows, bytes_of(model), bytes_of(model))
 

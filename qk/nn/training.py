@@ -32,7 +32,7 @@ from ..core.operators import differentiable
 from ..gelu import int8_gelu, int8_gelu_backward
 from ..gemm import int8_addmm, int8_addmm_quant, int8_gemm, int8_gemm_quant
 from ..int8 import square_quant, square_quant_sums, weight_quant
-from .layers import FORWARD_HOOKS, output_dtype, why_not
+from .layers import FORWARD_HOOKS, output_dtype, why_unfit, why_unusual
 
 __all__ = ["Int8FeedForward", "Int8TrainLinear"]
 
@@ -80,21 +80,35 @@ def _empty_transpose(x, rows, columns, block_size, keep):
     return codes, x.new_empty((cdiv(rows, block_size), cdiv(columns, block_size)), dtype=torch.float32)
 
 
-def _dtypes(ctx, tensors):
-    """Return the dtypes of an operator's first inputs; None for inputs that need no gradient."""
-    every = zip(tensors, ctx.needs_input_grad, strict=False)
-    return [tensor.dtype if need else None for tensor, need in every]
+def _save(ctx, tensors, seed, how, output):
+    """Save what `_backward` needs.
+
+    Args:
+        tensors: the operator's first inputs, x and the parameters, which may need gradients.
+        how: what the backward operator takes between the seed and the dtypes.
+        output: the operator's. All but the first is kept.
+    """
+    _, *kept = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*kept)
+    ctx.save_for_backward(*kept, seed)
+    ctx.how, ctx.shape = how, tensors[0].shape
+    needs = zip(tensors, ctx.needs_input_grad, strict=False)
+    ctx.dtypes = [tensor.dtype if need else None for tensor, need in needs]  # None: no gradient is needed
 
 
-def _gradients(ctx, gradients):
-    """Return what a backward function must: a gradient for each input that needs one, and None for the others."""
-    found = [gradient if need else None for gradient, need in zip(gradients, ctx.needs_input_grad, strict=False)]
-    return tuple(found) + (None,) * (len(ctx.needs_input_grad) - len(found))
-
-
-def _watched(g):
-    """Make g require a gradient under create_graph=True, so that a second derivative raises an error."""
-    return g.detach().requires_grad_() if torch.is_grad_enabled() and not g.requires_grad else g
+def _backward(operator, ctx, g):
+    """Returns a gradient for each input of an operator that needs one, and None for the others."""
+    gradients = [None] * len(ctx.needs_input_grad)
+    if g is None:
+        return tuple(gradients)
+    if torch.is_grad_enabled() and not g.requires_grad:  # create_graph=True: a second derivative is to raise an error
+        g = g.detach().requires_grad_()
+    found = operator(g, *ctx.saved_tensors, *ctx.how, *ctx.dtypes)
+    for i, dtype in enumerate(ctx.dtypes):
+        if dtype is not None:
+            gradients[i] = found[i] if i else found[i].view(ctx.shape)
+    return tuple(gradients)
 
 
 def _save_nothing(ctx, inputs, output):
@@ -132,19 +146,12 @@ def _int8_linear_backward(
 
 
 def _save_linear(ctx, inputs, output):
-    x, weight, bias, seed, ctx.block_size, *_ = inputs
-    _, *kept = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*kept)
-    ctx.save_for_backward(*kept, seed)
-    ctx.dtypes, ctx.shape = _dtypes(ctx, (x, weight, bias)), x.shape
+    x, weight, bias, seed, block_size, *_ = inputs
+    _save(ctx, (x, weight, bias), seed, (block_size,), output)
 
 
 def _linear_backward(ctx, g, *_):
-    if g is None:
-        return _gradients(ctx, ())
-    dx, dw, db = _int8_linear_backward(_watched(g), *ctx.saved_tensors, ctx.block_size, *ctx.dtypes)
-    return _gradients(ctx, (dx if ctx.dtypes[0] is None else dx.view(ctx.shape), dw, db))
+    return _backward(_int8_linear_backward, ctx, g)
 
 
 def _empty_linear(x, weight, bias, seed, block_size, out_dtype, keep_x, keep_w):
@@ -219,20 +226,12 @@ def _int8_feed_forward_backward(
 
 
 def _save_feed_forward(ctx, inputs, output):
-    x, w1, b1, w2, b2, seed, ctx.block_size, ctx.activation, *_ = inputs
-    _, *kept = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*kept)
-    ctx.save_for_backward(*kept, seed)
-    ctx.dtypes, ctx.shape = _dtypes(ctx, (x, w1, b1, w2, b2)), x.shape
+    x, w1, b1, w2, b2, seed, block_size, activation, *_ = inputs
+    _save(ctx, (x, w1, b1, w2, b2), seed, (block_size, activation), output)
 
 
 def _feed_forward_backward(ctx, g, *_):
-    if g is None:
-        return _gradients(ctx, ())
-    how = ctx.block_size, ctx.activation, *ctx.dtypes
-    dx, *others = _int8_feed_forward_backward(_watched(g), *ctx.saved_tensors, *how)
-    return _gradients(ctx, (dx if ctx.dtypes[0] is None else dx.view(ctx.shape), *others))
+    return _backward(_int8_feed_forward_backward, ctx, g)
 
 
 def _empty_feed_forward(
@@ -436,7 +435,7 @@ class Int8FeedForward(torch.nn.Module):
         for name, linear in (("up", up), ("down", down)):
             if not isinstance(linear, torch.nn.Linear):
                 raise ValueError(f"{name} is a {type(linear).__name__}; expected a torch.nn.Linear")
-            why = why_not(linear, (torch.nn.Linear, Int8TrainLinear))
+            why = why_unfit(linear) or why_unusual(linear, (torch.nn.Linear, Int8TrainLinear))
             if not why and any(getattr(linear, hooks) for hooks in FORWARD_HOOKS):
                 why = "it has hooks"
             if why:
@@ -462,14 +461,11 @@ class Int8FeedForward(torch.nn.Module):
         _check_operands(input, {"up.weight": w1, "down.weight": w2}, (b1, b2))
         grad = torch.is_grad_enabled()
         keep_x, keep_w1 = grad and w1.requires_grad, grad and input.requires_grad
-        keep_w2 = grad and _any_requires_grad(input, w1, b1)  # the gradient goes through down and the activation to up
+        # the gradient goes through down and the activation to up
+        keep_w2 = grad and any(tensor is not None and tensor.requires_grad for tensor in (input, w1, b1))
         keep_z = keep_w2 or (grad and w2.requires_grad)
         how = self.block_size, self.activation, dtype, keep_x, keep_z, keep_w1, keep_w2
         return _int8_feed_forward(input, *parameters, _seed(self, input, 2), *how)[0]
 
     def extra_repr(self):
         return f"activation={self.activation!r}"
-
-
-def _any_requires_grad(*tensors):
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)

@@ -27,10 +27,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import hub
-from .simplify import Known, Places, replaced, simplified
+from .simplify import Known, Places, first_line, replaced, simplified
 
 PACKAGE = Path(__file__).parents[1]
-MODULES = ("int4", "gemm_int4", "int8", "hadamard", "gelu", "norm", "dequant", "sparsity", "kv_cache", "gemm", "linear")
+MODULES = ("int4", "gemm_int4", "int8", "hadamard", "gelu", "norm", "linear.dequant", "linear.sparsity",
+           "kv_cache", "gemm", "linear")  # fmt: skip
 WIDTH = 120
 
 
@@ -79,45 +80,19 @@ def _absolute_name(module, node):
     """Return the module in qk that a relative import names."""
     parts = module.split(".") if _path(module).name == "__init__.py" else module.split(".")[:-1]
     parts = parts[: len(parts) - node.level + 1]
-    return ".".join([*parts, *([node.module] if node.module else [])])
-
-
-def _without_module_names(source, name):
-    """Write `recording` for `launch.recording`, after `from . import launch`. Returns the text, {name: its module}."""
-    places, edits, relative = Places(source), [], {}
-    whole = {
-        alias.asname or alias.name: f"{_absolute_name(name, node)}.{alias.name}"
-        for node in places.tree.body
-        if isinstance(node, ast.ImportFrom) and node.level and node.module is None
-        for alias in node.names
-    }
-    for node in ast.walk(places.tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in whole:
-            relative[node.attr] = whole[node.value.id]
-            edits.append((*places.at(node), node.attr))
-    # a local variable of the same name would hide it
-    names = [each for each in ast.walk(places.tree) if isinstance(each, ast.Name) and each.id in relative]
-    edits += [(*places.at(each), f"{each.id}_") for each in names]
-    names = [each for each in ast.walk(places.tree) if isinstance(each, ast.arg) and each.arg in relative]
-    edits += [(places.at(each)[0], places.at(each)[0] + len(each.arg), f"{each.arg}_") for each in names]
-    return replaced(source, edits), relative
+    return ".".join([*parts, node.module])
 
 
 @functools.cache
 def _module(name):
     source = _path(name).read_text(encoding="utf-8")
-    source, relative = _without_module_names(source, name)
     tree, lines = ast.parse(source), source.splitlines(keepends=True)
-    found = _Module(ast.get_docstring(tree), [], [], relative, {})
+    found = _Module(ast.get_docstring(tree), [], [], {}, {})
     end = tree.body[0].end_lineno
     for node in tree.body[1:]:
-        first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
-        while lines[first - 2].startswith("#"):
-            first -= 1
+        first = first_line(node, lines)
         blank, end = min(first - 1 - end, 2), node.end_lineno
-        if isinstance(node, ast.ImportFrom) and node.level and node.module is None:
-            pass
-        elif isinstance(node, ast.ImportFrom) and node.level:
+        if isinstance(node, ast.ImportFrom) and node.level:
             found.relative.update({alias.name: _absolute_name(name, node) for alias in node.names})
         elif isinstance(node, ast.Import | ast.ImportFrom):
             found.absolute.update({alias.asname or alias.name: _import_of(node, alias) for alias in node.names})
@@ -230,15 +205,6 @@ def _import_order(name):
     return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
 
 
-def _imports(modules, needed):
-    """Return the import statements that the items need."""
-    statements = set()
-    for where in modules:
-        uses = {name for i in needed[where] for name in _module(where).items[i].uses}
-        statements |= {_module(where).absolute[name] for name in uses & _module(where).absolute.keys()}
-    return statements
-
-
 def _origin(modules, command):
     try:
         package = f"qk {version('qk')}"
@@ -273,7 +239,7 @@ def public_functions(names, whole):
     """
     known, public = functions(), []
     for name in names:
-        found = [function for function, where in known.items() if name in (function, where)]
+        found = [function for function, where in known.items() if name in (function, where, where.split(".")[-1])]
         found = [name] if name in known and not whole else found
         if not found:
             raise ValueError(f"there is no kernel or file {name!r}; python -m qk copy --list shows what there is")
@@ -305,9 +271,9 @@ def full(*names):
     renamed = _clashes(modules, needed, _module)
     asked = [where for where in MODULES if where in {known[name] for name in public}]
     docstring = "\n\n\n".join(_module(where).docstring for where in asked)
-    text = f'{_origin(modules, " ".join([*names, "--full"]))}\n"""{docstring}\n"""\n\n'
-    text += f"{_import_section(_imports(modules, needed))}\n\n{_all(public)}"
-    return text + "".join(_body(where, needed[where], renamed[where]) for where in modules)
+    body = "".join(_body(where, needed[where], renamed[where]) for where in modules)
+    head = f'{_origin(modules, " ".join([*names, "--full"]))}\n"""{docstring}\n"""\n\n'
+    return f"{head}{_import_section(_used(body, modules, _module))}\n\n{_all(public)}{body}"
 
 
 def to_hub(names, folder, force=False):
@@ -399,28 +365,12 @@ _PLANS = {
 }
 
 
-def _without_early(text):
-    """Make launches wait for the previous kernel."""
-    places, edits = Places(text), []
-    for node in ast.walk(places.tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "launch":
-            for each in node.keywords:
-                if each.arg == "early":
-                    start, end = places.at(each)
-                    edits.append((start, end, "EARLY=False"))
-                    comment = re.match(rb"[^\n#]*?(  #[^\n]*)", text.encode()[end:])  # on why
-                    if comment:
-                        edits.append((end + comment.start(1), end + comment.end(1), ""))
-    return replaced(text, edits)
-
-
-def _without_decorator(text, name):
-    places = Places(text)
-    for node in getattr(places.tree.body[0], "decorator_list", []):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == name:
-            start, end = places.at(node)
-            return replaced(text, [(start - 1, end + 1, "")])
-    return text
+def _without_package(text, pinned):
+    """Make launches wait for the previous kernel; drop replays, and checks of arguments that have one value only."""
+    text = re.sub(r"\bearly=(?!None)[^,\n]+(,[^#\n]*?)(?:  #.*)?$", r"EARLY=False\1", text, flags=re.M)
+    text = re.sub(r"^@replayed\(.*\)\n", "", text, flags=re.M)
+    names = "|".join(pinned) or "(?!)"
+    return re.sub(rf'^ +check_one_of\("({names})",.*\n', "", text, flags=re.M)
 
 
 def _plain_operator(text, checks):
@@ -435,17 +385,10 @@ def _plain_operator(text, checks):
     outputs = [each.arg for each in node.args.args if each.annotation is None]
     options = {each.arg: each.value for each in decorator.keywords}
     check = options.get("check")
-    lines = text.split("\n")
-    body = node.body
-    docstring = []
-    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
-        docstring, body = lines[body[0].lineno - 1 : body[0].end_lineno], body[1:]
-    header = node.body[0].lineno - 1
-    while lines[header - 1].lstrip().startswith("#"):
-        header -= 1
-    header = header if not docstring else node.body[0].end_lineno
-    rest = lines[header : node.end_lineno]
-    head = [f"def {node.name}({', '.join(arguments)}):", *docstring]
+    lines, start = text.split("\n"), node.body[0].lineno - 1
+    body = node.body[ast.get_docstring(node) is not None :]
+    head = [f"def {node.name}({', '.join(arguments)}):", *lines[start : body[0].lineno - 1]]
+    rest = lines[body[0].lineno - 1 : node.end_lineno]
     if len(head[0]) > WIDTH:
         inner = textwrap.wrap(", ".join(arguments) + ",", WIDTH - 2, initial_indent="    ", subsequent_indent="    ")
         head[:1] = [f"def {node.name}(", *inner, "):  # fmt: skip"]
@@ -520,26 +463,11 @@ def _direct(text, module, arch):
     return text
 
 
-def _without_checks(text, pinned):
-    """Remove the checks of arguments that have one value only."""
-    places, edits = Places(text), []
-    for node in ast.walk(places.tree):
-        call = getattr(node, "value", None)
-        if isinstance(node, ast.Expr) and isinstance(call, ast.Call) and getattr(call.func, "id", "") == "check_one_of":
-            if getattr(call.args[0], "value", None) in pinned:
-                start, end = places.at(node)
-                edits.append((start - node.col_offset, end + 1, ""))
-    return replaced(text, edits)
-
-
 def _opened(item):
     """Yield the statements of a `try` as items. It succeeds wherever such a copy can run."""
     lines = item.text.split("\n")
     for node in ast.parse(item.text).body[0].body:
-        first = node.lineno
-        while lines[first - 2].lstrip().startswith("#"):
-            first -= 1
-        text = textwrap.dedent("\n".join(lines[first - 1 : node.end_lineno])) + "\n"
+        text = textwrap.dedent("\n".join(lines[first_line(node, lines) - 1 : node.end_lineno])) + "\n"
         yield item._replace(text=text, binds=_bound(node), node=ast.parse(text).body[0])
 
 
@@ -561,11 +489,9 @@ def _plain_module(name, arch):
         if item.binds & _RENAMED.keys():
             continue
         text = text.lstrip("\n")
-        text = _without_checks(text, _PLANS.get(name, _Plan({})).pins)
+        text = _without_package(text, _PLANS.get(name, _Plan({})).pins)
         if arches(name):
             text = _direct(text, name, arch)
-        text = _without_early(text)
-        text = _without_decorator(text, "replayed")
         if _is_operator(item.node):
             text = _plain_operator(text, checks)
         text = re.sub(r"^(def \w+[(].*), [*]_[)]:", r"\1):", text, flags=re.M)  # what a check takes and ignores
@@ -710,8 +636,7 @@ def _laid_out(text):
     """Put each statement on one line if it fits."""
     for node in reversed(ast.parse(text).body):
         if isinstance(node, ast.FunctionDef):
-            lines = _joined_header(node, _packed_header(node, text.split("\n")))
-            text = "\n".join(lines)
+            text = "\n".join(_packed_header(node, text.split("\n")))
     return _with_short_comments(_refilled(text))
 
 
@@ -731,25 +656,11 @@ def _with_short_comments(text):
     return "\n".join(result)
 
 
-_ENDS = "):", "):  # fmt: skip"  # of a header
-
-
-def _joined_header(node, lines):
-    """Put a function's header on one line if it fits and has no comment."""
-    if lines[node.lineno - 1].endswith("(") and lines[node.lineno + 1] in _ENDS:
-        joined = f"{lines[node.lineno - 1]}{lines[node.lineno].strip().removesuffix(',')}):"
-        if len(joined) <= WIDTH and "#" not in joined:
-            return [*lines[: node.lineno - 1], joined, *lines[node.lineno + 2 :]]
-    return lines
-
-
 def _refilled(text):
     """Put statements on one line if they fit, and close the gaps in calls of `launch`."""
     places, lines = Places(text), text.split("\n")
     statements = [each for each in ast.walk(places.tree) if isinstance(each, ast.stmt)]
     for node in sorted(statements, key=lambda each: -each.lineno):
-        if not hasattr(node, "body") and node.lineno == node.end_lineno and '"' not in lines[node.lineno - 1]:
-            lines[node.lineno - 1 : node.lineno] = _wrapped(lines[node.lineno - 1])
         if hasattr(node, "body") or node.lineno == node.end_lineno:
             continue
         rows = lines[node.lineno - 1 : node.end_lineno]
@@ -757,8 +668,8 @@ def _refilled(text):
         if any("#" in row for row in bare) or any(_is_long_text(each) for each in ast.walk(node)):
             continue
         skip = rows[-1] != bare[-1]
-        joined = bare[0] + "".join(_glue(row) for row in bare[1:])
-        joined = re.sub(r",([)\]}])$", r"\1", re.sub(r"([(\[{]) ", r"\1", joined))
+        joined = re.sub(r"([(\[{]) | (?=[)\]}])", r"\1", " ".join([bare[0], *map(str.strip, bare[1:])]))
+        joined = re.sub(r",([)\]}])$", r"\1", joined)
         magic = bare[-2].rstrip().endswith(",") if len(bare) > 1 else False
         if len(joined) <= WIDTH and (skip or not magic):
             lines[node.lineno - 1 : node.end_lineno] = [joined]
@@ -767,23 +678,8 @@ def _refilled(text):
     return "\n".join(lines)
 
 
-def _wrapped(line):
-    """Split a statement that is too long into several lines."""
-    head, opening, rest = line.partition("(")
-    if len(line) <= WIDTH or not opening or not line.endswith(")"):
-        return [line]
-    indent = " " * (len(line) - len(line.lstrip()) + 4)
-    inner = textwrap.wrap(rest[:-1], WIDTH - 2, initial_indent=indent, subsequent_indent=indent, break_long_words=False)
-    return [f"{head}(", *inner, f"{indent[4:]})  # fmt: skip"]
-
-
 def _is_long_text(node):
     return isinstance(node, ast.Constant | ast.JoinedStr) and node.lineno != node.end_lineno
-
-
-def _glue(row):
-    row = row.strip()
-    return row if row[:1] in ")]}" else f" {row}"
 
 
 def _packed(rows):
@@ -832,12 +728,17 @@ def _is_jit(node):
 
 
 def _packed_header(node, lines):
-    """Put a function's parameters side by side, except those with a comment."""
+    """Put a function's header on one line if it fits; else parameters side by side, except those with a comment."""
     last = node.body[0].lineno - 2
     while lines[last].lstrip().startswith("#"):
         last -= 1
     header = lines[node.lineno : last]
-    if lines[last] not in _ENDS or not all(re.fullmatch(r" {4}[^()#]+,(  # .*)?", line) for line in header):
+    if lines[last] not in ("):", "):  # fmt: skip"):
+        return lines
+    joined = f"{lines[node.lineno - 1]}{' '.join(map(str.strip, header)).removesuffix(',')}):"
+    if "#" not in joined and len(joined) <= WIDTH:
+        return [*lines[: node.lineno - 1], joined, *lines[last + 1 :]]
+    if not all(re.fullmatch(r" {4}[^()#]+,(  # .*)?", line) for line in header):
         return lines
     packed = []
     for line in header:
@@ -854,9 +755,7 @@ def _assembled(text, roots):
     lines, result, before = text.split("\n"), "", None
     for group in _groups(text, roots):
         for node in group:
-            first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
-            while first > 1 and lines[first - 2].startswith("#"):
-                first -= 1
+            first = first_line(node, lines)
             part = "\n".join(lines[first - 1 : node.end_lineno])
             small = isinstance(node, ast.Assign) and isinstance(before, ast.Assign)
             defines = isinstance(node, ast.FunctionDef | ast.ClassDef)
@@ -900,8 +799,8 @@ def _all_arches():
 
 def _listing():
     known = functions()
-    lines = [f"{module:10}{', '.join(name for name in known if known[name] == module)}" for module in MODULES]
-    return "\n".join(["file      kernels", *lines, "", f"--arch, for the GEMMs: {', '.join(_all_arches())}"])
+    lines = [f"{module:17}{', '.join(name for name in known if known[name] == module)}" for module in MODULES]
+    return "\n".join(["file             kernels", *lines, "", f"--arch, for the GEMMs: {', '.join(_all_arches())}"])
 
 
 def _shadows(path):

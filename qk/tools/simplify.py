@@ -20,7 +20,8 @@ import torch
 UNKNOWN = object()
 SOMETHING = object()  # any value but None
 _IMPURE = {"store", "static_assert", "device_assert", "debug_barrier", "inline_asm_elementwise", "atomic_add"}
-_PURE = {"cdiv", "next_power_of_2", "min", "max", "len", "int", "float", "list", "tuple", "gpu", "abs", "as_matrix"}
+_PURE = {"cdiv", "next_power_of_2", "min", "max", "len", "int", "float", "list", "tuple", "gpu", "abs", "as_matrix",
+         "with_contiguous_rows"}  # fmt: skip
 _PURE_METHODS = {"stride", "to", "numel", "contiguous", "detach", "view", "expand_dims", "data_ptr", "element_size",
                  "get_device_capability"}  # fmt: skip
 _TENSOR_METHODS = _PURE_METHODS | {"reshape", "new_empty", "new_zeros", "t", "float", "double", "expand", "permute"}
@@ -52,19 +53,14 @@ class _Tensor(NamedTuple):
 
 def _join(values):
     """Merge the values of several assignments to one name."""
-    found = []
+    found, something = [], False
     for value in values:
         if value is UNKNOWN:
             return UNKNOWN
-        if value is SOMETHING or found is SOMETHING:
-            if found is SOMETHING and isinstance(value, list) and None in value:
-                return UNKNOWN
-            if isinstance(found, list) and None in found:
-                return UNKNOWN
-            found = SOMETHING
-            continue
-        found = found + [each for each in value if not any(type(each) is type(old) and each == old for old in found)]
-    if isinstance(found, list) and len(found) > 8:
+        something = something or value is SOMETHING
+        new = [] if value is SOMETHING else value
+        found = found + [each for each in new if not any(type(each) is type(old) and each == old for old in found)]
+    if something or len(found) > 8:
         return UNKNOWN if None in found else SOMETHING
     return found
 
@@ -135,13 +131,9 @@ class _Function:
         self.parameters = [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
         self.variadic = bool(arguments.vararg or arguments.kwarg)
         first = arguments.posonlyargs + arguments.args
-        self.defaults = dict(zip([each.arg for each in first][len(first) - len(arguments.defaults) :],
-                                 arguments.defaults, strict=True))  # fmt: skip
-        self.defaults |= {
-            each.arg: default
-            for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-            if default is not None
-        }
+        pairs = [*zip(first[::-1], arguments.defaults[::-1], strict=False)]
+        pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        self.defaults = {each.arg: default for each, default in pairs if default is not None}
         self.assigned, self.loads, self.foreign = {}, {}, set()
         for child in node.body:
             self._walk(child)
@@ -183,6 +175,14 @@ class _Function:
                 self._bind(each.target, (None,))
             elif isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load):
                 self.loads.setdefault(each.id, []).append(each)
+
+
+def first_line(node, lines):
+    """Return a statement's first line, counting its decorators and the comments above it."""
+    first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
+    while first > 1 and re.match(rf" {{{node.col_offset}}}#", lines[first - 2]):
+        first -= 1
+    return first
 
 
 def _names(node):
@@ -450,9 +450,8 @@ class _Pass(Places):
                 map(ast.unparse, self.functions[node.func.id].node.decorator_list)
             ):
                 returns = self._returns(node.func.id)
-                if _is_generator(self.functions[node.func.id].node):
-                    return UNKNOWN
-                return self._once((node.func.id, ""), lambda: _join(map(self.value, returns)))
+                result = self._once((node.func.id, ""), lambda: _join(map(self.value, returns)))
+                return SOMETHING if result is UNKNOWN and node.func.id in _PURE else result
             return SOMETHING if node.func.id in _PURE or node.func.id in self.classes else UNKNOWN
         if isinstance(node.func, ast.Attribute):
             if node.func.attr == "get":
@@ -512,13 +511,9 @@ class _Pass(Places):
 
     def propose(self, *edits):
         """Accept edits (start, end, text) that belong together, unless one of them overlaps an accepted edit."""
-        for start, end, _ in edits:
-            if any(start < last and first < end for first, last in self.taken):
-                return False
-        edits = [(start, end, text) for start, end, text in edits]
-        self.taken += [(start, max(end, start + 1)) for start, end, _ in edits]
-        self.groups += edits
-        return True
+        if not any(start < last and first < end for start, end, _ in edits for first, last in self.taken):
+            self.taken += [(start, max(end, start + 1)) for start, end, _ in edits]
+            self.groups += edits
 
     def result(self):
         return replaced(self.text, self.groups)
@@ -526,14 +521,6 @@ class _Pass(Places):
     def _lines_of(self, first, last):
         """Return the byte range of whole lines. They count from 1, and the last one is included."""
         return self.starts[first - 1], self.starts[last]
-
-    def _first_line(self, node):
-        """Return a statement's first line, counting its decorators and the comments above it."""
-        first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
-        indent = len(self.lines[node.lineno - 1]) - len(self.lines[node.lineno - 1].lstrip())
-        while first > 1 and re.match(rf" {{{indent}}}#", self.lines[first - 2]):
-            first -= 1
-        return first
 
     def _siblings(self, node):
         """Return the list of statements that a statement is in."""
@@ -543,10 +530,8 @@ class _Pass(Places):
     def without(self, node):
         """Return the edit that removes a statement."""
         parent, block = self.parents[node], self._siblings(node)
-        start, end = self._lines_of(self._first_line(node), node.end_lineno)
+        start, end = self._lines_of(first_line(node, self.lines), node.end_lineno)
         only = len([each for each in block if not _is_docstring(each)]) == 1 and not isinstance(parent, ast.Module)
-        if only and block is getattr(parent, "orelse", None):
-            return self._lines_of(self._header_line(node), node.end_lineno) + ("",)
         indent = " " * node.col_offset
         return start, end, f"{indent}pass\n" if only else ""
 
@@ -612,8 +597,6 @@ class _Pass(Places):
     def _if(self, node):
         truth = False if self._drops(node) else self.truth(node.test)
         if truth is None:
-            if len(node.body) == 1 and isinstance(node.body[0], ast.Pass) and not node.orelse and self.pure(node.test):
-                self.propose(self.without(node))
             return
         start, end = self._lines_of(node.lineno, node.end_lineno)
         is_elif = self._is_elif(node)
@@ -676,8 +659,6 @@ class _Pass(Places):
         grouped = before == b"(" and after == b")" and not (isinstance(parent, ast.Call) and node in parent.args)
         if simple and grouped:
             start, end = self.data.rindex(b"(", 0, start), self.data.index(b")", end) + 1
-            if isinstance(part, ast.Tuple) and not text.startswith("("):
-                text = f"({text})"
         elif not simple and not grouped and isinstance(parent, ast.BinOp | ast.UnaryOp | ast.Attribute | ast.Compare):
             text = f"({text})"
         self.propose((start, end, text))
@@ -1145,12 +1126,8 @@ class _Pass(Places):
             for key, value in zip(node.value.keys, node.value.values, strict=True):
                 if not isinstance(key, ast.Constant) or key.value in keys:
                     continue
-                last = value.end_lineno
-                first = key.lineno
-                if self.lines[first - 1].lstrip().startswith(self.segment(key)):
-                    while self.lines[first - 2].lstrip().startswith("#"):
-                        first -= 1
-                    self.propose((*self._lines_of(first, last), ""))
+                if self.lines[key.lineno - 1].lstrip().startswith(self.segment(key)):
+                    self.propose((*self._lines_of(first_line(key, self.lines), value.end_lineno), ""))
 
 
 def _is_docstring(node):
@@ -1218,8 +1195,5 @@ def _pruned(text, roots):
     for node in reversed(tree.body):
         if node in kept:
             continue
-        first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
-        while first > 1 and lines[first - 2].startswith("#"):
-            first -= 1
-        del lines[first - 1 : node.end_lineno]
+        del lines[first_line(node, lines) - 1 : node.end_lineno]
     return "\n".join(lines)

@@ -37,9 +37,9 @@ def at(address, n):
 @pytest.fixture
 def doubled(monkeypatch):
     """A replayed function on the CPU. `doubled.first` lists its calls that were not replayed."""
-    monkeypatch.setattr(launch, "INTERPRETING", False)
-    monkeypatch.setattr(launch, "current_device", lambda: -1)
-    monkeypatch.setattr(launch, "raw_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(replay, "INTERPRETING", False)
+    monkeypatch.setattr(replay, "current_device", lambda: -1)
+    monkeypatch.setattr(replay, "raw_stream", lambda device: f"stream of {device}")
     monkeypatch.setattr(
         replay, "_empty_strided", lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype)
     )
@@ -138,7 +138,7 @@ def test_what_is_not_remembered(doubled):
 
 
 def test_temporaries_share_one_allocation(monkeypatch):
-    monkeypatch.setattr(launch, "current_device", lambda: -1)
+    monkeypatch.setattr(replay, "current_device", lambda: -1)
     allocated, launched = [], []
 
     def empty(shape, stride, dtype):
@@ -148,7 +148,7 @@ def test_temporaries_share_one_allocation(monkeypatch):
     monkeypatch.setattr(replay, "_empty_strided", empty)
     x, codes, scale, out = torch.ones(3), torch.ones(700, dtype=torch.int8), torch.ones(5), torch.ones(2, 2).t()
     compiled = launch._Launch(None, lambda *args: launched.append(args[4:]), -1, (), [], [], None)
-    monkeypatch.setattr(launch, "raw_stream", lambda device: 0)
+    monkeypatch.setattr(replay, "raw_stream", lambda device: 0)
     record = launch.Record([(compiled, (1,), (x, codes, scale, out))], [codes, scale, out])
     call = replay._call_of([x], out, record)
     got = call([x])
@@ -225,7 +225,7 @@ def test_another_current_device(doubled, monkeypatch):
 
     x = torch.randn(5)
     doubled(x)
-    monkeypatch.setattr(launch, "current_device", lambda: 1)
+    monkeypatch.setattr(replay, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device", device)
     assert torch.equal(doubled(x), 2 * x) and entered == [-1] and len(doubled.first) == 1
 

@@ -141,6 +141,27 @@ def test_gptq(tmp_path, size, act_order, symmetric, v2):
     assert model(torch.randn(2, K, dtype=HALF, device=DEVICE)).isfinite().all()
 
 
+@pytest.mark.parametrize("method", ["gptq", "act-order", "awq"])
+@pytest.mark.parametrize("K", [512, 1080, 2568])
+def test_layers_that_are_converted_in_pieces(tmp_path, K, method):
+    """Of 512 columns each on a CPU, the last one shorter; the largest layer is in huge pages."""
+    N = 1640 if K == 2568 else 24
+    codes, zeros, scales = numbers(7, N, K, 128)
+    group_of = torch.arange(K) // 128
+    if method == "act-order":
+        group_of = group_of[torch.randperm(K, generator=torch.Generator().manual_seed(7))]
+    tensors = awq("up", codes, zeros, scales) if method == "awq" else gptq("up", codes, zeros, scales, group_of)
+    tensors |= plain(empty(K, N, 8)) | {"down.weight": torch.ones(8, N)}
+    settings = {"quant_method": "awq" if method == "awq" else "gptq", "bits": 4, "group_size": 128}
+    threads = torch.get_num_threads()
+    model, _ = load(write(tmp_path, tensors, settings), empty(K, N, 8), device=DEVICE)
+    assert same(model.up.dequantize().to(HALF), values(codes, zeros, scales, group_of).to(DEVICE))
+    assert torch.get_num_threads() == threads
+    again = pickle.loads(pickle.dumps(copy.deepcopy(model.up)))
+    again.share_memory()
+    assert all(same(x, y) and x.is_contiguous() for x, y in zip(again.buffers(), model.up.buffers(), strict=True))
+
+
 @pytest.mark.parametrize("size", [32, 128, None])
 def test_awq(tmp_path, size):
     K, inner, rows = 136, 24, 16
@@ -202,7 +223,7 @@ def test_pack_quantized(tmp_path, K, inner, rows, size, symmetric, dtype):
     assert {row.note.startswith("compressed-tensors, 4 bits") for row in report.rows} == {True}
 
 
-@pytest.mark.parametrize(("N", "K"), [(40, 96), (45, 99), (3, 64)])
+@pytest.mark.parametrize(("N", "K"), [(40, 96), (45, 99), (3, 64), (300, 1091)])
 def test_pack_quantized_with_an_order_of_columns(tmp_path, N, K):
     helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
     codes, zeros, scales = numbers(3, N, K, 32)
@@ -849,7 +870,11 @@ def test_damaged_own_files(tmp_path):
     for wrong in ("", "[]", "{", json.dumps(header | {"version": 2}), json.dumps(header | {"layers": []})):
         refused(written(tensors, wrong), "saved by another version of qk; expected version 1")
     refused(written(tensors, header | {"layers": {"up": 3}}), "describes layers by something else")
-    refused(written(tensors, changed(kind="Linear")), "up is of a kind that this qk doesn't know")
+    refused(written(tensors, header | {"tied": {"up": []}}), "has tied tensors that aren't names")
+    for kind in ("Linear", []):
+        refused(written(tensors, changed(kind=kind)), "up is of a kind that this qk doesn't know")
+    for table in (None, [], "down"):
+        refused(written(tensors, changed(kind="TiedInt8Linear", table=table)), "up has the table of .*, which isn't")
     refused(written(tensors, changed(kind="Int8Linear")), "up has settings that an Int")
     refused(written(tensors, changed(dtype="int8")), "its dtype is 'int8'; expected")
     refused(written(tensors, changed(group_size=64)), "up has the format|up.absmax has shape")

@@ -21,7 +21,7 @@ from torch.utils.benchmark import Timer
 
 import qk
 from qk.core import launch as launches
-from qk.nn import Int4Linear, Int8Embedding, Int8Linear, dequantize_, int8_train_, quantize_, replace, restore, warm_up
+from qk.nn import Int4Linear, Int8Embedding, Int8Linear, dequantize_, int8_train_, quantize_, replace, warm_up
 from qk.nn.calibration import LayerStatistics, collect, quantize_weight, rotate_moment
 from qk.nn.training import Int8FeedForward
 
@@ -409,6 +409,8 @@ def test_repr():
     assert repr(layer_of(Int8Linear, rotate=True)) == f"Int8Linear({sizes}True, block_size=32, rotate=True)"
     assert repr(layer_of(Int8Linear, block=None)) == f"Int8Linear({sizes}True, block_size=None, rotate=False)"
     assert repr(layer_of(Int4Linear, False, block=None)) == f"Int4Linear({sizes}False, group_size=None, rotate=False)"
+    text = f"Int4Linear({sizes}True, group_size=32, rotate=False, activations=int8)"
+    assert repr(Int4Linear(70, 40, group_size=32, activations="int8")) == text
     assert repr(Int8Embedding(5, 3)) == "Int8Embedding(5, 3, dtype=torch.float32)"
 
 
@@ -1665,7 +1667,7 @@ def test_a_dequantization_that_fails_changes_nothing(monkeypatch):
     before, out = list(model.modules()), model(IDS)
     for name in ("bytes_of", "rows_of_others"):
         with monkeypatch.context() as fails:
-            fails.setattr(restore, name, lambda *args: [][0])
+            fails.setattr(replace, name, lambda *args: [][0])
             with pytest.raises(IndexError):
                 dequantize_(model)
         assert all(a is b for a, b in zip(before, model.modules(), strict=True)) and same(model(IDS), out)
@@ -1690,6 +1692,10 @@ def test_warm_up(monkeypatch):
     assert {layer for layer, *_ in calls} <= {model[0], model[1], model[2]}
     warm_up(model.half())
     assert calls[-1][2] == torch.float16 and {1, 15, 16, 4096} <= {shape[0] for _, shape, _ in calls}
+    calls.clear()
+    kinds = [Int4Linear(64, 64, device=DEVICE, activations=activations) for activations in ("float", "int8", "int8")]
+    warm_up(nn.Sequential(*kinds), [1], progress=False)
+    assert [layer for layer, *_ in calls] == [kinds[0], kinds[2]]
 
 
 @pytest.mark.parametrize(

@@ -44,12 +44,12 @@ def test_bits_are_the_kernels(dtype, block):
         assert same(packed, want[0]) and same(absmax, want[1]), name
         assert same(weights.rotate_weight(w, torch.float32), qk.hadamard(w, torch.float32)), name
     for out_dtype in FLOATS:
-        out = weights.from_int8(codes, scale, block, out_dtype)
+        out = weights.from_codes(codes, scale, None, 150, block, out_dtype)
         if block is None:
             assert same(out, (codes * scale).to(out_dtype))
         else:
             assert same(out, qk.weight_dequant(codes, scale, block, out_dtype))
-        out = weights.from_int4(packed, absmax, 150, block, out_dtype)
+        out = weights.from_codes(packed, absmax, None, 150, block, out_dtype)
         assert same(out, qk.dequantize_int4(packed, absmax, 150, block, out_dtype))
 
 
@@ -59,7 +59,7 @@ def test_results_have_their_own_memory(shape):
     w = randn(*shape)
     for block in (128, None):
         results = (*weights.to_int8(w, block), *weights.to_int4(w, block))
-        results += (weights.from_int8(*results[:2], block, torch.float32),)
+        results += (weights.from_codes(*results[:2], None, shape[1], block, torch.float32),)
         assert all(x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes for x in results), block
 
 
@@ -70,7 +70,7 @@ def test_weights_of_no_size(shape, block):
     codes, scale = weights.to_int8(w, block)
     want = qk.quantize_per_token(w) if block is None else qk.weight_quant(w, block)
     assert same(codes, want[0]) and same(scale, want[1])
-    assert weights.from_int8(codes, scale, block, torch.float32).shape == shape
+    assert weights.from_codes(codes, scale, None, shape[1], block, torch.float32).shape == shape
 
 
 @pytest.mark.parametrize("rotate", [False, True])

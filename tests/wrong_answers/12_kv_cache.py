@@ -24,6 +24,22 @@ def kernel(old, new):
     return KERNEL.replace(old, new)
 
 
+COMBINE = """@triton.jit
+def combine_kernel(parts_ptr, w_ptr, out_ptr, S, D: tl.constexpr, SPLITS: tl.constexpr):
+    row, split, column = tl.program_id(0), tl.arange(0, SPLITS), tl.arange(0, D)
+    w = tl.load(w_ptr + row * S + split, mask=split < S, other=float("-inf"))
+    places = (row * S + split)[:, None] * D + column[None, :]
+    parts = tl.load(parts_ptr + places, mask=(split < S)[:, None], other=0)
+    weights = tl.exp2(w - tl.max(w, 0))
+    tl.store(out_ptr + row * D + column, tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0))
+"""
+
+
+def combined(old, new):
+    assert COMBINE.count(old) == 1, old
+    return COMBINE.replace(old, new)
+
+
 ANSWERS = {
     "tokens_that_fit": [
         ("a key and a value", fit("size // (layers * kv_heads * row)")),
@@ -67,6 +83,26 @@ ANSWERS = {
         (
             "torch alone doesn't count",
             "def scores(q, codes, absmax, BLOCK):\n    return (codes.float() @ q) * absmax / 127",
+        ),
+    ],
+    "combine": [
+        ("subtract the row's largest w first", combined(" - tl.max(w, 0)", "")),
+        ("2**w, not w", combined("tl.exp2(w - tl.max(w, 0))", "tl.where(split < S, w, 0.0)")),
+        ("divide by the sum", combined(" / tl.sum(weights, 0)", "")),
+        ("not a natural one", combined("tl.exp2(", "tl.exp(")),
+        ("don't weigh the same", combined("tl.exp2(w - tl.max(w, 0))", "tl.where(split < S, 1.0, 0.0)")),
+        ("not only the one", combined("tl.exp2(w - tl.max(w, 0))", "tl.where(w == tl.max(w, 0), 1.0, 0.0)")),
+        ("must weigh nothing", combined('other=float("-inf")', "other=0")),
+        ("load's mask", combined('mask=split < S, other=float("-inf")', "")),
+        ("load's mask", combined("mask=(split < S)[:, None], other=0", "")),
+        ("its own w", combined("w_ptr + row * S", "w_ptr")),
+        ("its own parts", combined("(row * S + split)[:, None] * D", "split[:, None] * D")),
+        ("sign of w", combined("w = tl.load(w_ptr", "w = -tl.load(w_ptr").replace('float("-inf")', 'float("inf")')),
+        ("", combined("tl.max(w, 0)", "1.0 * S")),
+        (
+            "torch alone doesn't count",
+            "def combine(parts, w):\n    weights = torch.softmax(w * 0.6931471805599453, 1)\n"
+            "    return (parts * weights[..., None]).sum(1)",
         ),
     ],
 }

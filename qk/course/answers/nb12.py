@@ -1,4 +1,6 @@
-"""The exercises of notebook 12: tokens that fit into a cache, and a kernel for scores of int8 keys."""
+"""The exercises of notebook 12: tokens that fit into a cache, and kernels for scores of int8 keys and for splits."""
+
+import math
 
 import torch
 
@@ -220,4 +222,60 @@ _SCORES = Exercise(
     },
 )
 
-EXERCISES = {"tokens_that_fit": _TOKENS_THAT_FIT, "scores": _SCORES}
+# combine(parts, w)
+
+
+def _combine(parts, w, power=2.0, unused=0):
+    """unused: splits that a kernel counts though they don't exist, with w = 0."""
+    w = torch.cat([w, w.new_zeros(len(w), unused)], 1).double()
+    weights = power ** (w - w.amax(1, keepdim=True))
+    return ((parts.double() * weights[:, : parts.shape[1], None]).sum(1) / weights.sum(1, keepdim=True)).float()
+
+
+def _overflowing(parts, w):
+    weights = torch.exp2(w)
+    return (parts * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
+
+
+def _splits():
+    random = torch.Generator().manual_seed(21)
+
+    def case(rows, S, D, base=0):
+        # eighths, whose differences float32 holds exactly
+        w = base + torch.randint(-32, 33, (rows, S), generator=random) / 8
+        return torch.randn(rows, S, D, generator=random), w
+
+    cases = [case(3, 4, 64), case(5, 3, 16, 300), case(1, 1, 64, -500), case(4, 7, 32, -2), case(2, 8, 128, 900)]
+    cases[1][1][:, 1] = -1e38  # a split without tokens
+    return cases
+
+
+_COMBINE = Exercise(
+    expected=_combine,
+    cases=_splits,
+    kernel=True,
+    bound=lambda parts, w: 1e-5 * _combine(parts.abs(), w).double(),
+    note="any number of splits, and w of any size",
+    mistakes={
+        "2**w leaves float32's range: subtract the row's largest w first": _overflowing,
+        "the weights are 2**w, not w": lambda parts, w: (parts * w[..., None]).sum(1) / w.sum(1, keepdim=True),
+        "divide by the sum of the weights": lambda parts, w: (
+            parts * torch.exp2(w - w.amax(1, keepdim=True))[..., None]
+        ).sum(1),
+        "w is a logarithm to base 2, not a natural one": lambda parts, w: _combine(parts, w, math.e),
+        "splits don't weigh the same": lambda parts, w: parts.mean(1),
+        "all splits count, not only the one with the largest w": lambda parts, w: torch.take_along_dim(
+            parts, w.argmax(1)[:, None, None], 1
+        )[:, 0],
+        "lanes beyond the last split must weigh nothing: load w with other=-inf": lambda parts, w: _combine(
+            parts, w, unused=-w.shape[1] % (1 << (w.shape[1] - 1).bit_length())
+        ),
+        "each row has its own w, and you took the first one's": lambda parts, w: _combine(parts, w[:1].expand_as(w)),
+        "each row has its own parts, and you took the first one's": lambda parts, w: _combine(
+            parts[:1].expand_as(parts), w
+        ),
+        "the sign of w is wrong": lambda parts, w: _combine(parts, -w),
+    },
+)
+
+EXERCISES = {"tokens_that_fit": _TOKENS_THAT_FIT, "scores": _SCORES, "combine": _COMBINE}

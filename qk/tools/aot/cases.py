@@ -421,6 +421,6 @@ CASES = {
     "kv_cache": _kv_cache_cases,
     "gelu": _gelu_cases,
     "norm": _norm_cases,
-    "dequant": _dequant_cases,
-    "sparsity": _sparsity_cases,
+    "linear.dequant": _dequant_cases,
+    "linear.sparsity": _sparsity_cases,
 }

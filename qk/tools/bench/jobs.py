@@ -839,7 +839,7 @@ TUNED = {
         },
     ),
     "dequant_bias": Tuned(
-        "dequant",
+        "linear.dequant",
         dequant_bias_case,
         {
             "small": ([(1, 2560, _BF16), (1, 13824, _BF16), (1, 3840, _FP32), (4, 2560, _BF16)], _LOW),

@@ -5,7 +5,7 @@
 
     out[m, n] = (sum over k of x code * w code) * x scale[m] * w scale[n] + bias[n]
 
-The sparse GEMM skips half of its weight: 2 of every 4 columns are zero. Sliding windows (`qk/sparsity.py`) bring a
+The sparse GEMM skips half of its weight: 2 of every 4 columns are zero. Sliding windows (`sparsity.py`) bring a
 weight that keeps L - 2 of every L columns into that form, with C = ceil(K / L) * (2L - 4) columns in place of K.
 
 Sums of int8 codes are integers. In int32 they are exact, and the same from every library. cuSPARSELt writes them faster
@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 import torch
 
-from .core.checks import FLOATS, LARGEST_INT32_K, check_one_of, check_tensor
-from .core.launch import cdiv, next_power_of_2
-from .core.matrices import as_matrix
-from .core.operators import operator
+from ..core.checks import FLOATS, LARGEST_INT32_K, check_one_of, check_tensor
+from ..core.launch import cdiv, next_power_of_2
+from ..core.matrices import as_matrix
+from ..core.operators import operator
+from ..int8 import quantize_per_token, quantize_per_token_ref
 from .dequant import dequant_bias, dequant_bias_ref
-from .int8 import quantize_per_token, quantize_per_token_ref
 from .sparsity import quant_slide, quant_slide_ref, slide_weight, slide_weight_ref
 
 __all__ = [

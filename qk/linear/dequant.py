@@ -22,11 +22,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .core.checks import FLOATS, check_one_of, check_tensor, listed
-from .core.launch import INTERPRETING, TileConfig, cdiv, grid, launch, tile_shape
-from .core.numerics import to_dtype, to_float32, wait_if_early
-from .core.operators import operator
-from .core.replay import replayed
+from ..core.checks import FLOATS, check_one_of, check_tensor, listed
+from ..core.launch import INTERPRETING, TileConfig, cdiv, grid, launch, tile_shape
+from ..core.numerics import to_dtype, to_float32, wait_if_early
+from ..core.operators import operator
+from ..core.replay import replayed
 
 __all__ = ["dequant_bias", "dequant_bias_ref"]
 
@@ -155,11 +155,11 @@ def _dequant_bias(
     rows, block, num_warps = tile_shape(N, config, 1)
     held = min(config.held, cdiv(M, rows))
     (stride_gm, stride_gn), stride_a, stride_b, stride_bias = g.stride(), _stride(a), _stride(b), _stride(bias)
-    longest = max(M * stride_gm + N * stride_gn, M * N, M * (stride_a or 0), N * max(stride_b or 0, stride_bias or 0))
+    ends = M * stride_gm + N * stride_gn, M * N, M * (stride_a or 0), N * max(stride_b or 0, stride_bias or 0)
     launch(
         g.device, _dequant_bias_kernel, grid(cdiv(N, block), cdiv(M, rows * held)),
         g, a, scale_a, b, scale_b, bias, out, M, N, stride_gm, stride_gn, stride_a, stride_b, stride_bias,
-        WIDE=longest >= _WIDE, ROWS=rows, BLOCK=block, HELD=held, early=True,
+        WIDE=max(ends) >= _WIDE, ROWS=rows, BLOCK=block, HELD=held, early=True,
         num_warps=num_warps * (2 if out_dtype == torch.float32 else 1),  # then four elements a thread are 16 bytes
     )  # fmt: skip
 

@@ -8,9 +8,9 @@ import torch
 from cases import DEVICE, EMPTY, FLOATS, MATRICES, gpu, layouts, randn, rough, same
 from hypothesis import strategies as st
 
-from qk import dequant
 from qk.core import launch, replay
-from qk.dequant import dequant_bias, dequant_bias_ref
+from qk.linear import dequant
+from qk.linear.dequant import dequant_bias, dequant_bias_ref
 
 NAN, INF = math.nan, math.inf
 INPUTS = (*FLOATS, torch.int32)

@@ -16,7 +16,7 @@ from qk.linear import (
     sparse_linear,
     sparse_linear_ref,
 )
-from qk.sparsity import prune_slide, slide_weight
+from qk.linear.sparsity import prune_slide, slide_weight
 
 LENGTHS = (4, 6, 8, 10)
 INT32, BF16 = torch.int32, torch.bfloat16

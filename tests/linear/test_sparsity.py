@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import qk
-from qk import sparsity
 from qk.int8 import quantize_per_token, quantize_per_token_ref
-from qk.sparsity import (
+from qk.linear import sparsity
+from qk.linear.sparsity import (
     prune_slide,
     prune_slide_ref,
     quant_slide,

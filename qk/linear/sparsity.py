@@ -26,10 +26,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .core.checks import FLOATS, check_code_dtype, check_data, check_integer, check_one_of, check_tensor
-from .core.launch import INTERPRETING, TileConfig, cdiv, launch, next_power_of_2
-from .core.matrices import with_contiguous_rows
-from .core.numerics import (
+from ..core.checks import FLOATS, check_code_dtype, check_data, check_integer, check_one_of, check_tensor
+from ..core.launch import INTERPRETING, TileConfig, cdiv, launch, next_power_of_2
+from ..core.matrices import with_contiguous_rows
+from ..core.numerics import (
     LIMITS,
     absmax_and_inverse,
     as_float32_bits,
@@ -40,8 +40,8 @@ from .core.numerics import (
     to_float32,
     wait_if_early,
 )
-from .core.operators import operator
-from .core.replay import replayed
+from ..core.operators import operator
+from ..core.replay import replayed
 
 __all__ = [
     "prune_slide",

@@ -1,0 +1,146 @@
+"""The exercises of notebook 13: AWQ's codes, GPTQ's zero points, and a kernel that repacks GPTQ's words."""
+
+import torch
+
+from qk.course.exercises import Exercise
+
+_NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)  # in AWQ's words, the nibble of each row
+_ROW = (0, 2, 4, 6, 1, 3, 5, 7)  # and the row of each nibble
+_FLIP = 0x88888888 - 2**32  # the top bit of each nibble
+
+
+def _words(rows, columns, seed):
+    """Random int32 words, in which every nibble occurs."""
+    random = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**31), 2**31, (rows, columns), generator=random).to(torch.int32)
+
+
+def _nibbles(words, order=range(8), step=4, keep=15):
+    """Unpack words [A, B] into int32 [8 * B, A]."""
+    shifts = step * torch.arange(8, dtype=torch.int32, device=words.device)
+    return (words[..., None] >> shifts & keep)[..., list(order)].flatten(1).T
+
+
+# awq_codes(qweight)
+
+
+def _awq_codes(qweight, order=_NIBBLE, **how):
+    return _nibbles(qweight, order, **how).to(torch.uint8)
+
+
+_AWQ_CODES = Exercise(
+    expected=_awq_codes,
+    cases=lambda: [(_words(K, words, 8 * K),) for K, words in ((3, 2), (5, 1), (24, 5), (1, 3), (16, 2))],
+    note="any number of rows in eights, and any number of columns",
+    mistakes={
+        "the rows of a word aren't in order": lambda words: _awq_codes(words, range(8)),
+        "0 2 4 6 1 3 5 7 is the row of each nibble; you need the nibble of each row": lambda words: _awq_codes(
+            words, _ROW
+        ),
+        "the first nibble is in the lowest four bits": lambda words: _awq_codes(words, [7 - n for n in _NIBBLE]),
+        "the first nibble is in the lowest four bits, and the rows aren't in order": lambda words: _awq_codes(
+            words, range(7, -1, -1)
+        ),
+        "a shift leaves the nibbles above: cut them off with & 15": lambda words: _awq_codes(words, keep=-1),
+        "a nibble has four bits, but the mask keeps three": lambda words: _awq_codes(words, keep=7),
+        "nibble i begins at bit 4 * i, not at bit i": lambda words: _awq_codes(words, step=1),
+        "the result is [N, K]: transpose it": lambda words: _awq_codes(words).T,
+        "these codes stay 0 to 15: don't subtract 8": lambda words: _awq_codes(words) - 8,
+        "these codes stay 0 to 15: don't flip their top bit": lambda words: _awq_codes(words) ^ 8,
+    },
+)
+
+# zero_points(qzeros)
+
+
+def _zero_points(qzeros, order=range(8), add=1, wrap=15, signed=8):
+    return ((_nibbles(qzeros, order) + add & wrap) - signed).to(torch.int8)
+
+
+def _zeros():
+    all_of_them = torch.tensor([[0x76543210], [0xFEDCBA98 - 2**32], [0x0F0F0F0F]], dtype=torch.int32)
+    return [(x,) for x in (all_of_them, _words(1, 3, 1), _words(4, 2, 2), _words(12, 5, 3), _words(1, 1, 4))]
+
+
+_ZERO_POINTS = Exercise(
+    expected=_zero_points,
+    cases=_zeros,
+    note="any number of rows in eights and any number of groups, and zero points from 0 to 15",
+    mistakes={
+        "version 1 stores the zero point minus one: add it again": lambda qzeros: _zero_points(qzeros, add=0),
+        "add one, don't subtract it": lambda qzeros: _zero_points(qzeros, add=-1),
+        "zero point 0 is stored as 15: keep four bits after adding one": lambda qzeros: _zero_points(qzeros, wrap=31),
+        "zero point 0 is stored as 15, which 15 as a limit doesn't give back": lambda qzeros: (
+            (_nibbles(qzeros) + 1).clamp(max=15) - 8
+        ).to(torch.int8),
+        "codes became signed, so subtract 8 from the zero point, too": lambda qzeros: _zero_points(qzeros, signed=0),
+        "subtract 8, not 7": lambda qzeros: _zero_points(qzeros, signed=7),
+        "8 moves with the codes, it doesn't turn around: zero - 8": lambda qzeros: -_zero_points(qzeros),
+        "that's two's complement of the nibble; subtract 8": lambda qzeros: _zero_points(qzeros) ^ -8,
+        "zero points lie in order here; AWQ's order is another": lambda qzeros: _zero_points(qzeros, _NIBBLE),
+        "zero points lie in order here; AWQ has another order": lambda qzeros: _zero_points(qzeros, _ROW),
+        "the first zero point is in the lowest four bits": lambda qzeros: _zero_points(qzeros, range(7, -1, -1)),
+        "the result is [N, groups]: transpose it": lambda qzeros: _zero_points(qzeros).T,
+    },
+)
+
+# repack(qweight, BLOCK)
+
+
+def _repack(qweight, BLOCK=None):
+    return qweight.T ^ _FLIP
+
+
+def _written(rows, columns):
+    """A wrong repack: only words [N, K / 8] whose row and column pass are written, given the size of a tile."""
+
+    def answer(qweight, BLOCK):
+        N, words = qweight.T.shape
+        row, column = torch.arange(N)[:, None], torch.arange(words)
+        kept = (rows(row, BLOCK) & columns(column, BLOCK)).to(qweight.device)
+        return torch.where(kept, _repack(qweight), 0)
+
+    return answer
+
+
+def _any(place, BLOCK):
+    return place >= 0
+
+
+def _first(place, BLOCK):
+    return place < BLOCK
+
+
+_REPACK = Exercise(
+    expected=_repack,
+    cases=lambda: [
+        (_words(words, N, 64 * N + words), BLOCK)
+        for words, N, BLOCK in ((12, 40, 16), (5, 24, 8), (1, 8, 16), (37, 72, 32), (16, 16, 16), (3, 136, 64))
+    ],
+    kernel=True,
+    note="any number of rows and words, also if they don't fill a tile",
+    mistakes={
+        "qk's codes are signed: flip the top bit of each nibble": lambda qweight, BLOCK: qweight.T,
+        "out[n, w] is qweight[w, n]: transpose": lambda qweight, BLOCK: (qweight ^ _FLIP).reshape(
+            qweight.shape[1], qweight.shape[0]
+        ),
+        "flip the top bit of each nibble, not just the word's": lambda qweight, BLOCK: qweight.T ^ -(2**31),
+        "flip each nibble's top bit, not all its bits": lambda qweight, BLOCK: ~qweight.T,
+        "flip each nibble's top bit, not the other three": lambda qweight, BLOCK: ~_repack(qweight),
+        "flip each nibble's lowest bit? the top one": lambda qweight, BLOCK: qweight.T ^ 0x11111111,
+        "flip the top bits, don't set them: ^, not |": lambda qweight, BLOCK: qweight.T | _FLIP,
+        "flip the top bits, don't keep them alone: ^, not &": lambda qweight, BLOCK: qweight.T & _FLIP,
+        "flip the top bits, don't clear them": lambda qweight, BLOCK: qweight.T & ~_FLIP,
+        "subtracting 8 from each nibble borrows from the next one: use ^": lambda qweight, BLOCK: (
+            qweight.T.long() - 0x88888888
+        ).to(torch.int32),
+        "adding 8 to each nibble carries into the next one: use ^": lambda qweight, BLOCK: (
+            qweight.T.long() + 0x88888888
+        ).to(torch.int32),
+        "only the first tile is written: where does yours begin?": _written(_first, _first),
+        "all tiles begin at row 0: use tl.program_id(0)": _written(_first, _any),
+        "all tiles begin at word 0: use tl.program_id(1)": _written(_any, _first),
+    },
+)
+
+EXERCISES = {"awq_codes": _AWQ_CODES, "zero_points": _ZERO_POINTS, "repack": _REPACK}

@@ -1,0 +1,133 @@
+"""Wrong answers to the exercises of the notebook of this name: (a part of the hint that must be printed, code).
+
+OTHERS are right ones in another style.
+"""
+
+AWQ = """def awq_codes(qweight):
+    shifts = 4 * torch.tensor([0, 4, 1, 5, 2, 6, 3, 7], device=qweight.device)
+    nibbles = qweight[:, :, None] >> shifts & 15
+    return nibbles.flatten(1).T.to(torch.uint8)
+"""
+ZEROS = """def zero_points(qzeros):
+    shifts = 4 * torch.arange(8, device=qzeros.device)
+    stored = (qzeros[:, :, None] >> shifts & 15).flatten(1).T
+    return ((stored + 1 & 15) - 8).to(torch.int8)
+"""
+KERNEL = """@triton.jit
+def repack_kernel(qweight_ptr, out_ptr, N, WORDS, BLOCK: tl.constexpr):
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    w = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = (n < N)[:, None] & (w < WORDS)
+    words = tl.load(qweight_ptr + w * N + n[:, None], mask=mask, other=0)
+    tl.store(out_ptr + n[:, None] * WORDS + w, words ^ FLIP, mask=mask)
+"""
+
+
+def changed(code, *pairs):
+    for old, new in pairs:
+        assert code.count(old) == 1, old
+        code = code.replace(old, new)
+    return code
+
+
+def awq(*pairs):
+    return changed(AWQ, *pairs)
+
+
+def zeros(*pairs):
+    return changed(ZEROS, *pairs)
+
+
+def kernel(*pairs):
+    return changed(KERNEL, *pairs)
+
+
+ORDER = "[0, 4, 1, 5, 2, 6, 3, 7]"
+ANSWERS = {
+    "awq_codes": [
+        ("aren't in order", awq((ORDER, "[0, 1, 2, 3, 4, 5, 6, 7]"))),
+        ("the nibble of each row", awq((ORDER, "[0, 2, 4, 6, 1, 3, 5, 7]"))),
+        ("lowest four bits", awq((ORDER, "[7, 3, 6, 2, 5, 1, 4, 0]"))),
+        ("lowest four bits, and", awq((ORDER, "[7, 6, 5, 4, 3, 2, 1, 0]"))),
+        ("cut them off", awq((" & 15", ""))),
+        ("keeps three", awq((" & 15", " & 7"))),
+        ("bit 4 * i", awq(("4 * torch", "torch"))),
+        ("transpose", awq((".T.", "."))),
+        ("don't subtract 8", awq(("return nibbles", "return (nibbles - 8)"))),
+        ("don't flip", awq(("& 15", "& 15 ^ 8"))),
+        ("convert the result", awq((".to(torch.uint8)", ""))),
+        ("", awq((" & 15", " & 14"))),
+    ],
+    "zero_points": [
+        ("minus one", zeros(("stored + 1", "stored"))),
+        ("don't subtract", zeros(("stored + 1", "stored - 1"))),
+        ("keep four bits", zeros((" & 15) - 8", ") - 8"))),
+        ("as a limit", zeros(("(stored + 1 & 15)", "(stored + 1).clamp(max=15)"))),
+        ("subtract 8 from", zeros((" - 8", ""))),
+        ("not 7", zeros((" - 8", " - 7"))),
+        ("turn around", zeros(("((stored + 1 & 15) - 8)", "(8 - (stored + 1 & 15))"))),
+        ("two's complement", zeros(("stored + 1", "stored + 9"))),
+        ("AWQ's order", zeros(("torch.arange(8, device", f"torch.tensor({ORDER}, device"))),
+        ("AWQ has", zeros(("torch.arange(8, device", "torch.tensor([0, 2, 4, 6, 1, 3, 5, 7], device"))),
+        ("lowest four bits", zeros(("torch.arange(8", "torch.arange(7, -1, -1"))),
+        ("transpose", zeros((".T", ""))),
+    ],
+    "repack": [
+        ("missing or too wide?", kernel(("words ^ FLIP, mask=mask", "words ^ FLIP"))),
+        ("load's mask", kernel(("n[:, None], mask=mask, other=0", "n[:, None]"))),
+        ("missing or too wide?", kernel((" & (w < WORDS)", " & (w < w + 1)"))),
+        ("signed", kernel((" ^ FLIP", ""))),
+        ("out[n, w] is", kernel(("n[:, None] * WORDS + w, words", "w * N + n[:, None], words"))),
+        ("not just the word's", kernel(("FLIP", "-0x80000000"))),
+        ("not all its bits", kernel((" ^ FLIP", " ^ -1"))),
+        ("not the other three", kernel(("FLIP", "0x77777777"))),
+        ("the top one", kernel(("FLIP", "0x11111111"))),
+        ("^, not |", kernel((" ^ FLIP", " | FLIP"))),
+        ("^, not &", kernel((" ^ FLIP", " & FLIP"))),
+        ("don't clear", kernel((" ^ FLIP", " & 0x77777777"))),
+        ("borrows", kernel((" ^ FLIP", " - FLIP"))),
+        ("row 0", kernel(("tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)", "tl.arange(0, BLOCK)"))),
+        ("word 0", kernel(("tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)", "tl.arange(0, BLOCK)"))),
+        ("torch alone doesn't count", "def repack(qweight, BLOCK):\n    return qweight.T ^ -2004318072"),
+        ("", kernel(("^ FLIP", "^ 7 ^ FLIP"))),
+    ],
+}
+OTHERS = {
+    "awq_codes": [
+        "def awq_codes(qweight):\n"
+        "    K, words = qweight.shape\n"
+        "    pairs = qweight.contiguous().view(torch.uint8).view(K, words, 4)\n"
+        "    codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(2)\n"
+        "    return codes[..., [0, 4, 1, 5, 2, 6, 3, 7]].reshape(K, 8 * words).T.contiguous()",
+        "def awq_codes(qweight):\n"
+        "    K, words = qweight.shape\n"
+        "    codes = torch.empty(8 * words, K, dtype=torch.uint8, device=qweight.device)\n"
+        "    for nibble, row in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):\n"
+        "        codes[row::8] = ((qweight >> 4 * nibble) & 15).T\n"
+        "    return codes",
+    ],
+    "zero_points": [
+        "def zero_points(qzeros):\n"
+        "    bytes = qzeros.contiguous().view(torch.uint8)\n"
+        "    stored = torch.stack((bytes & 15, bytes >> 4), -1).flatten(1).to(torch.int8)\n"
+        "    return ((stored + 1) % 16 - 8).t()",
+        "def zero_points(qzeros):\n"
+        "    rows = [(qzeros[:, r // 8] >> 4 * (r % 8)) % 16 for r in range(8 * qzeros.shape[1])]\n"
+        "    zeros = torch.stack([torch.where(row == 15, 0, row + 1) for row in rows])\n"
+        "    return (zeros - 8).to(torch.int8)",
+    ],
+    "repack": [
+        kernel((" ^ FLIP", " ^ -0x77777778")),
+        kernel(
+            ("w * N + n[:, None]", "w[:, None] * N + n"),
+            ("mask=mask, other=0", "mask=(w < WORDS)[:, None] & (n < N), other=0"),
+            ("words ^ FLIP", "tl.trans(words ^ FLIP)"),
+        ),
+        kernel(
+            ("words = tl.load", "words, flip = tl.load"),
+            ("other=0)", "other=0), tl.full((), 8, tl.int32)"),
+            ("    tl.store", "    for _ in tl.static_range(7):\n        flip = flip << 4 | 8\n    tl.store"),
+            ("words ^ FLIP", "words ^ flip"),
+        ),
+    ],
+}
