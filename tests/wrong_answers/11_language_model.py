@@ -18,6 +18,15 @@ def log_probabilities_kernel(logits_ptr, out_ptr, V, BLOCK: tl.constexpr):
 """
 
 
+SHIFTED = """
+
+def log_probabilities(logits, BLOCK):
+    out = torch.zeros_like(logits)
+    course.launch(log_probabilities_kernel, (len(logits),), logits - logits.max(), out, logits.shape[1], BLOCK=BLOCK)
+    return out
+"""
+
+
 def kernel(old, new):
     assert KERNEL.count(old) == 1, old
     return KERNEL.replace(old, new)
@@ -74,6 +83,18 @@ ANSWERS = {
         ("", kernel("logits_ptr + row * V", "logits_ptr + row * BLOCK")),
         ("", kernel("tl.sum(", "tl.max(")),
         (
+            "row 0's isn't the others'",
+            kernel("tl.max(logits, 0)", 'tl.max(tl.load(logits_ptr + column, mask=mask, other=-float("inf")), 0)'),
+        ),
+        ("the whole matrix' can be far above", kernel("tl.max(logits, 0)", "0.0") + SHIFTED),
+        ("subtract it", kernel("tl.max(logits, 0)", "tl.load(logits_ptr + row * V)")),
+        ("", kernel('-float("inf")', "-65504.0")),
+        ("subtract the logs", kernel("logits - top - tl.log(total)", "tl.log(tl.exp(logits - top) / total)")),
+        ("", kernel("tl.log(total)", "tl.log(total + 1e-3)")),
+        ("don't limit it", kernel("logits - top - tl.log(total)", "tl.maximum(logits - top - tl.log(total), -100.0)")),
+        ("must be stored, too", kernel("tl.log(total), mask=mask", "tl.log(total), mask=column < V - 1")),
+        ("that are tl.constexpr", "SCALE = 1.0\n\n\n" + kernel("tl.log(total)", "SCALE * tl.log(total)")),
+        (
             "torch alone doesn't count",
             "def log_probabilities(logits, BLOCK):\n    return torch.log_softmax(logits, 1)",
         ),
@@ -81,6 +102,13 @@ ANSWERS = {
 }
 
 OTHERS = {
+    "log_probabilities": [
+        kernel('-float("inf")', "-1e30"),
+        kernel('-float("inf"))', "0.0)").replace(
+            "    top", '    logits = tl.where(mask, logits, -float("inf"))\n    top'
+        ),
+        kernel("tl.exp(logits - top)", "tl.exp2((logits - top) * 1.4426950408889634)"),
+    ],
     "perplexity": [
         perplexity("math.exp(total)", "sum(loss * (count / sum(counts)) for loss, count in zip(losses, counts))"),
         perplexity(

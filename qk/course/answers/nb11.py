@@ -202,14 +202,8 @@ _LOG_PROBABILITIES = Exercise(
         "add nothing to a probability: its log is the logit minus the log of the sum": lambda logits, BLOCK: (
             (logits.softmax(1) + 1e-10).log()
         ),
-        "add nothing to the sum: the largest logit alone makes it 1": lambda logits, BLOCK: (
-            logits - (logits.logsumexp(1, keepdim=True).exp() + 1e-3).log()
-        ),
         "log of the sum, not of 1 + the sum": lambda logits, BLOCK: _subtracted(
             logits, logits.amax(1, keepdim=True), lambda total: total.log1p()
-        ),
-        "add nothing to the sum: it is at least 1": lambda logits, BLOCK: _subtracted(
-            logits, logits.amax(1, keepdim=True), lambda total: (total + 1e-3).log()
         ),
         "the last of the V columns counts, too": lambda logits, BLOCK: (
             logits - logits[:, :-1].logsumexp(1, keepdim=True)

@@ -128,7 +128,7 @@ def _keys():
     cases = [case(64, 64, 32), case(37, 64, 16), case(5, 128, 8), case(100, 32, 64), case(1, 64, 4), case(16, 16, 16)]
     q, codes, absmax, BLOCK = case(40, 32, 16)
     sizes = 10.0 ** torch.randint(-18, 19, (40,), generator=random)
-    return [*cases, (q, codes, absmax * sizes, BLOCK), (1e6 * q, codes[:3], absmax[:3], 4)]
+    return [*cases, (q, codes, absmax * sizes, BLOCK)]
 
 
 def _bound(q, codes, absmax, BLOCK):
@@ -209,6 +209,10 @@ _SCORES = Exercise(
         "q isn't divided by its length": lambda q, codes, absmax, BLOCK: _scores(q / q.norm(), codes, absmax),
         "a program must store all of its tokens, not only the first": lambda q, codes, absmax, BLOCK: torch.where(
             torch.arange(len(codes), device=q.device) % BLOCK == 0, _scores(q, codes, absmax), 0
+        ),
+        "a score can be negative: keep its sign": lambda q, codes, absmax, BLOCK: _scores(q, codes, absmax).abs(),
+        "absmax keeps its 32 bits: float16 is too narrow": lambda q, codes, absmax, BLOCK: _scores(
+            q, codes, 127 * (absmax / 127).half().float()
         ),
         "scales can be tiny: don't limit them": lambda q, codes, absmax, BLOCK: _scores(
             q, codes, absmax.clamp(min=1e-5)
