@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import math
 import numbers
 import re
 
@@ -23,7 +24,13 @@ def _diagnosis(answer, wrong, right):
         said = _of_tensors(pairs, [case for case, _, _ in wrong])
     else:
         said = _of_numbers(pairs)
-    return said or _of_cases(answer, wrong, right)
+    return said or _of_cases(answer, wrong, right) or _constant(pairs)
+
+
+def _constant(pairs):
+    same = all(isinstance(got, numbers.Real) and got == pairs[0][0] for got, _ in pairs)
+    varies = same and len({want for _, want in pairs}) > 2
+    return "it's the same number for different arguments: do they have a say?" if varies else ""
 
 
 def _first_difference(got, want):
@@ -45,11 +52,13 @@ def _same(got, want):
 
 def _of_numbers(pairs):
     known = {
+        "0 is expected there: is this a case of its own?": lambda g, w: w == 0 and (g < 0 or math.isinf(g)),
+        "don't round the result": lambda g, w: isinstance(w, float) and g in [round(w, n) for n in range(5)],
         "almost right, but a whole number is expected: round": lambda g, w: (
             isinstance(w, int) and isinstance(g, float) and g != int(g) and abs(g - w) < 1
         ),
-        "off by one: one too few (round up? start at 1?)": lambda g, w: w - g == 1,
-        "off by one: one too many (round down? start at 0?)": lambda g, w: g - w == 1,
+        "off by one: one too few (round up? start at 1?)": lambda g, w: abs(w - g - 1) < 1e-9 * max(1, abs(w)),
+        "off by one: one too many (round down? start at 0?)": lambda g, w: abs(g - w - 1) < 1e-9 * max(1, abs(w)),
         "the sign is wrong": lambda g, w: g == -w,
         "upside down: that's 1 divided by the right number": lambda g, w: abs(g * w - 1) < 1e-9,
         "it's twice the right number: is something counted twice?": lambda g, w: g == 2 * w and len(pairs) > 1,
@@ -58,6 +67,7 @@ def _of_numbers(pairs):
         "it's off by a factor of 1000 or 1024: which unit is expected?": lambda g, w: any(
             abs(g * f - w) <= 1e-9 * abs(w) for f in (1e3, 1e6, 1e9, 1e-3, 1e-6, 1e-9, 1024, 1 / 1024)
         ),
+        "nearly right: does a step round?": lambda g, w: isinstance(w, float) and abs(g - w) <= 0.01 * abs(w),
     }
     if not all(isinstance(part, numbers.Real) and not isinstance(part, bool) for pair in pairs for part in pair):
         return "return a plain number" if all(isinstance(want, numbers.Real) for _, want in pairs) else ""

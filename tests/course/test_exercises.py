@@ -89,6 +89,15 @@ def _with_numpy(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=offs < n) + one, mask=offs < n)
 
 
+ONE = 1  # not a tl.constexpr
+
+
+@triton.jit
+def _with_a_global(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=offs < n) + ONE, mask=offs < n)
+
+
 @triton.jit
 def _changes_its_type(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -172,7 +181,7 @@ def test_a_right_kernel_is_right(kernel, capsys):
 
 
 @interpreted
-@pytest.mark.parametrize("kernel", [_with_numpy, _changes_its_type])
+@pytest.mark.parametrize("kernel", [_with_numpy, _with_a_global, _changes_its_type])
 def test_a_kernel_that_runs_but_does_not_compile(kernel, capsys):
     printed = heard(launched(kernel), capsys)
     assert (
@@ -283,6 +292,7 @@ def test_a_wrong_rounding_is_named(wrong, words, capsys):
         (lambda n, block: -(-n // 32) if block == 32 else 77, "right only where block is 32"),
         (lambda n, block: -(n // -block) * 8, "a byte has eight bits"),
         (lambda n, block: str(n), "return a plain number"),
+        (lambda n, block: 7, "do they have a say?"),
     ],
 )
 def test_cases_that_are_wrong_have_something_in_common(wrong, words, capsys):

@@ -20,7 +20,29 @@ def unpack_kernel(words_ptr, out_ptr, n, BLOCK: tl.constexpr):
     tl.store(out_ptr + 2 * offs + 1, words & ~0x0F0F0F0F, mask=mask)
 """
 EVEN, ODD = "(words << 4) & ~0x0F0F0F0F", "1, words & ~0x0F0F0F0F"
+BORROWS = """
+@triton.jit
+def unpack_kernel(words_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    words = tl.load(words_ptr + offs, mask=offs < n, other=0)
+    for odd in tl.static_range(2):
+        half = tl.zeros_like(words)
+        for i in tl.static_range(4):
+            code = (((words >> (8 * i + 4 * odd)) & 15) ^ 8) - 8
+            half += (16 * code) << (8 * i)
+        tl.store(out_ptr + 2 * offs + odd, half, mask=offs < n)
+"""
+WIDE = """
+@triton.jit
+def unpack_kernel(words_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    words = tl.load(words_ptr + offs, mask=offs < n, other=0)
+    both = tl.interleave((words << 4) & ~0x0F0F0F0F, words & ~0x0F0F0F0F)
+    place = tl.program_id(0) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
+    tl.store(out_ptr + place, both, mask=place < 2 * n)
+"""
 LEFT = "left = group / 32 - per_sum"
+POWER = "return 2 ** math.ceil(math.log2(group * per_code / left))"
 DONE = "return math.ceil(group * per_code / left) if left > 0 else 0"
 
 ANSWERS = {
@@ -49,6 +71,26 @@ ANSWERS = {
             changed(UNPACK, ("~0x0F0F0F0F, mask=mask)\n    tl.store", "~0x0F0F0F0F)\n    tl.store")),
         ),
         ("", changed(UNPACK, ("(words << 4) & ~0x0F0F0F0F", "(words & 0x0F0F0F0F) * 15"))),
+        ("the last word is missing", changed(UNPACK, ("offs < n", "offs < n - 1"))),
+        ("the lowest code only", changed(UNPACK, (ODD, "1, (words >> 4) << 4"))),
+        ("don't shift them", changed(UNPACK, (ODD, "1, (words >> 4) & ~0x0F0F0F0F"))),
+        ("borrows from the byte above", BORROWS),
+        (
+            "store, don't add",
+            changed(UNPACK, (f"tl.store(out_ptr + 2 * offs, {EVEN}", f"tl.atomic_add(out_ptr + 2 * offs, {EVEN}")),
+        ),
+        ("that are tl.constexpr", "KEEP = ~0x0F0F0F0F\n" + UNPACK.replace("~0x0F0F0F0F", "KEEP")),
+        ("half of them are missing", changed(WIDE, ("place < 2 * n", "place < n"))),
+        (
+            "must stay as it is.",
+            changed(
+                UNPACK,
+                (
+                    "    tl.store(out_ptr + 2 * offs,",
+                    "    tl.store(words_ptr + offs, words << 4, mask=mask)\n    tl.store(out_ptr + 2 * offs,",
+                ),
+            ),
+        ),
     ],
     "tile_tokens": [
         ("no tile is large enough", tokens(LEFT, "return math.ceil(group * per_code / left) if left else 0")),
@@ -64,13 +106,36 @@ ANSWERS = {
         ("not once per column", tokens("left = group / 32 - group * per_sum", DONE)),
         ("doesn't save any", tokens("left = group / 32 + per_sum", DONE)),
         ("32 multiply-adds per instruction", tokens("left = group / 4096 - per_sum", DONE)),
-        ("", tokens("return 64")),
+        ("do they have a say?", tokens("return 64")),
         ("", tokens(LEFT, "return math.ceil(group * per_code / left)")),
+        ("a case of its own", tokens(LEFT, "return math.ceil(group * per_code / left) if left > 0 else math.inf")),
+        ("you swapped them", tokens("left = group / 32 - per_code", DONE.replace("per_code", "per_sum"))),
+        ("divide with /", tokens("left = group // 32 - per_sum", DONE)),
+        ("group * per_code may be a fraction", tokens(LEFT, DONE.replace("group * per_code", "int(group * per_code)"))),
+        ("don't halve it", tokens("left = group / 16 - per_sum", DONE)),
+        ("comes for each token", tokens("return math.ceil((group * per_code + per_sum) * 32 / group)")),
+        ("not only a power of two", tokens(LEFT, "if left <= 0:", "    return 0", POWER)),
+        ("one too many", tokens(LEFT, "return round(group * per_code / left + 0.5) if left > 0 else 0")),
+        (
+            "",
+            tokens(
+                "for T in range(1, 4097):",
+                "    if group * per_code <= T * (group / 32 - per_sum):",
+                "        return T",
+                "return 0",
+            ),
+        ),
+        (
+            "never end",
+            tokens("T = 1", "while group * per_code > T * (group / 32 - per_sum):", "    T += 1", "return T"),
+        ),
     ],
 }
 
 OTHERS = {
     "unpack": [
+        WIDE,
+        changed(BORROWS, ("(16 * code) <<", "((16 * code) & 255) <<")),
         changed(UNPACK, (EVEN, "(words & 0x0F0F0F0F) * 16")),
         changed(UNPACK, (EVEN, "(words & 0x0F0F0F0F) << 4"), (ODD, "1, words ^ (words & 0x0F0F0F0F)")),
     ],
@@ -82,6 +147,10 @@ OTHERS = {
             "while group * per_code + T * per_sum > T * group / 32:",
             "    T += 1",
             "return T",
-        )
+        ),
+        tokens("rest = 1 / 32 - per_sum / group", "return math.ceil(per_code / rest) if rest > 0 else 0"),
+        tokens(
+            "top, left = group * per_code * 32, group - 32 * per_sum", "return int(-(-top // left)) if left > 0 else 0"
+        ),
     ],
 }

@@ -5,6 +5,8 @@ def perplexity(expression, total="sum(loss * count for loss, count in zip(losses
     return f"def perplexity(losses, counts):\n    total = {total}\n    return {expression}"
 
 
+LONGEST = "[loss for loss, count in zip(losses, counts) if count == max(counts)]"
+FEWER = "sum(loss * (count - 1) for loss, count in zip(losses, counts))"
 KERNEL = """@triton.jit
 def log_probabilities_kernel(logits_ptr, out_ptr, V, BLOCK: tl.constexpr):
     row, column = tl.program_id(0), tl.arange(0, BLOCK)
@@ -13,6 +15,15 @@ def log_probabilities_kernel(logits_ptr, out_ptr, V, BLOCK: tl.constexpr):
     top = tl.max(logits, 0)
     total = tl.sum(tl.exp(logits - top), 0)
     tl.store(out_ptr + row * V + column, logits - top - tl.log(total), mask=mask)
+"""
+
+
+SHIFTED = """
+
+def log_probabilities(logits, BLOCK):
+    out = torch.zeros_like(logits)
+    course.launch(log_probabilities_kernel, (len(logits),), logits - logits.max(), out, logits.shape[1], BLOCK=BLOCK)
+    return out
 """
 
 
@@ -36,7 +47,24 @@ ANSWERS = {
         ("a larger loss", perplexity("math.exp(-total / sum(counts))")),
         ("a mean, not a sum", perplexity("math.exp(min(sum(losses), 700))")),
         ("only the first", perplexity("math.exp(losses[0])")),
-        ("", perplexity("math.exp(total / sum(counts)) + 1")),
+        ("one too many", perplexity("math.exp(total / sum(counts)) + 1")),
+        ("the smallest", perplexity("math.exp(min(losses))")),
+        ("short windows count, too", perplexity("math.exp(sum(total) / len(total))", LONGEST)),
+        ("isn't always 512", perplexity("math.exp(512 * sum(losses) / sum(counts))")),
+        ("not by 512 for each window", perplexity("math.exp(total / (512 * len(losses)))")),
+        ("don't subtract", perplexity("math.exp(total / (sum(counts) - len(counts)))", FEWER)),
+        (
+            "not the probabilities",
+            perplexity("sum(counts) / total", "sum(c / math.exp(l) for l, c in zip(losses, counts))"),
+        ),
+        ("don't round", perplexity("round(math.exp(total / sum(counts)), 2)")),
+        (
+            "writes into losses",
+            perplexity(
+                "math.exp(total / sum(counts))", "sum(losses.pop() * counts[i] for i in range(len(counts) - 1, -1, -1))"
+            ),
+        ),
+        ("", perplexity("min(math.exp(total / sum(counts)), 1000.0)")),
     ],
     "log_probabilities": [
         ("missing or too wide?", kernel("total), mask=mask)", "total))")),
@@ -55,8 +83,36 @@ ANSWERS = {
         ("", kernel("logits_ptr + row * V", "logits_ptr + row * BLOCK")),
         ("", kernel("tl.sum(", "tl.max(")),
         (
+            "row 0's isn't the others'",
+            kernel("tl.max(logits, 0)", 'tl.max(tl.load(logits_ptr + column, mask=mask, other=-float("inf")), 0)'),
+        ),
+        ("the whole matrix' can be far above", kernel("tl.max(logits, 0)", "0.0") + SHIFTED),
+        ("subtract it", kernel("tl.max(logits, 0)", "tl.load(logits_ptr + row * V)")),
+        ("", kernel('-float("inf")', "-65504.0")),
+        ("subtract the logs", kernel("logits - top - tl.log(total)", "tl.log(tl.exp(logits - top) / total)")),
+        ("", kernel("tl.log(total)", "tl.log(total + 1e-3)")),
+        ("don't limit it", kernel("logits - top - tl.log(total)", "tl.maximum(logits - top - tl.log(total), -100.0)")),
+        ("must be stored, too", kernel("tl.log(total), mask=mask", "tl.log(total), mask=column < V - 1")),
+        ("that are tl.constexpr", "SCALE = 1.0\n\n\n" + kernel("tl.log(total)", "SCALE * tl.log(total)")),
+        (
             "torch alone doesn't count",
             "def log_probabilities(logits, BLOCK):\n    return torch.log_softmax(logits, 1)",
+        ),
+    ],
+}
+
+OTHERS = {
+    "log_probabilities": [
+        kernel('-float("inf")', "-1e30"),
+        kernel('-float("inf"))', "0.0)").replace(
+            "    top", '    logits = tl.where(mask, logits, -float("inf"))\n    top'
+        ),
+        kernel("tl.exp(logits - top)", "tl.exp2((logits - top) * 1.4426950408889634)"),
+    ],
+    "perplexity": [
+        perplexity("math.exp(total)", "sum(loss * (count / sum(counts)) for loss, count in zip(losses, counts))"),
+        perplexity(
+            "math.prod(math.exp(loss) ** (count / total) for loss, count in zip(losses, counts))", "sum(counts)"
         ),
     ],
 }

@@ -53,6 +53,15 @@ ANSWERS = {
         ("a byte has 8 bits", fit(RIGHT, "D * bits + (2 if bits < 16 else 0)")),
         ("share a byte", fit(RIGHT, "D * max(bits, 8) // 8 + (2 if bits < 16 else 0)")),
         ("", fit("size // (2 * layers * kv_heads * row) + 3")),
+        ("not each layer", fit("size // (2 * layers * row)", "kv_heads * D * bits // 8 + (2 if bits < 16 else 0)")),
+        ("2 bytes, not 16", fit(RIGHT, "D * bits // 8 + (16 if bits < 16 else 0)")),
+        ("however few a code has", fit(RIGHT, "D * bits // 8 + (bits // 8 if bits < 16 else 0)")),
+        ("int8 rows", fit(RIGHT, "D * bits // 8 + (2 if bits == 4 else 0)")),
+        ("4 // 8 is 0", fit(RIGHT, "bits // 8 * D + (2 if bits < 16 else 0)")),
+        ("right only where D is", fit(RIGHT, "64 * bits // 8 + (2 if bits < 16 else 0)")),
+        ("parentheses", fit("size // 2 * layers * kv_heads * row")),
+        ("one too many", fit("max(1, size // (2 * layers * kv_heads * row))")),
+        ("round down", fit("round(size / (2 * layers * kv_heads * row))")),
     ],
     "scores": [
         ("missing or too wide?", kernel("score * scale, mask=mask)", "score * scale)")),
@@ -71,6 +80,21 @@ ANSWERS = {
         ("sign of the score", kernel("score * scale", "-score * scale")),
         ("not the mean", kernel("score * scale", "score * scale / D")),
         ("", kernel("tl.sum(", "tl.max(")),
+        (
+            "q keeps its 32 bits",
+            kernel("tl.load(q_ptr + column)", "tl.load(q_ptr + column).to(tl.float16).to(tl.float32)"),
+        ),
+        ("absmax keeps its 32 bits", kernel("score * scale", "score * scale.to(tl.float16).to(tl.float32)")),
+        ("one after another", kernel("token[:, None] * D + column[None, :]", "token[:, None] + column[None, :] * N")),
+        (
+            "the next token's scale",
+            kernel("absmax_ptr + token, mask=mask", "absmax_ptr + token + 1, mask=token + 1 < N"),
+        ),
+        ("can be huge", kernel("other=0) / 127", "other=0)\n    scale = tl.minimum(scale, 1000.0) / 127")),
+        ("tiny", kernel("other=0) / 127", "other=0)\n    scale = tl.maximum(scale, 1e-4) / 127")),
+        ("the short last block", kernel("token < N", "(tl.program_id(0) + 1) * BLOCK + 0 * token <= N")),
+        ("keep its sign", kernel("score * scale", "tl.abs(score) * scale")),
+        ("that are tl.constexpr", "QMAX = 127\n\n\n" + kernel("/ 127", "/ QMAX")),
         (
             "torch alone doesn't count",
             "def scores(q, codes, absmax, BLOCK):\n    return (codes.float() @ q) * absmax / 127",
@@ -95,5 +119,16 @@ ANSWERS = {
             "def combine(parts, w):\n    weights = torch.softmax(w * 0.6931471805599453, 1)\n"
             "    return (parts * weights[..., None]).sum(1)",
         ),
+    ],
+}
+
+OTHERS = {
+    "scores": [
+        kernel("/ 127", "* (1 / 127)"),
+        kernel("    column,", "    token = tl.minimum(token, N - 1)\n    column,"),
+    ],
+    "tokens_that_fit": [
+        fit("8 * size // (2 * layers * kv_heads * row)", "D * bits + (16 if bits < 16 else 0)"),
+        fit("size // layers // kv_heads // 2 // row"),
     ],
 }

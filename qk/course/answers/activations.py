@@ -26,6 +26,26 @@ def _unpacked(even=lambda words: words << 4 & _ALL, odd=lambda words: words & _A
     return result
 
 
+def _summed(words, first):
+    """A half whose signed bytes are added up: each negative one borrows from the next."""
+    return sum(((words >> first + 8 * i & 15 ^ 8) - 8) * 16 << 8 * i for i in range(4))
+
+
+def _without_the_last(halves, BLOCK):
+    return halves.where(torch.arange(len(halves), device=halves.device)[:, None] < len(halves) - 1, 99)
+
+
+def _half(halves, BLOCK):
+    """All halves of a program whose mask for places stops at the number of words."""
+    place = torch.arange(2 * len(halves), device=halves.device).view(-1, 2)
+    return halves.where(place < len(halves), 99)
+
+
+def _half_of_the_odd(halves, BLOCK):
+    place = torch.arange(2 * len(halves), device=halves.device).view(-1, 2)
+    return halves.where((place < len(halves)) | (place % 2 == 0), 99)
+
+
 def _each(words, function):
     """Apply a function to each code [n, 8] of words, and keep the order of the halves: even codes, then odd ones."""
     codes = torch.stack([(words.long() >> 4 * i & 15 ^ 8) - 8 for i in (0, 2, 4, 6, 1, 3, 5, 7)], 1)
@@ -48,6 +68,11 @@ _COSTS = (
     (3, 1, 32),
     (0.375, 0, 128),
     (0.75, 0.5, 32),
+    (1.5, 1, 48),
+    (0.15, 0.75, 50),  # 7.5 instructions for a row's codes
+    (0.65625, 0, 32),
+    (1.33, 0.5, 96),  # 51.07 tokens
+    (3, 3.96875, 128),  # 12,288 tokens
 )
 
 
@@ -94,6 +119,26 @@ EXERCISES = {
                 place=lambda halves, B: halves.T.contiguous().view(-1, 2)
             ),
             "every program does the first one's part: where does yours begin?": _unpacked(place=_first_block),
+            "the odd half masks the lowest code only; all four low ones must go": _unpacked(
+                odd=lambda words: words >> 4 << 4
+            ),
+            "the odd codes are in the upper halves already: don't shift them": _unpacked(
+                odd=lambda words: words >> 4 & _ALL
+            ),
+            "the mask keeps the upper half of each byte: ~0x0F0F0F0F": _unpacked(
+                lambda words: words << 4 & ~_ALL, lambda words: words & ~_ALL
+            ),
+            "a negative code borrows from the byte above: mask each byte, or use ^ and |": _unpacked(
+                lambda words: _summed(words, 0), lambda words: _summed(words, 4)
+            ),
+            "only the first code of the eight is there": _unpacked(
+                lambda words: ((words << 28) + 2**31) % 2**32 // 2**24 - 128
+            ),
+            "the out tensor starts at 99: store, don't add": _unpacked(lambda words: (words << 4 & _ALL) + 99),
+            "the out tensor starts at 99: store, don't combine with |": _unpacked(odd=lambda words: words & _ALL | 99),
+            "the last word is missing: is the mask too narrow?": _unpacked(place=_without_the_last),
+            "the mask belongs to words: half of them are missing": _unpacked(place=_half),
+            "the second half's mask is offs < n, too": _unpacked(place=_half_of_the_odd),
         },
         kernel=True,
         note="any words, any number of them, and any BLOCK",
@@ -127,7 +172,41 @@ EXERCISES = {
                 lambda c, s, g: (g * c, g / 32 - g * s)
             ),
             "the rescale costs time; it doesn't save any": _tokens(lambda c, s, g: (g * c, g / 32 + s)),
+            "per_code counts once per code, per_sum once per sum; you swapped them": _tokens(
+                lambda c, s, g: (g * s, g / 32 - c)
+            ),
+            "128 threads start an instruction per clock, not 32": _tokens(lambda c, s, g: (g * c, g / 128 - s)),
+            "4096 counts multiply-adds: don't halve it for two operations each": _tokens(
+                lambda c, s, g: (g * c, g / 16 - s)
+            ),
+            "4096 counts multiply-adds: don't double it for two operations each": _tokens(
+                lambda c, s, g: (g * c, g / 64 - s)
+            ),
+            "a sum's rescale comes for each token: T tokens take T * per_sum": _tokens(
+                lambda c, s, g: (32 * (g * c + s), g)
+            ),
+            "a row has `group` codes but one sum per token: their counts don't simply add up": _tokens(
+                lambda c, s, g: (32 * (c + s), 1)
+            ),
+            "a negative number of clocks isn't left: no tile is large enough, so return 0": _tokens(
+                lambda c, s, g: (g * c, abs(g / 32 - s)), never=lambda left: left == 0
+            ),
+            "any number of tokens will do, not only a power of two": _tokens(
+                lambda c, s, g: (g * c, g / 32 - s), count=lambda n: 2 ** math.ceil(math.log2(n))
+            ),
+            "any number of tokens will do, not only a multiple of 16": _tokens(
+                lambda c, s, g: (g * c, g / 32 - s), count=lambda n: 16 * math.ceil(n / 16)
+            ),
+            "counts may be fractions: round only the result": _tokens(lambda c, s, g: (g * math.ceil(c), g / 32 - s)),
+            "counts may be fractions: don't round them down": _tokens(lambda c, s, g: (g * int(c), g / 32 - s)),
+            "group * per_code may be a fraction: round only the result": _tokens(
+                lambda c, s, g: (int(g * c), g / 32 - s)
+            ),
+            "group may be no multiple of 32: divide with /": _tokens(lambda c, s, g: (g * c, g // 32 - s)),
+            "per_code counts per code; that eight of them share a word doesn't matter": _tokens(
+                lambda c, s, g: (g * c / 8, g / 32 - s)
+            ),
         },
-        note="any counts and groups, including where both take the same time and where no tile is large enough",
+        note="any counts (fractions too) and groups, where both take the same time and where no tile is large enough",
     ),
 }

@@ -19,10 +19,27 @@ def _mean(losses, counts):
     return sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
 
 
+def _median(losses):
+    return torch.tensor(losses, dtype=torch.float64).quantile(0.5).item()
+
+
+def _of_the_longest(losses, counts):
+    kept = [loss for loss, count in zip(losses, counts, strict=True) if count == max(counts)]
+    return _exp(sum(kept) / len(kept))
+
+
+def _halving(losses, counts):
+    mean = losses[0]
+    for loss in losses[1:]:
+        mean = (mean + loss) / 2
+    return _exp(mean)
+
+
 def _windows():
     return [
         ([3.25], [512]), ([3.0, 2.0], [512, 512]), ([3.0, 6.0], [512, 8]), ([1.5, 4.5, 0.25, 7.0], [512, 512, 512, 93]),
         ([0.0, 0.0], [5, 1]), ([11.0, 0.5, 3.0], [2, 512, 50]), ([2.5] * 40 + [9.0], [512] * 40 + [1]),
+        ([9.5, 10.5], [512, 100]), ([2.3, 0.71], [3, 7]), ([3.0, 1.0, 4.0], [20, 512, 300]),
     ]  # fmt: skip
 
 
@@ -58,6 +75,42 @@ _PERPLEXITY = Exercise(
             sum(loss * count for loss, count in zip(losses, counts, strict=True))
         ),
         "all windows count, not only the first": lambda losses, counts: _exp(losses[0]),
+        "all windows count, not only the first and the last": lambda losses, counts: _perplexity(
+            [losses[0], losses[-1]], [counts[0], counts[-1]]
+        ),
+        "all windows count, not only the largest loss": lambda losses, counts: _exp(max(losses)),
+        "all windows count, not only the smallest loss": lambda losses, counts: _exp(min(losses)),
+        "a mean, not the median": lambda losses, counts: _exp(_median(losses)),
+        "short windows count, too": _of_the_longest,
+        "the first window counts too": lambda losses, counts: _perplexity(losses[1:] or [0.0], counts[1:] or [1]),
+        "each window has its own number of tokens; that isn't always 512": lambda losses, counts: _exp(
+            512 * sum(losses) / sum(counts)
+        ),
+        "divide by the tokens that there are, not by 512 for each window": lambda losses, counts: _exp(
+            _mean(losses, counts) * sum(counts) / (512 * len(losses))
+        ),
+        "any window can be short, not only the last": lambda losses, counts: _perplexity(
+            losses, [512] * (len(counts) - 1) + counts[-1:]
+        ),
+        "counts[i] tokens are predicted in window i; don't subtract the first one": lambda losses, counts: _perplexity(
+            losses, [count - 1 for count in counts]
+        ),
+        "average the losses, which are negative logs of probabilities, not the probabilities": lambda losses, counts: (
+            1 / _mean([_exp(-loss) for loss in losses], counts)
+        ),
+        "the losses are in nats: e to the power, not 10": lambda losses, counts: 10.0 ** _mean(losses, counts),
+        "2 to the power of loss * log2(e), not of loss / log2(e)": lambda losses, counts: (
+            2 ** (_mean(losses, counts) * 0.6931471805599453)
+        ),
+        "a loss has a fraction: divide with /, not //": lambda losses, counts: _exp(float(int(_mean(losses, counts)))),
+        "divide first, and take exp at the end": lambda losses, counts: _exp(_mean(losses, counts) * sum(counts)) / sum(
+            counts
+        ),
+        "a running mean must give each window its tokens' share, not half": _halving,
+        "a long window counts more, not less": lambda losses, counts: _exp(
+            _mean(losses, [1 / count for count in counts])
+        ),
+        "a loss belongs to its count: sort neither": lambda losses, counts: _perplexity(sorted(losses), counts),
     },
 )  # fmt: skip
 
@@ -74,6 +127,11 @@ def _in_block(logits, BLOCK, value):
     return torch.nn.functional.pad(logits, (0, BLOCK - V), value=value).log_softmax(1)[:, :V]
 
 
+def _subtracted(logits, number, log=torch.log):
+    """What comes out if this number is subtracted before exp."""
+    return logits - number - log((logits - number).exp().sum(1, keepdim=True))
+
+
 def _logits():
     random = torch.Generator().manual_seed(11)
 
@@ -83,7 +141,8 @@ def _logits():
     return [
         case(3, 8, 8), case(5, 37, 64), case(4, 100, 128, shift=200.0), case(2, 50, 64, shift=-300.0),
         case(3, 200, 256, scale=40.0), case(2, 30, 32, shift=-20000.0), case(7, 1, 1), case(2, 2048, 2048),
-        case(1, 3, 4),
+        case(1, 3, 4), case(3, 40, 64, shift=torch.tensor([[-900.0], [50.0], [800.0]])), case(2, 20, 32, shift=-3e6),
+        case(3, 1, 4, scale=0.0),
     ]  # fmt: skip
 
 
@@ -124,6 +183,46 @@ _LOG_PROBABILITIES = Exercise(
         "a row begins at t * V, not at t * BLOCK": lambda logits, BLOCK: torch.cat(
             [logits.flatten(), logits.new_zeros(len(logits) * BLOCK)]
         )[: len(logits) * BLOCK].view(-1, BLOCK)[:, : logits.shape[1]].log_softmax(1),
+        "each row has its own largest logit; row 0's isn't the others'": lambda logits, BLOCK: _subtracted(
+            logits, logits[:1].amax(1, keepdim=True)
+        ),
+        "each row has its own largest logit; the whole matrix' can be far above it": lambda logits, BLOCK: _subtracted(
+            logits, logits.amax()
+        ),
+        "the largest logit can lie far above the mean or the first: subtract it": lambda logits, BLOCK: _subtracted(
+            logits, logits[:, :1]
+        ),
+        "subtract the largest logit, not a fixed number": lambda logits, BLOCK: _subtracted(logits, 200.0),
+        "a large logit isn't 80: subtract instead of limiting": lambda logits, BLOCK: (
+            logits - logits.clamp(max=80.0).exp().sum(1, keepdim=True).log()
+        ),
+        "exp of a logit far below the largest is 0, whose log is -inf: subtract the logs": lambda logits, BLOCK: (
+            logits.softmax(1).log()
+        ),
+        "add nothing to a probability: its log is the logit minus the log of the sum": lambda logits, BLOCK: (
+            (logits.softmax(1) + 1e-10).log()
+        ),
+        "log of the sum, not of 1 + the sum": lambda logits, BLOCK: _subtracted(
+            logits, logits.amax(1, keepdim=True), lambda total: total.log1p()
+        ),
+        "the last of the V columns counts, too": lambda logits, BLOCK: (
+            logits - logits[:, :-1].logsumexp(1, keepdim=True)
+        ),
+        "the last of the V columns must be stored, too": lambda logits, BLOCK: torch.cat(
+            [logits.log_softmax(1)[:, :-1], 0 * logits[:, -1:]], 1
+        ),
+        "the log of the probability p, not of 1 - p": lambda logits, BLOCK: torch.log(1 - logits.softmax(1)),
+        "the last row is missing": lambda logits, BLOCK: torch.cat([logits[:-1].log_softmax(1), 0 * logits[-1:]]),
+        "columns lie side by side: row * V + column": lambda logits, BLOCK: (
+            logits.flatten().view(logits.shape[1], -1).T.log_softmax(1)
+        ),
+        "logits need float32: float16 is too narrow": lambda logits, BLOCK: logits.half().float().log_softmax(1),
+        "a log probability can be far below -100: don't limit it": lambda logits, BLOCK: (
+            logits.log_softmax(1).clamp(min=-100)
+        ),
+        "all programs write row 0: is it tl.program_id(0)?": lambda logits, BLOCK: torch.cat(
+            [logits[:1].log_softmax(1), 0 * logits[1:]]
+        ),
         "multiply by log2(e) or use tl.exp: exp2 is 2 to the power": lambda logits, BLOCK: (
             logits - logits.amax(1, keepdim=True)
             - torch.exp2(logits - logits.amax(1, keepdim=True)).sum(1, keepdim=True).log()

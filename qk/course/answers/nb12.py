@@ -22,7 +22,7 @@ def _caches():
     return [
         (16 * 10**9, 32, 8, 128, 16), (16 * 10**9, 32, 8, 128, 8), (16 * 10**9, 32, 8, 128, 4), (10**9, 5, 6, 64, 4),
         (2 * 34 * 30, 5, 6, 64, 4), (2 * 34 * 30 - 1, 5, 6, 64, 4), (10**6 + 7, 3, 5, 64, 8), (10**11, 80, 8, 128, 16),
-        (0, 2, 1, 128, 16),
+        (1000, 2, 1, 128, 16), (33792 * 10**6 - 1, 32, 8, 128, 4), (4 * 10**9, 12, 7, 96, 8),
     ]  # fmt: skip
 
 
@@ -48,6 +48,53 @@ _TOKENS_THAT_FIT = Exercise(
             size // _bytes(layers, kv_heads, D, max(bits, 8))
         ),
         "a whole number of tokens": lambda size, *cache: size / _bytes(*cache),
+        "each head's row has its own absmax, not each layer": lambda size, layers, kv_heads, D, bits: (
+            size // (2 * layers * (kv_heads * D * bits // 8 + (2 if bits < 16 else 0)))
+        ),
+        "each row of each layer and head has its own absmax, not each token": lambda size, *cache: (
+            size // (_bytes(*cache, absmax=0) + (2 if cache[-1] < 16 else 0))
+        ),
+        "a row of D codes has one absmax, not one per 32 codes": lambda size, layers, kv_heads, D, bits: (
+            size // _bytes(layers, kv_heads, D, bits, absmax=D // 16)
+        ),
+        "a row of D codes has one absmax, not one per code": lambda size, layers, kv_heads, D, bits: (
+            size // _bytes(layers, kv_heads, D, bits, absmax=2 * D)
+        ),
+        "absmax has 2 bytes, not 16, and no row is rounded up to 16 bytes": lambda size, *cache: (
+            size // _bytes(*cache, absmax=16)
+        ),
+        "absmax has 16 bits, however few a code has": lambda size, *cache: (
+            size // _bytes(*cache, absmax=cache[-1] // 8)
+        ),
+        "int8 rows have an absmax, too": lambda size, *cache: size // _bytes(*cache, absmax=2 * (cache[-1] == 4)),
+        "int4 rows have an absmax, too": lambda size, *cache: size // _bytes(*cache, absmax=2 * (cache[-1] == 8)),
+        "values are quantized as keys are": lambda size, layers, kv_heads, D, bits: (
+            size // (layers * kv_heads * (D * bits // 8 + (2 if bits < 16 else 0) + 2 * D))
+        ),
+        "any number of tokens can fit, not only a multiple of 16": lambda size, *cache: (
+            size // _bytes(*cache) // 16 * 16
+        ),
+        "4 // 8 is 0: multiply by D before you divide by 8": lambda size, layers, kv_heads, D, bits: (
+            size // _bytes(layers, kv_heads, D, bits // 8 * 8)
+        ),
+        "a code has `bits` bits, not always 16": lambda size, layers, kv_heads, D, bits: (
+            size // (2 * layers * kv_heads * (2 * D + (2 if bits < 16 else 0)))
+        ),
+        "size is in bytes already": lambda size, *cache: size // 8 // _bytes(*cache),
+        "size is in bytes, not in GB": lambda size, *cache: size * 10**9 // _bytes(*cache),
+        "that's what remains: // instead of %": lambda size, *cache: size % _bytes(*cache),
+        "those are the bytes of a token: how many of them fit into size?": lambda size, *cache: _bytes(*cache),
+        "divide size by the bytes of a token": lambda size, *cache: size * _bytes(*cache),
+        "upside down: divide size by the bytes of a token": lambda size, *cache: _bytes(*cache) // max(size, 1),
+        "a // b * c is (a // b) * c: parentheses are missing": lambda size, layers, kv_heads, D, bits: (
+            size // 2 * layers * kv_heads * _bytes(1, 1, D, bits, sides=1)
+        ),
+        "each layer has all heads: multiply, don't add": lambda size, layers, kv_heads, *row: (
+            size // _bytes(layers + kv_heads, 1, *row)
+        ),
+        "only key heads are stored; how many query heads share one doesn't matter": lambda size, *cache: (
+            size // (4 * _bytes(*cache))
+        ),
     },
 )
 
@@ -56,6 +103,12 @@ _TOKENS_THAT_FIT = Exercise(
 
 def _scores(q, codes, absmax, BLOCK=None):
     return ((codes.double() @ q.double()) * absmax.double() / 127).float()
+
+
+def _only(q, codes, absmax, count):
+    """Scores of the first tokens; 0, which out holds at first, for the others."""
+    scores = _scores(q, codes, absmax)
+    return torch.where(torch.arange(len(codes), device=q.device) < count, scores, 0)
 
 
 def _first_block(x, BLOCK):
@@ -72,7 +125,10 @@ def _keys():
         absmax = 2.0 ** torch.randint(-6, 7, (N,), generator=random) * (1 + torch.rand(N, generator=random))
         return torch.randn(D, generator=random), codes, absmax, BLOCK
 
-    return [case(64, 64, 32), case(37, 64, 16), case(5, 128, 8), case(100, 32, 64), case(1, 64, 4), case(16, 16, 16)]
+    cases = [case(64, 64, 32), case(37, 64, 16), case(5, 128, 8), case(100, 32, 64), case(1, 64, 4), case(16, 16, 16)]
+    q, codes, absmax, BLOCK = case(40, 32, 16)
+    sizes = 10.0 ** torch.randint(-18, 19, (40,), generator=random)
+    return [*cases, (q, codes, absmax * sizes, BLOCK)]
 
 
 def _bound(q, codes, absmax, BLOCK):
@@ -113,6 +169,57 @@ _SCORES = Exercise(
         "the sign of the score is wrong": lambda q, codes, absmax, BLOCK: -_scores(q, codes, absmax),
         "codes are signed": lambda q, codes, absmax, BLOCK: _scores(q, codes.short() & 255, absmax),
         "the sum, not the mean": lambda q, codes, absmax, BLOCK: _scores(q, codes, absmax) / codes.shape[1],
+        "q keeps its 32 bits: float16 is too narrow": lambda q, codes, absmax, BLOCK: _scores(
+            q.half().float(), codes, absmax
+        ),
+        "q keeps its 32 bits: bfloat16 is too narrow": lambda q, codes, absmax, BLOCK: _scores(
+            q.bfloat16().float(), codes, absmax
+        ),
+        "q has fractions: multiply in float32": lambda q, codes, absmax, BLOCK: _scores(q.trunc(), codes, absmax),
+        "absmax has a fraction: don't cast it to an integer": lambda q, codes, absmax, BLOCK: _scores(
+            q, codes, absmax.trunc()
+        ),
+        "rows lie one after another: token * D + column": lambda q, codes, absmax, BLOCK: _scores(
+            q, codes.flatten().view(codes.shape[1], -1).T, absmax
+        ),
+        "each token has its own scale, and you took the block's largest": lambda q, codes, absmax, BLOCK: _scores(
+            q, codes, torch.cat([part.amax().expand(len(part)) for part in absmax.split(BLOCK)])
+        ),
+        "that's the next token's scale": lambda q, codes, absmax, BLOCK: _scores(
+            q, codes, torch.cat([absmax[1:], 0 * absmax[:1]])
+        ),
+        "that's the scale of the token before": lambda q, codes, absmax, BLOCK: _scores(
+            q, codes, torch.cat([absmax[:1], absmax[:-1]])
+        ),
+        "the scores themselves, without softmax": lambda q, codes, absmax, BLOCK: torch.cat(
+            [part.softmax(0) for part in _scores(q, codes, absmax).split(BLOCK)]
+        ),
+        "the last token is missing: is the mask too narrow?": lambda q, codes, absmax, BLOCK: _only(
+            q, codes, absmax, len(codes) - 1
+        ),
+        "the short last block is missing": lambda q, codes, absmax, BLOCK: _only(
+            q, codes, absmax, len(codes) // BLOCK * BLOCK
+        ),
+        "only the first block is there": lambda q, codes, absmax, BLOCK: _only(q, codes, absmax, BLOCK),
+        "the last column is missing": lambda q, codes, absmax, BLOCK: _scores(q[:-1], codes[:, :-1], absmax),
+        "only the first 16 columns count": lambda q, codes, absmax, BLOCK: _scores(q[:16], codes[:, :16], absmax),
+        "codes are signed already: subtract no 128": lambda q, codes, absmax, BLOCK: _scores(
+            q, codes.short() - 128, absmax
+        ),
+        "q isn't divided by its length": lambda q, codes, absmax, BLOCK: _scores(q / q.norm(), codes, absmax),
+        "a program must store all of its tokens, not only the first": lambda q, codes, absmax, BLOCK: torch.where(
+            torch.arange(len(codes), device=q.device) % BLOCK == 0, _scores(q, codes, absmax), 0
+        ),
+        "a score can be negative: keep its sign": lambda q, codes, absmax, BLOCK: _scores(q, codes, absmax).abs(),
+        "absmax keeps its 32 bits: float16 is too narrow": lambda q, codes, absmax, BLOCK: _scores(
+            q, codes, 127 * (absmax / 127).half().float()
+        ),
+        "scales can be tiny: don't limit them": lambda q, codes, absmax, BLOCK: _scores(
+            q, codes, absmax.clamp(min=1e-5)
+        ),
+        "scales can be huge: don't limit them": lambda q, codes, absmax, BLOCK: _scores(
+            q, codes, absmax.clamp(max=1000)
+        ),
         "no softmax scale is asked for here": lambda q, codes, absmax, BLOCK: (
             _scores(q, codes, absmax) * codes.shape[1] ** -0.5
         ),

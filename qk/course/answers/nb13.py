@@ -44,6 +44,7 @@ _AWQ_CODES = Exercise(
         "a shift leaves the nibbles above: cut them off with & 15": lambda words: _awq_codes(words, keep=-1),
         "a nibble has four bits, but the mask keeps three": lambda words: _awq_codes(words, keep=7),
         "nibble i begins at bit 4 * i, not at bit i": lambda words: _awq_codes(words, step=1),
+        "nibble i begins at bit 4 * i, not at bit 3 * i": lambda words: _awq_codes(words, step=3),
         "the result is [N, K]: transpose it": lambda words: _awq_codes(words).T,
         "these codes stay 0 to 15: don't subtract 8": lambda words: _awq_codes(words) - 8,
         "these codes stay 0 to 15: don't flip their top bit": lambda words: _awq_codes(words) ^ 8,
@@ -55,6 +56,10 @@ _AWQ_CODES = Exercise(
 
 def _zero_points(qzeros, order=range(8), add=1, wrap=15, signed=8):
     return ((_nibbles(qzeros, order) + add & wrap) - signed).to(torch.int8)
+
+
+def _plus(qzeros, number):
+    return ((qzeros.long() + number + 2**31) % 2**32 - 2**31).to(torch.int32)
 
 
 def _zeros():
@@ -81,6 +86,16 @@ _ZERO_POINTS = Exercise(
         "zero points lie in order here; AWQ has another order": lambda qzeros: _zero_points(qzeros, _ROW),
         "the first zero point is in the lowest four bits": lambda qzeros: _zero_points(qzeros, range(7, -1, -1)),
         "the result is [N, groups]: transpose it": lambda qzeros: _zero_points(qzeros).T,
+        "version 1 stores the zero point minus one, not minus two": lambda qzeros: _zero_points(qzeros, add=2),
+        "a word holds eight zero points: one added to the word changes only the first": lambda qzeros: _zero_points(
+            _plus(qzeros, 1), add=0
+        ),
+        "one added to all nibbles of a word carries from 15: add after unpacking": lambda qzeros: _zero_points(
+            _plus(qzeros, 0x11111111), add=0
+        ),
+        "0 to 15 has no negative numbers: subtract 8 last, after masks and xors": lambda qzeros: (
+            _zero_points(qzeros, signed=0) ^ 8
+        ),
     },
 )
 
@@ -125,6 +140,12 @@ _REPACK = Exercise(
             qweight.shape[1], qweight.shape[0]
         ),
         "flip the top bit of each nibble, not just the word's": lambda qweight, BLOCK: qweight.T ^ -(2**31),
+        "flip the top bit of each nibble, not only of each byte": lambda qweight, BLOCK: (
+            qweight.T ^ (0x80808080 - 2**32)
+        ),
+        "flip the top bit of each nibble; of each byte, you flip the lower one's": lambda qweight, BLOCK: (
+            qweight.T ^ 0x08080808
+        ),
         "flip each nibble's top bit, not all its bits": lambda qweight, BLOCK: ~qweight.T,
         "flip each nibble's top bit, not the other three": lambda qweight, BLOCK: ~_repack(qweight),
         "flip each nibble's lowest bit? the top one": lambda qweight, BLOCK: qweight.T ^ 0x11111111,
