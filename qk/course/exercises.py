@@ -149,8 +149,8 @@ def _judge(answer, exercise):
         failure = _run(answer, exercise, cases, session)
     if failure and _is_stub(answer, session):
         failure = (
-            f"Not answered yet: {getattr(answer, '__name__', 'the answer')} still contains the line '# your answer'. "
-            "Once you've changed the code, delete that line, and a wrong answer gets a hint."
+            "Not answered yet: the line '# your answer' is still there. Once you've changed the code, delete that line "
+            "to get hints."
         )
     if failure is None and session.race:
         failure = f"Not yet: right in this order, but {session.race}"
@@ -286,7 +286,7 @@ def _unanswered(answer, name, results, session):
     """What to say where nothing was answered, or where nothing comes back; else None."""
     nothing = all(got is None for got in results)
     if session.launches and not session.stored and not session.touched:
-        return f"Not answered yet: the kernel of {name} loads and stores nothing."
+        return f"Not answered yet: {name}'s kernel loads and stores nothing."
     if not nothing:
         return None
     code = getattr(answer, "__code__", None)

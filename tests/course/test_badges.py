@@ -105,7 +105,7 @@ def test_a_wrong_address_is_refused(line, clone, capsys):
 
 
 def test_badges_are_refused_where_they_cant_be(clone, capsys):
-    for arguments, message in ((["--badges", "a.ipynb"], "takes no notebooks"), (["--badges"], "isn't the set-up")):
+    for arguments, message in ((["--badges", "a.ipynb"], "takes no notebooks"), (["--badges"], "isn't the setup")):
         nbformat.write(tiny.notebook(tiny.code("print()")), clone / "notebooks" / "a.ipynb")
         with pytest.raises(SystemExit) as end:
             export.main(arguments)

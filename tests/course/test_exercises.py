@@ -161,7 +161,7 @@ def heard(answer, capsys, exercise=ADD_ONE):
 @pytest.mark.parametrize(
     ("kernel", "words"),
     [
-        (_stub, "Not answered yet: the kernel of add_one loads and stores nothing."),
+        (_stub, "Not answered yet: add_one's kernel loads and stores nothing."),
         (_stores_nothing, "Hint: the kernel stores nothing"),
         (_next_block_first, "a race: program 1 writes element 16 of out_ptr, and program 0 writes it too"),
         (_all_to_one, "a race: program 0 stores several different values to element 0 of out_ptr"),

@@ -274,18 +274,18 @@ def test_no_helper_stays_unshown():
 
 
 def test_an_unshown_helper_is_found():
-    assert {"gelu", "finish_tile", "quantize_ref", "_pack", "_store_windows"} <= HELPERS
+    assert {"gelu", "finish_tile", "quantize_ref", "activate_ref", "_store_windows"} <= HELPERS
     notebooks = {name: read(name) for name in NAMES}
     for notebook in notebooks.values():
         for shown in (output.get("data", output) for cell in code_cells(notebook) for output in cell.outputs):
             for kind in (kind for kind in shown if kind.startswith("text")):
-                shown[kind] = re.sub(r"def (gelu|_pack)\(", "def other(", shown[kind])
+                shown[kind] = re.sub(r"def (gelu|activate_ref)\(", "def other(", shown[kind])
     found = [line.split(": ")[1] for line in unshown(notebooks)]
-    assert found == ["_pack", "gelu"]
+    assert found == ["activate_ref", "gelu"]
     for cell in (cell for notebook in notebooks.values() for cell in notebook.cells):
         cell.source = cell.source.replace("The rest is in `qk/linear/sparsity.py`", "The rest is elsewhere")
     found = [line.split(": ")[1] for line in unshown(notebooks)]
-    assert {"_pack", "gelu", "_store_windows"} <= {*found} and "_windows" not in found
+    assert {"activate_ref", "gelu", "_store_windows"} <= {*found} and "_windows" not in found
 
 
 def test_a_helper_is_named_with_its_file():
