@@ -13,7 +13,7 @@ GRADIENT = """def weight_gradient_of(g, g_scale, x, x_scale, B):
     return total
 """
 KERNEL = """@triton.jit
-def by_chance_kernel(x_ptr, u_ptr, codes_ptr, inverse, n, BLOCK: tl.constexpr):
+def stochastic_kernel(x_ptr, u_ptr, codes_ptr, inverse, n, BLOCK: tl.constexpr):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < n
     value = tl.load(x_ptr + offs, mask=mask, other=0.0) * inverse
@@ -122,7 +122,7 @@ ANSWERS = {
         ("rounds to bfloat16", changed(GRADIENT, "return total", "return total.bfloat16().float()")),
         ("", changed(GRADIENT, ".T @ b.float()", " @ b.float().T")),
     ],
-    "round_by_chance": [
+    "round_stochastically": [
         ("missing or too wide?", KERNEL.replace(", mask=mask, other=0.0", "").replace(", mask=mask)", ")")),
         ("past the end of codes_ptr", changed(KERNEL, "tl.int8), mask=mask)", "tl.int8))")),
         ("load's mask", KERNEL.replace(", mask=mask, other=0.0", "")),
@@ -160,7 +160,7 @@ ANSWERS = {
         ),
         (
             "torch alone doesn't count",
-            "def round_by_chance(x, u, inverse, block=64):\n    return (x * inverse + u).floor().to(torch.int8)",
+            "def round_stochastically(x, u, inverse, block=64):\n    return (x * inverse + u).floor().to(torch.int8)",
         ),
         ("a kernel can use tl", changed(KERNEL, "    value =", "    import numpy\n    numpy.ones(1)\n    value =")),
     ],

@@ -79,7 +79,7 @@ _SCALES = Exercise(
     note="any B of 32, 64 or 128, any M and number of groups, and scales from 0 to 3e38",
 )
 
-# round_by_chance(x, u, inverse, block)
+# round_stochastically(x, u, inverse, block)
 
 
 def _rounded(function):
@@ -253,6 +253,6 @@ _GRADIENT = Exercise(
 
 EXERCISES = {
     "transposed_square_scale": _SCALES,
-    "round_by_chance": _ROUNDED,
+    "round_stochastically": _ROUNDED,
     "weight_gradient_of": _GRADIENT,
 }
