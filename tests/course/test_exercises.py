@@ -340,3 +340,10 @@ def test_tensors_of_a_case_keep_their_strides():
     x = torch.arange(40.0).view(5, 8)[1:, 2:7]
     moved = exercises._to_device((x, 3))[0]
     assert moved.stride() == x.stride() and torch.equal(moved.cpu(), x) and moved.device.type == DEVICE
+
+
+def test_a_shell_that_is_no_notebook_s_is_left_alone(monkeypatch):
+    """Drawing a site's figures leaves such a shell in the process."""
+    monkeypatch.setattr(exercises, "get_ipython", object)
+    with exercises._kept_alive():
+        pass
