@@ -30,7 +30,7 @@ def _diagnosis(answer, wrong, right):
 def _constant(pairs):
     same = all(isinstance(got, numbers.Real) and got == pairs[0][0] for got, _ in pairs)
     varies = same and len({want for _, want in pairs}) > 2
-    return "it's the same number for different arguments: do they have a say?" if varies else ""
+    return "it's the same number for different arguments: does the result depend on them?" if varies else ""
 
 
 def _first_difference(got, want):
@@ -52,7 +52,7 @@ def _same(got, want):
 
 def _of_numbers(pairs):
     known = {
-        "0 is expected there: is this a case of its own?": lambda g, w: w == 0 and (g < 0 or math.isinf(g)),
+        "0 is expected there: does this case need its own branch?": lambda g, w: w == 0 and (g < 0 or math.isinf(g)),
         "don't round the result": lambda g, w: isinstance(w, float) and g in [round(w, n) for n in range(5)],
         "almost right, but a whole number is expected: round": lambda g, w: (
             isinstance(w, int) and isinstance(g, float) and g != int(g) and abs(g - w) < 1

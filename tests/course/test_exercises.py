@@ -292,7 +292,7 @@ def test_a_wrong_rounding_is_named(wrong, words, capsys):
         (lambda n, block: -(-n // 32) if block == 32 else 77, "right only where block is 32"),
         (lambda n, block: -(n // -block) * 8, "a byte has eight bits"),
         (lambda n, block: str(n), "return a plain number"),
-        (lambda n, block: 7, "do they have a say?"),
+        (lambda n, block: 7, "does the result depend on them?"),
     ],
 )
 def test_cases_that_are_wrong_have_something_in_common(wrong, words, capsys):
