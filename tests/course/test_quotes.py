@@ -58,11 +58,6 @@ def losses(kind):
     return sum(runs) / len(runs)
 
 
-def token(group_size):
-    """µs of one token's int4 GEMM, for the weight that notebook 7 speaks of."""
-    return times("int4_gemm", group_size=group_size)[1, 8192, 8192]["qk"]
-
-
 def fusing():
     """What shares of the FFN's time all fusing saves, and that of GELU alone, in percent: least and most."""
     found = [times("ffn", activation=name)[8192, 4096, 16384] for name in ("gelu", "gelu_tanh")]
@@ -107,11 +102,6 @@ NUMBERS = [
         lambda: extremes(ratios("int8_gemm", "bf16", "qk")[m, 8192, 8192] for m in (1, 16)),
     ),
     ("04_fused_epilogues", r"saves (\d+) to (\d+)% of the time[;,] [a-zA-Z ]+,? (\d+) to (\d+)%", fusing),
-    (
-        "07_int4_gemm",
-        r"`qk` took ([\d.]+) µs in this run and ([\d.]+) µs in the one at the top of the page",
-        lambda: [times("versions of int4_gemm", group_size=128)[1, 8192, 8192]["qk"], token(128)],
-    ),
     (
         "07_int4_gemm",
         r"int4 generates ([\d.]+)x as many tokens as bf16",
