@@ -512,11 +512,11 @@ def rescale_scatter(sums, outputs, factor):
     """Plot outputs against their sums of products of codes: if one factor fitted all, they'd lie on its line."""
     sums, outputs = _tensor(sums).numpy(), _tensor(outputs).numpy()
     fig, ax = subplots(7, 3.6)
-    ax.plot(sums, outputs, "o", color=BLUE, markersize=4, label="an output of the layer")
+    ax.plot(sums, outputs, "o", color=BLUE, markersize=4, label="output of the layer")
     ax.axline((0, 0), slope=factor, color=VERMILION, label="the best single factor")
     ax.grid(True)
     ax.set(title="One token: no single factor fits 128 channels that share scales", ylabel="exact output")
-    ax.set_xlabel("sum of products of codes over all of K")
+    ax.set_xlabel("sum of code products over all of K")
     fig.legend(loc="outside lower center", ncols=2)
     return fig
 
@@ -554,8 +554,8 @@ def gemm_tile(a_scale, b_scale, shape, block_size=128, step=0, tile=(128, 128), 
         ax.set_yticks(range(0, size + 1, 128))
     for edge in range(0, N, block_size):
         b_ax.axhline(edge, color="white", linewidth=0.8)
-    b_ax.set_title(f"b [{N}, {K}]: a scale for each {block_size} x {block_size}")
-    a_ax.set(title=f"a [{M}, {K}]: a scale for each 1 x {block_size}", xlabel="k (darker blocks: larger scales)")
+    b_ax.set_title(f"b [{N}, {K}]: one scale per {block_size} x {block_size} block")
+    a_ax.set(title=f"a [{M}, {K}]: one scale per 1 x {block_size} block", xlabel="k (darker blocks: larger scales)")
     done = (step + 1) / math.ceil(K / k_step)
     width, height = columns[1] - columns[0], rows[1] - rows[0]
     _box(out_ax, columns[0], rows[0], width, height, facecolor=GREEN, alpha=done)
@@ -570,7 +570,7 @@ def gemm_tile(a_scale, b_scale, shape, block_size=128, step=0, tile=(128, 128), 
         f"a[{rows[0]}:{rows[1]}, {ks[0]}:{ks[1]}]",
         f"b[{columns[0]}:{columns[1]}, {ks[0]}:{ks[1]}]",
         "",
-        f"K blocks: {in_k[1] - in_k[0]}" + (" (a part of it)" if k_step < block_size else ""),
+        f"K blocks: {in_k[1] - in_k[0]}" + (" (part of it)" if k_step < block_size else ""),
         f"a_scale[{rows[0]}:{rows[1]}, {in_k[0]}:{in_k[1]}]: {counts[0]} scales",
         f"b_scale[{in_n[0]}:{in_n[1]}, {in_k[0]}:{in_k[1]}]: {counts[1]} scale{'s' if counts[1] > 1 else ''}",
     ]

@@ -426,7 +426,7 @@ def test_tile_names_what_meets():
         "b_scale[0:4, 6:8]: 8 scales",
     ]
     assert lines(step=3, block_size=256, tile=(128, 64), at=(0, 320))[-3:] == [
-        "K blocks: 1 (a part of it)",
+        "K blocks: 1 (part of it)",
         "a_scale[0:128, 1:2]: 128 scales",
         "b_scale[1:2, 1:2]: 1 scale",
     ]
