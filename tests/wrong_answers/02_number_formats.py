@@ -8,16 +8,33 @@ def e4m3_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     rounder = 1.5 * 2.0**23 * step
     tl.store(out_ptr + offs, (x + rounder) - rounder, mask=offs < n)
 """
+LEVEL = "tl.where(exponent == 0, fraction / 2, ((2 + fraction) << exponent) / 4)"
 CLAMP = "    x = tl.minimum(tl.maximum(x, -448.0), 448.0)\n"
 
 
-def changed(*changes):
+NVFP4 = """@triton.jit
+def nvfp4_kernel(packed_ptr, scale_ptr, tensor_scale, out_ptr, n, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    byte = tl.load(packed_ptr + offs // 2, mask=offs < n, other=0).to(tl.int32)
+    nibble = (byte >> (offs % 2 * 4)) & 15
+    exponent, fraction = (nibble >> 1) & 3, nibble & 1
+    level = tl.where(exponent == 0, fraction / 2, ((2 + fraction) << exponent) / 4)
+    sign = 1 - 2 * (nibble >> 3)
+    scale = tl.load(scale_ptr + offs // 16, mask=offs < n, other=0.0)
+    tl.store(out_ptr + offs, sign * level * scale * tensor_scale, mask=offs < n)
+"""
+
+
+def changed(*changes, code=KERNEL):
     """The solution with these changes: pairs of old and new text."""
-    code = KERNEL
     for old, new in zip(changes[::2], changes[1::2], strict=True):
         assert code.count(old) == 1, old
         code = code.replace(old, new)
     return code
+
+
+def restored(*changes):
+    return changed(*changes, code=NVFP4)
 
 
 def rounded(text):
@@ -53,6 +70,32 @@ ANSWERS = {
         ("", changed("1.5 * 2.0**23", "2.0**22")),
         ("course.launch", "def round_to_e4m3(x, BLOCK):\n    return e4m3(x)"),
     ],
+    "from_nvfp4": [
+        ("in the low nibble", restored("offs % 2 * 4", "4 - offs % 2 * 4")),
+        ("from its low nibble", restored(" >> (offs % 2 * 4)", "")),
+        ("from its high nibble", restored("(offs % 2 * 4)", "4")),
+        ("top bit is a sign", restored(f"level = {LEVEL}", "level = (nibble ^ 8) - 8", "sign * level", "level")),
+        ("not a number", restored(LEVEL, "nibble & 7")),
+        ("no leading 1", restored("exponent == 0", "exponent < 0")),
+        ("exponent is e - 1", restored("exponent) / 4", "exponent) / 2")),
+        ("one half, not 1", restored(LEVEL, "tl.where(exponent == 0, fraction, ((1 + fraction) << exponent) / 2)")),
+        ("are 00, too", restored("fraction / 2", "fraction")),
+        ("not 32", restored("offs // 16", "offs // 32")),
+        ("not eight", restored("scale_ptr + offs // 16", "scale_ptr + tl.minimum(offs // 8, n // 16 - 1)")),
+        ("first block's scale", restored("scale_ptr + offs // 16", "scale_ptr + offs * 0")),
+        ("block's scale is missing", restored(" * scale *", " *")),
+        ("tensor's scale is missing", restored(" * tensor_scale", "")),
+        ("multiply by both scales", restored(" * scale * tensor_scale", "")),
+        ("don't divide", restored("* tensor_scale", "/ tensor_scale")),
+        ("where do yours begin?", restored("tl.program_id(0) * BLOCK + ", "")),
+        ("signs are lost", restored("sign * level", "level")),
+        ("past the end of out_ptr", restored("tensor_scale, mask=offs < n", "tensor_scale")),
+        ("", restored("offs // 2,", "offs,")),
+        (
+            "course.launch",
+            "def from_nvfp4(packed, scale, tensor_scale, BLOCK):\n    return scale.repeat_interleave(16)",
+        ),
+    ],
 }
 OTHERS = {
     "round_to_e4m3": [
@@ -61,5 +104,9 @@ OTHERS = {
             "    power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)\n",
             "    power = tl.exp2(tl.floor(tl.log2(tl.maximum(tl.abs(x), 2.0**-7))))\n",
         ),
-    ]
+    ],
+    "from_nvfp4": [
+        restored(LEVEL, "tl.where(exponent == 0, 0.5 * fraction, (1 + 0.5 * fraction) * tl.exp2(exponent - 1.0))"),
+        restored("level * scale * tensor_scale", "(scale * tensor_scale) * level"),
+    ],
 }

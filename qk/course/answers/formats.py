@@ -1,4 +1,4 @@
-"""02_number_formats: the exercise's right answer, cases and mistakes."""
+"""02_number_formats: the exercises' right answers, cases and mistakes."""
 
 import torch
 
@@ -57,6 +57,54 @@ def _cases():
     ]
 
 
+_MAGNITUDES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # of the lower three bits of a nibble
+
+
+def _level(nibble, magnitude=lambda bits: _MAGNITUDES.to(bits.device)[bits]):
+    return magnitude(nibble & 7) * (1 - 2 * (nibble >> 3))
+
+
+def _restored(level=_level, shifts=(0, 4), per_scale=16, scaled=lambda levels, scale, tensor: levels * scale * tensor):
+    """Restore NVFP4. shifts: of the byte, for its two values; per_scale: how many values share a scale."""
+
+    def result(packed, scale, tensor_scale, BLOCK):
+        nibbles = torch.stack([packed >> shift & 15 for shift in shifts], 1).flatten().long()
+        block = torch.arange(len(nibbles), device=packed.device) // per_scale
+        return scaled(level(nibbles), scale[block.clamp(max=len(scale) - 1)], tensor_scale)
+
+    return result
+
+
+def _with_magnitudes(function):
+    """A level's magnitude is function(exponent bits, fraction bit)."""
+    return _restored(lambda nibble: _level(nibble, lambda bits: function((bits >> 1).float(), bits & 1)))
+
+
+def _first_block(packed, scale, tensor_scale, BLOCK):
+    values = _restored()(packed, scale, tensor_scale, BLOCK)
+    return values.where(torch.arange(len(values), device=values.device) < BLOCK, torch.nan)
+
+
+def _packed_cases():
+    random, every_byte = torch.Generator().manual_seed(0), torch.arange(256, dtype=torch.uint8)
+
+    def scales(n):
+        return (448 * torch.rand(n, generator=random)).to(torch.float8_e4m3fn).float()
+
+    return [
+        (
+            torch.tensor([0x21, 0x43, 0x65, 0x87, 0xA9, 0xCB, 0xED, 0x0F], dtype=torch.uint8),
+            torch.tensor([1.5]),
+            2.0,
+            16,
+        ),
+        (every_byte, scales(32), 0.01, 128),
+        (every_byte.flip(0)[:24], scales(3), 3.0, 32),
+        (every_byte[::5][:40].contiguous(), scales(5), 1e-4, 64),
+        (every_byte.view(16, 16).mT.flatten(), scales(32), 0.37, 512),
+    ]
+
+
 EXERCISES = {
     "round_to_e4m3": Exercise(
         expected=_levels,
@@ -92,5 +140,45 @@ EXERCISES = {
         },
         kernel=True,
         note="any length and BLOCK, ties, and magnitudes from 0 to the largest float32",
+    ),
+    "from_nvfp4": Exercise(
+        expected=_restored(),
+        cases=_packed_cases,
+        mistakes={
+            "the even value is in the low nibble": _restored(shifts=(4, 0)),
+            "both values of a byte come from its low nibble": _restored(shifts=(0, 0)),
+            "both values of a byte come from its high nibble": _restored(shifts=(4, 4)),
+            "a nibble's top bit is a sign; these aren't two's complement codes": _restored(
+                lambda nibble: (nibble ^ 8) - 8
+            ),
+            "the lower three bits are an exponent and a fraction, not a number": _restored(
+                lambda nibble: _level(nibble, lambda bits: bits)
+            ),
+            "with exponent bits 00, the magnitude is m / 2: there is no leading 1": _with_magnitudes(
+                lambda e, m: (1 + m / 2) * 2 ** (e - 1)
+            ),
+            "the exponent is e - 1: with exponent bits 01, the magnitudes are 1 and 1.5": _with_magnitudes(
+                lambda e, m: torch.where(e == 0, m / 2, (1 + m / 2) * 2**e)
+            ),
+            "the fraction bit is worth one half, not 1": _with_magnitudes(
+                lambda e, m: torch.where(e == 0, m, (1 + m) * 2 ** (e - 1))
+            ),
+            "the fraction bit is worth one half where the exponent bits are 00, too": _with_magnitudes(
+                lambda e, m: torch.where(e == 0, m, (1 + m / 2) * 2 ** (e - 1))
+            ),
+            "16 values share a scale, not 32": _restored(per_scale=32),
+            "16 values share a scale, not eight": _restored(per_scale=8),
+            "every value gets the first block's scale": _restored(per_scale=2**20),
+            "the block's scale is missing": _restored(scaled=lambda levels, scale, tensor: levels * tensor),
+            "the tensor's scale is missing": _restored(scaled=lambda levels, scale, tensor: levels * scale),
+            "these are the levels: multiply by both scales": _restored(scaled=lambda levels, scale, tensor: levels),
+            "multiply by the tensor's scale, don't divide": _restored(
+                scaled=lambda levels, scale, tensor: levels * scale / tensor
+            ),
+            "every program restores the first values: where do yours begin?": _first_block,
+        },
+        kernel=True,
+        bound=1e-6,
+        note="any length that is a multiple of 16, any BLOCK, and all 256 bytes",
     ),
 }

@@ -101,7 +101,9 @@ EXERCISES = {
                 (_largest(x) > 0) & _largest(x).isfinite(), x / _largest(x) * 127, 0
             ),
             "zeros are caught; what about tiny values, NaN and infinity?": _with_inverse(lambda a, i: a != 0),
-            "127 / infinity is 0, and finite; but infinity times 0 is NaN": _with_inverse(lambda a, i: i.isfinite()),
+            "127 / infinity is 0, which is finite, but infinity times 0 is NaN": _with_inverse(
+                lambda a, i: i.isfinite()
+            ),
             "a block whose steps are infinite must become zeros too": lambda x: (x * (127 / _largest(x))).nan_to_num(),
             "each block has its own absmax, along the last axis": lambda x: x * (127 / x.abs().amax()),
             "an absmax belongs to a block, along the last axis, not to a column": lambda x: torch.where(
@@ -121,7 +123,7 @@ EXERCISES = {
             "absmax is above 0, but too small; and x * 127 is infinite where x is large": lambda x: torch.where(
                 (_largest(x) > 0) & _largest(x).isfinite(), x * 127 / _largest(x), 0
             ),
-            "nothing is rounded yet": lambda x: _steps_of(x).round(),
+            "this step comes before rounding: return x * (127 / absmax) as it is": lambda x: _steps_of(x).round(),
             "that's upside down: multiply by 127 / absmax": lambda x: torch.where(
                 (_largest(x) > 0) & _largest(x).isfinite(), x * (_largest(x) / 127), 0
             ),
@@ -154,7 +156,7 @@ EXERCISES = {
             "a column of elements is not a column of scales": lambda i, j, m, n, b: i // b * -(-n // b) + j,
             "count in scales, not in bytes": lambda i, j, m, n, b: 4 * _offset(i, j, m, n, b),
             "round down, not to the nearest": lambda i, j, m, n, b: round(i / b) * -(-n // b) + j // b,
-            "rows of blocks come one after the other, not columns": lambda i, j, m, n, b: j // b * -(-m // b) + i // b,
+            "scales are stored row by row, not column by column": lambda i, j, m, n, b: j // b * -(-m // b) + i // b,
             "that counts elements, not scales": lambda i, j, m, n, b: i * n + j,
             "a row of scales is shorter than a row of elements": lambda i, j, m, n, b: i // b * n + j // b,
             "i counts rows and j columns: you swapped them": lambda i, j, m, n, b: j // b * -(-n // b) + i // b,
@@ -181,7 +183,7 @@ EXERCISES = {
             "no scale is used: 127 / absmax turns values into steps": _rounded(lambda x, a: x.round()),
             "no scale is used, and the cast truncates": _rounded(lambda x, a: x.trunc()),
             "that's upside down: multiply by 127 / absmax": _rounded(lambda x, a: (x * (a / 127)).round()),
-            "every program does the first one's block: where does yours begin?": _first_only,
+            "every program quantizes the first block: where does yours begin?": _first_only,
             "x * 127 is infinite where x is large: divide first": _rounded(lambda x, a: (x * 127 / a).round()),
             "codes end at 127: absmax becomes 127, not 128": _rounded(
                 lambda x, a: (x * (128 / a)).round().clamp(max=127)
@@ -193,7 +195,7 @@ EXERCISES = {
             "a lower bound on absmax turns blocks of small values into zeros": _rounded(
                 lambda x, a: _steps(x, a.clamp(min=1e-8)).round()
             ),
-            "what was loaded beyond n became the largest value: other must be 0": _with_other(1.0),
+            "a value from beyond n became the absmax: load those with other=0": _with_other(1.0),
         },
         kernel=True,
         note="any length and BLOCK, huge and tiny numbers, and ties",

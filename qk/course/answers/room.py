@@ -192,7 +192,7 @@ EXERCISES = {
             "a tile may hold several blocks, each with its own scale": _scaled(
                 lambda j, tile, block: j // tile * tile // block
             ),
-            "counted from the start of the tile; but where does the tile start?": _scaled(
+            "this counts from the start of the tile, but where does the tile start?": _scaled(
                 lambda j, tile, block: j % tile // block
             ),
             "the codes come back as they are, without their scale": lambda codes, scales, tile, block: codes.float(),
@@ -221,7 +221,7 @@ EXERCISES = {
             "the codes aren't rounded": _rounded_by(lambda steps: steps),
             "a cast drops the fraction: round to nearest": _rounded_by(torch.trunc),
             "absmax is the largest magnitude: abs is missing": _rounded_by(torch.round, lambda part: part.amax()),
-            "what the mask leaves out must not become the largest": _trips(
+            "what the mask leaves out must not become the largest value": _trips(
                 lambda row, start, end, block: F.pad(row[start:end], (0, start + block - end), value=1.0)
             ),
         },
@@ -256,8 +256,8 @@ EXERCISES = {
         cases=_absmax_cases,
         mistakes={
             "another order gives a different result": _combined(lambda tiles: tiles[-1]),
-            "only one tile of a row counts, the others don't": lambda x, order, size: x[:, :size].float().abs().amax(1),
-            "that is the sum of the tiles": _combined(lambda tiles: tiles.sum(0)),
+            "the result depends on only one tile of a row": lambda x, order, size: x[:, :size].float().abs().amax(1),
+            "that is the sum of the tiles' maxima": _combined(lambda tiles: tiles.sum(0)),
             "absmax starts at 0, so a minimum stays 0": _combined(lambda tiles: tiles.amin(0) * 0),
             "absmax is the largest magnitude": _combined(
                 lambda tiles: tiles.amax(0).clamp(min=0), values=lambda tile: tile
@@ -271,7 +271,7 @@ EXERCISES = {
         expected=_unpacked(lambda j: j % 2 * 4),
         cases=_packed_cases,
         mistakes={
-            "the picture: each weight comes back in its neighbor's place": _unpacked(lambda j: 4 - j % 2 * 4),
+            "look at the picture: each weight comes back in its neighbor's place": _unpacked(lambda j: 4 - j % 2 * 4),
             "nibbles above 7 mean negative codes": _unpacked(lambda j: j % 2 * 4, low=lambda nibble: nibble),
             "a nibble has four bits: shift by 4, not by 1": _unpacked(lambda j: j % 2),
             "a nibble has four bits: shift by 4, not by 3": _unpacked(lambda j: j % 2 * 3),
