@@ -127,7 +127,7 @@ def _file_of(folder):
         return found[0]
     has = f"{len(found)} checkpoints and no index" if found else "no checkpoint"
     if not found and any(path.suffix in (".bin", ".pt", ".pth", ".ckpt") for path in folder.iterdir()):
-        has = "pickles only, which can run code, and are never loaded"
+        has = "only pickles (they can run code, so they are never loaded)"
     raise ValueError(f"path is {str(folder)!r}, which has {has}; {_TAKES}")
 
 
@@ -180,7 +180,7 @@ def _open_safetensors(file):
             (size,) = struct.unpack("<Q", opened.read(8))
             header = json.loads(opened.read(size))
     except (SafetensorError, OSError, ValueError) as error:
-        raise ValueError(f"{file.name} is no safetensors file, or it is damaged: {error}") from None
+        raise ValueError(f"{file.name} isn't a safetensors file, or it is damaged: {error}") from None
     metadata = header.pop("__metadata__", {})
     entries = {}
     for name, tensor in header.items():

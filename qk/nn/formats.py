@@ -166,7 +166,7 @@ def _order(groups, columns, size):
     size = size or max(columns, 1)
     sorted_groups, order = groups.sort(stable=True)
     if not torch.equal(sorted_groups, torch.arange(columns, dtype=groups.dtype) // size):
-        raise ValueError(f"g_idx has other than {size} columns in a group, or groups that aren't there")
+        raise ValueError(f"g_idx doesn't assign {size} columns to each group")
     return None if torch.equal(sorted_groups, groups) else order
 
 

@@ -53,6 +53,23 @@ def statistics_of(model, codes, windows, seed):
     return collect(model, batches, progress=False)
 
 
+def round_weights(weight, bits, group_size):
+    """Round a weight to a symmetric format of any number of bits.
+
+    Args:
+        weight: floats [N, K].
+        bits: of a code. The largest code is 2**(bits - 1) - 1.
+        group_size: columns of a row that share a scale, their absmax over the largest code. K is a multiple of it.
+
+    Returns:
+        Codes times scales, floats [N, K]. Neither is stored in fewer bits.
+    """
+    most = 2 ** (bits - 1) - 1
+    groups = weight.unflatten(1, (-1, group_size))
+    absmax = groups.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    return ((groups / absmax * most).round() * absmax / most).flatten(1)
+
+
 @torch.no_grad()
 def simulate(model, bits, group_size=128):
     """Round the weights to fewer bits than the package has, in place. They stay float, and the embedding as it is.
@@ -62,13 +79,11 @@ def simulate(model, bits, group_size=128):
     """
     size = model.embedding.weight.numel() + 4 * model.shape.vocabulary
     size += sum(parameter.nbytes for parameter in model.parameters() if parameter.ndim == 1)
-    most = 2 ** (bits - 1) - 1
     for name, layer in model.named_modules():
         if isinstance(layer, torch.nn.Linear) and name != "head":
-            groups = layer.weight.unflatten(1, (-1, min(group_size, layer.in_features)))
-            absmax = groups.abs().amax(-1, keepdim=True).clamp(min=1e-30)
-            layer.weight.copy_(((groups / absmax * most).round() * absmax / most).flatten(1))
-            size += layer.weight.numel() * bits // 8 + 2 * absmax.numel()
+            group = min(group_size, layer.in_features)
+            layer.weight.copy_(round_weights(layer.weight, bits, group))
+            size += layer.weight.numel() * bits // 8 + 2 * (layer.weight.numel() // group)
     return size
 
 

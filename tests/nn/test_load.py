@@ -668,8 +668,14 @@ WRONG_TENSORS = {
     "another part": ({"down.extra": torch.zeros(3)}, "down has extra; GPTQ takes"),
     "a wrong bias": ({"down.bias": torch.ones(9, dtype=HALF)}, "down.bias has shape \\[9\\]; expected \\[8\\]"),
     "no bias": ({"up.bias": None}, "up has no bias, and the model's layer does"),
-    "a group too many": ({"up.g_idx": torch.arange(64, dtype=torch.int32) // 16}, "other than 32 columns in a group"),
-    "groups below 0": ({"up.g_idx": torch.arange(64, dtype=torch.int32) // 32 - 1}, "groups that aren't there"),
+    "a group too many": (
+        {"up.g_idx": torch.arange(64, dtype=torch.int32) // 16},
+        "g_idx doesn't assign 32 columns to each group",
+    ),
+    "groups below 0": (
+        {"up.g_idx": torch.arange(64, dtype=torch.int32) // 32 - 1},
+        "g_idx doesn't assign 32 columns to each group",
+    ),
     "no norm": ({"norm.weight": None}, "norm.weight isn't in the checkpoint"),
     "another norm": ({"norm.weight": torch.ones(31)}, "norm.weight has shape \\[31\\]; expected \\[32\\]"),
     "integers": ({"norm.weight": torch.ones(32, dtype=torch.int64)}, "norm.weight has dtype torch.int64"),
@@ -761,7 +767,7 @@ BYTES = {
 def test_damaged_safetensors(tmp_path, what):
     folder = good(tmp_path)
     (folder / "model.safetensors").write_bytes(BYTES[what])
-    refused(folder, "model.safetensors is no safetensors file, or it is damaged")
+    refused(folder, "model.safetensors isn't a safetensors file, or it is damaged")
 
 
 def test_truncated_anywhere(tmp_path):
@@ -769,7 +775,7 @@ def test_truncated_anywhere(tmp_path):
     whole = file.read_bytes()
     for size in (*range(0, len(whole), 97), len(whole) - 1):
         file.write_bytes(whole[:size])
-        refused(tmp_path, "model.safetensors is no safetensors file, or it is damaged")
+        refused(tmp_path, "model.safetensors isn't a safetensors file, or it is damaged")
     file.write_bytes(whole)
     assert isinstance(load(tmp_path, Two(64, 32, 8))[0].up, Int4Linear)
 
@@ -814,7 +820,7 @@ def test_folders_without_a_checkpoint(tmp_path):
     refused(tmp_path, "which has no checkpoint; expected a folder with safetensors files")
     refused(tmp_path / "nothing", "which doesn't exist")
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Evil()))
-    refused(tmp_path, "which has pickles only, which can run code, and are never loaded")
+    refused(tmp_path, "has only pickles .they can run code, so they are never loaded")
     refused(tmp_path / "pytorch_model.bin", "Pickles can run code, and are never loaded")
     refused(3, "path is a int; expected a folder")
     for name in ("a.safetensors", "b.safetensors"):

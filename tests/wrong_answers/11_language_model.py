@@ -32,6 +32,23 @@ def kernel(old, new):
     return KERNEL.replace(old, new)
 
 
+ROUNDED = """def rounded(w, bits, group):
+    qmax = 2 ** ((bits - 1)) - 1
+    groups = w.unflatten(1, (-1, group))
+    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-30) / qmax
+    return ((groups / scale).round() * scale).flatten(1)
+"""
+SPAN = "((groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / 2)"
+
+
+def rounded(*pairs):
+    code = ROUNDED
+    for old, new in pairs:
+        assert code.count(old) == 1, old
+        code = code.replace(old, new)
+    return code
+
+
 ANSWERS = {
     "perplexity": [
         ("weight each loss", perplexity("math.exp(sum(losses) / len(losses))")),
@@ -86,7 +103,7 @@ ANSWERS = {
             "row 0's isn't the others'",
             kernel("tl.max(logits, 0)", 'tl.max(tl.load(logits_ptr + column, mask=mask, other=-float("inf")), 0)'),
         ),
-        ("the whole matrix' can be far above", kernel("tl.max(logits, 0)", "0.0") + SHIFTED),
+        ("the whole matrix's can be far above", kernel("tl.max(logits, 0)", "0.0") + SHIFTED),
         ("subtract it", kernel("tl.max(logits, 0)", "tl.load(logits_ptr + row * V)")),
         ("", kernel('-float("inf")', "-65504.0")),
         ("subtract the logs", kernel("logits - top - tl.log(total)", "tl.log(tl.exp(logits - top) / total)")),
@@ -99,9 +116,48 @@ ANSWERS = {
             "def log_probabilities(logits, BLOCK):\n    return torch.log_softmax(logits, 1)",
         ),
     ],
+    "rounded": [
+        ("nothing was rounded", rounded((".round()", ""))),
+        ("those are codes", rounded((".round() * scale)", ".round())"))),
+        ("for the whole row", rounded(("(-1, group)", "(-1, w.shape[1])"))),
+        ("for the whole matrix", rounded(("amax(-1, keepdim=True)", "amax()"))),
+        ("each row has its own", rounded(("amax(-1", "amax((0, -1)"))),
+        ("", rounded(("w.unflatten", "w.T.unflatten"), (".flatten(1)", ".flatten(1).T"))),
+        ("one less", rounded((" - 1)) - 1", " - 1))"))),
+        ("one bit is the sign", rounded(("(bits - 1)", "bits"))),
+        ("only for 4", rounded(("2 ** ((bits - 1)) - 1", "7"))),
+        ("not absmax itself", rounded((" / qmax", ""))),
+        ("cut off the fraction", rounded((".round()", ".int()"))),
+        ("always round down", rounded((".round()", ".floor()"))),
+        ("below zero", rounded(("(groups / scale).round()", "(groups / scale + 0.5).int()"))),
+        ("negative weight", rounded((".abs()", ""))),
+        ("0 / 0 is NaN", rounded((".clamp(min=1e-30)", ""))),
+        ("not by (max - min) / 2", rounded(("groups.abs().amax(-1, keepdim=True)", SPAN))),
+        ("must stay as it is.", rounded(("    scale", "    groups *= 1.5\n    scale"))),
+        ("convert the result", rounded((".flatten(1)", ".flatten(1).half()"))),
+        ("the right shape", rounded((".flatten(1)", ""))),
+        ("", rounded(("1e-30", "1.0"))),
+        ("", rounded(("scale).round()", "scale).round().clamp(-1, 1)"))),
+    ],
 }
 
 OTHERS = {
+    "rounded": [
+        "def rounded(w, bits, group):\n"
+        "    out = torch.zeros_like(w)\n"
+        "    for n in range(w.shape[0]):\n"
+        "        for k in range(0, w.shape[1], group):\n"
+        "            part = w[n, k : k + group]\n"
+        "            if part.any():\n"
+        "                scale = part.abs().max() / (2 ** (bits - 1) - 1)\n"
+        "                out[n, k : k + group] = torch.round(part / scale) * scale\n"
+        "    return out",
+        "def rounded(w, bits, group):\n"
+        "    groups = w.reshape(len(w), -1, group)\n"
+        "    step = groups.abs().amax(2, True) / (2 ** (bits - 1) - 1)\n"
+        "    codes = torch.where(step == 0, 0, torch.round(groups / step))\n"
+        "    return (codes * step).reshape(w.shape)",
+    ],
     "log_probabilities": [
         kernel('-float("inf")', "-1e30"),
         kernel('-float("inf"))', "0.0)").replace(

@@ -1,8 +1,9 @@
-"""The exercises of notebook 11: the perplexity of a text in windows, and a kernel for log probabilities."""
+"""The exercises of notebook 11: perplexity of a text in windows, a kernel for log probabilities, rounding weights."""
 
 import torch
 
 from qk.course.exercises import Exercise
+from qk.tools.lm_formats import round_weights
 
 # perplexity(losses, counts)
 
@@ -86,7 +87,7 @@ _PERPLEXITY = Exercise(
         "each window has its own number of tokens; that isn't always 512": lambda losses, counts: _exp(
             512 * sum(losses) / sum(counts)
         ),
-        "divide by the tokens that there are, not by 512 for each window": lambda losses, counts: _exp(
+        "divide by the actual number of tokens, not by 512 for each window": lambda losses, counts: _exp(
             _mean(losses, counts) * sum(counts) / (512 * len(losses))
         ),
         "any window can be short, not only the last": lambda losses, counts: _perplexity(
@@ -106,7 +107,7 @@ _PERPLEXITY = Exercise(
         "divide first, and take exp at the end": lambda losses, counts: _exp(_mean(losses, counts) * sum(counts)) / sum(
             counts
         ),
-        "a running mean must give each window its tokens' share, not half": _halving,
+        "in a running mean, each window's share is its share of the tokens, not half": _halving,
         "a long window counts more, not less": lambda losses, counts: _exp(
             _mean(losses, [1 / count for count in counts])
         ),
@@ -186,14 +187,14 @@ _LOG_PROBABILITIES = Exercise(
         "each row has its own largest logit; row 0's isn't the others'": lambda logits, BLOCK: _subtracted(
             logits, logits[:1].amax(1, keepdim=True)
         ),
-        "each row has its own largest logit; the whole matrix' can be far above it": lambda logits, BLOCK: _subtracted(
+        "each row has its own largest logit; the whole matrix's can be far above it": lambda logits, BLOCK: _subtracted(
             logits, logits.amax()
         ),
         "the largest logit can lie far above the mean or the first: subtract it": lambda logits, BLOCK: _subtracted(
             logits, logits[:, :1]
         ),
         "subtract the largest logit, not a fixed number": lambda logits, BLOCK: _subtracted(logits, 200.0),
-        "a large logit isn't 80: subtract instead of limiting": lambda logits, BLOCK: (
+        "a logit above 80 must stay what it is: subtract, don't clamp": lambda logits, BLOCK: (
             logits - logits.clamp(max=80.0).exp().sum(1, keepdim=True).log()
         ),
         "exp of a logit far below the largest is 0, whose log is -inf: subtract the logs": lambda logits, BLOCK: (
@@ -213,7 +214,7 @@ _LOG_PROBABILITIES = Exercise(
         ),
         "the log of the probability p, not of 1 - p": lambda logits, BLOCK: torch.log(1 - logits.softmax(1)),
         "the last row is missing": lambda logits, BLOCK: torch.cat([logits[:-1].log_softmax(1), 0 * logits[-1:]]),
-        "columns lie side by side: row * V + column": lambda logits, BLOCK: (
+        "a row's columns are adjacent: row * V + column": lambda logits, BLOCK: (
             logits.flatten().view(logits.shape[1], -1).T.log_softmax(1)
         ),
         "logits need float32: float16 is too narrow": lambda logits, BLOCK: logits.half().float().log_softmax(1),
@@ -230,4 +231,77 @@ _LOG_PROBABILITIES = Exercise(
     },
 )  # fmt: skip
 
-EXERCISES = {"perplexity": _PERPLEXITY, "log_probabilities": _LOG_PROBABILITIES}
+# rounded(w, bits, group)
+
+
+def _scaled(w, bits, group, most=None, largest=None, rounding=torch.round, codes_alone=False, least=1e-30):
+    """Round groups in another way: `most` is the largest code, and `largest(groups)` what it stands for."""
+    most = most or 2 ** (bits - 1) - 1
+    groups = w.unflatten(1, (-1, group))
+    scale = (largest or _absmax)(groups).clamp(min=least) / most
+    codes = rounding(groups / scale)
+    return (codes if codes_alone else codes * scale).flatten(1)
+
+
+def _absmax(groups, dims=(-1,)):
+    return groups.abs().amax(dims, keepdim=True)
+
+
+def _weights():
+    random = torch.Generator().manual_seed(5)
+
+    def case(N, K, bits, group, scale=1.0):
+        return torch.randn(N, K, generator=random) * scale, bits, group
+
+    cases = [case(3, 64, 4, 32), case(2, 128, 3, 64, 0.05), case(4, 32, 2, 8), case(1, 256, 8, 128, 30.0),
+             case(5, 48, 5, 16), case(2, 12, 3, 4), case(3, 20, 6, 20)]  # fmt: skip
+    cases[1][0][1, :64] = 0  # a group of zeros
+    cases[2][0][0, 3] = -40.0  # an outlier
+    return cases
+
+
+_ROUNDED = Exercise(
+    expected=round_weights,
+    cases=_weights,
+    bound=lambda w, bits, group: (1e-5 * _absmax(w.unflatten(1, (-1, group)))).expand(-1, -1, group).flatten(1),
+    note="any number of bits and any group size that divides K; a group may be all zeros",
+    mistakes={
+        "nothing was rounded": lambda w, bits, group: w.clone(),
+        "those are codes: multiply them by their scale": lambda w, *how: _scaled(w, *how, codes_alone=True),
+        "each group has its own scale, and you used one for the whole row": lambda w, bits, group: _scaled(
+            w, bits, w.shape[1]
+        ),
+        "each group has its own scale, and you used one for the whole matrix": lambda w, *how: _scaled(
+            w, *how, largest=lambda groups: _absmax(groups, (0, 1, 2))
+        ),
+        "each row has its own scales": lambda w, *how: _scaled(
+            w, *how, largest=lambda groups: _absmax(groups, (0, -1))
+        ),
+        "the largest code is 2**(bits - 1) - 1, one less": lambda w, bits, group: _scaled(
+            w, bits, group, most=2 ** (bits - 1)
+        ),
+        "one bit is the sign: the largest code is 2**(bits - 1) - 1": lambda w, bits, group: _scaled(
+            w, bits, group, most=2**bits - 1
+        ),
+        "the largest code depends on bits; it's 7 only for 4": lambda w, bits, group: _scaled(w, bits, group, most=7),
+        "the largest code depends on bits; it's 127 only for 8": lambda w, bits, group: _scaled(
+            w, bits, group, most=127
+        ),
+        "scale = absmax / the largest code, not absmax itself": lambda w, bits, group: _scaled(w, bits, group, most=1),
+        "round to the nearest code; you cut off the fraction": lambda w, *how: _scaled(w, *how, rounding=torch.trunc),
+        "round to the nearest code; you always round down": lambda w, *how: _scaled(w, *how, rounding=torch.floor),
+        "round to the nearest code; you always round up": lambda w, *how: _scaled(w, *how, rounding=torch.ceil),
+        "below zero, + 0.5 and a cut rounds to the wrong code": lambda w, *how: _scaled(
+            w, *how, rounding=lambda codes: (codes + 0.5).trunc()
+        ),
+        "the largest magnitude can belong to a negative weight": lambda w, *how: _scaled(
+            w, *how, largest=lambda groups: groups.amax(-1, keepdim=True)
+        ),
+        "in a group of zeros the scale is 0, and 0 / 0 is NaN": lambda w, *how: _scaled(w, *how, least=0.0),
+        "the range is symmetric: scale by absmax, not by (max - min) / 2": lambda w, *how: _scaled(
+            w, *how, largest=lambda groups: (groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / 2
+        ),
+    },
+)  # fmt: skip
+
+EXERCISES = {"perplexity": _PERPLEXITY, "log_probabilities": _LOG_PROBABILITIES, "rounded": _ROUNDED}

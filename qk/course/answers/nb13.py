@@ -31,15 +31,15 @@ def _awq_codes(qweight, order=_NIBBLE, **how):
 _AWQ_CODES = Exercise(
     expected=_awq_codes,
     cases=lambda: [(_words(K, words, 8 * K),) for K, words in ((3, 2), (5, 1), (24, 5), (1, 3), (16, 2))],
-    note="any number of rows in eights, and any number of columns",
+    note="any multiple of 8 rows, and any number of columns",
     mistakes={
-        "the rows of a word aren't in order": lambda words: _awq_codes(words, range(8)),
+        "a word's rows aren't stored in order": lambda words: _awq_codes(words, range(8)),
         "0 2 4 6 1 3 5 7 is the row of each nibble; you need the nibble of each row": lambda words: _awq_codes(
             words, _ROW
         ),
         "the first nibble is in the lowest four bits": lambda words: _awq_codes(words, [7 - n for n in _NIBBLE]),
-        "the first nibble is in the lowest four bits, and the rows aren't in order": lambda words: _awq_codes(
-            words, range(7, -1, -1)
+        "the first nibble is in the lowest four bits, and a word's rows aren't stored in order": lambda words: (
+            _awq_codes(words, range(7, -1, -1))
         ),
         "a shift leaves the nibbles above: cut them off with & 15": lambda words: _awq_codes(words, keep=-1),
         "a nibble has four bits, but the mask keeps three": lambda words: _awq_codes(words, keep=7),
@@ -70,30 +70,34 @@ def _zeros():
 _ZERO_POINTS = Exercise(
     expected=_zero_points,
     cases=_zeros,
-    note="any number of rows in eights and any number of groups, and zero points from 0 to 15",
+    note="any multiple of 8 rows, any number of groups, and zero points from 0 to 15",
     mistakes={
         "version 1 stores the zero point minus one: add it again": lambda qzeros: _zero_points(qzeros, add=0),
         "add one, don't subtract it": lambda qzeros: _zero_points(qzeros, add=-1),
         "zero point 0 is stored as 15: keep four bits after adding one": lambda qzeros: _zero_points(qzeros, wrap=31),
-        "zero point 0 is stored as 15, which 15 as a limit doesn't give back": lambda qzeros: (
+        "zero point 0 is stored as 15: adding one must wrap to 0, not stop at 15": lambda qzeros: (
             (_nibbles(qzeros) + 1).clamp(max=15) - 8
         ).to(torch.int8),
-        "codes became signed, so subtract 8 from the zero point, too": lambda qzeros: _zero_points(qzeros, signed=0),
+        "qk's codes are signed, so subtract 8 from the zero point, too": lambda qzeros: _zero_points(qzeros, signed=0),
         "subtract 8, not 7": lambda qzeros: _zero_points(qzeros, signed=7),
-        "8 moves with the codes, it doesn't turn around: zero - 8": lambda qzeros: -_zero_points(qzeros),
-        "that's two's complement of the nibble; subtract 8": lambda qzeros: _zero_points(qzeros) ^ -8,
-        "zero points lie in order here; AWQ's order is another": lambda qzeros: _zero_points(qzeros, _NIBBLE),
-        "zero points lie in order here; AWQ has another order": lambda qzeros: _zero_points(qzeros, _ROW),
+        "subtract 8 from the zero point, as from the codes: zero - 8, not 8 - zero": lambda qzeros: (
+            -_zero_points(qzeros)
+        ),
+        "don't read the nibble as two's complement: subtract 8 instead": lambda qzeros: _zero_points(qzeros) ^ -8,
+        "GPTQ's zero points are in order; this is the inverse of AWQ's order": lambda qzeros: _zero_points(
+            qzeros, _NIBBLE
+        ),
+        "GPTQ's zero points are in order; this is AWQ's order": lambda qzeros: _zero_points(qzeros, _ROW),
         "the first zero point is in the lowest four bits": lambda qzeros: _zero_points(qzeros, range(7, -1, -1)),
         "the result is [N, groups]: transpose it": lambda qzeros: _zero_points(qzeros).T,
         "version 1 stores the zero point minus one, not minus two": lambda qzeros: _zero_points(qzeros, add=2),
         "a word holds eight zero points: one added to the word changes only the first": lambda qzeros: _zero_points(
             _plus(qzeros, 1), add=0
         ),
-        "one added to all nibbles of a word carries from 15: add after unpacking": lambda qzeros: _zero_points(
+        "one added to a nibble of 15 carries into the next: add after unpacking": lambda qzeros: _zero_points(
             _plus(qzeros, 0x11111111), add=0
         ),
-        "0 to 15 has no negative numbers: subtract 8 last, after masks and xors": lambda qzeros: (
+        "masks and XORs leave a number from 0 to 15: subtract 8 last": lambda qzeros: (
             _zero_points(qzeros, signed=0) ^ 8
         ),
     },
@@ -133,24 +137,24 @@ _REPACK = Exercise(
         for words, N, BLOCK in ((12, 40, 16), (5, 24, 8), (1, 8, 16), (37, 72, 32), (16, 16, 16), (3, 136, 64))
     ],
     kernel=True,
-    note="any number of rows and words, also if they don't fill a tile",
+    note="any number of rows and words, even if they don't fill a tile",
     mistakes={
         "qk's codes are signed: flip the top bit of each nibble": lambda qweight, BLOCK: qweight.T,
-        "out[n, w] is qweight[w, n]: transpose": lambda qweight, BLOCK: (qweight ^ _FLIP).reshape(
+        "out[n, w] comes from qweight[w, n]: transpose": lambda qweight, BLOCK: (qweight ^ _FLIP).reshape(
             qweight.shape[1], qweight.shape[0]
         ),
         "flip the top bit of each nibble, not just the word's": lambda qweight, BLOCK: qweight.T ^ -(2**31),
         "flip the top bit of each nibble, not only of each byte": lambda qweight, BLOCK: (
             qweight.T ^ (0x80808080 - 2**32)
         ),
-        "flip the top bit of each nibble; of each byte, you flip the lower one's": lambda qweight, BLOCK: (
+        "flip the top bit of both nibbles in a byte, not only the lower one's": lambda qweight, BLOCK: (
             qweight.T ^ 0x08080808
         ),
         "flip each nibble's top bit, not all its bits": lambda qweight, BLOCK: ~qweight.T,
         "flip each nibble's top bit, not the other three": lambda qweight, BLOCK: ~_repack(qweight),
-        "flip each nibble's lowest bit? the top one": lambda qweight, BLOCK: qweight.T ^ 0x11111111,
+        "flip each nibble's top bit, not its lowest": lambda qweight, BLOCK: qweight.T ^ 0x11111111,
         "flip the top bits, don't set them: ^, not |": lambda qweight, BLOCK: qweight.T | _FLIP,
-        "flip the top bits, don't keep them alone: ^, not &": lambda qweight, BLOCK: qweight.T & _FLIP,
+        "flip the top bits, don't keep only them: ^, not &": lambda qweight, BLOCK: qweight.T & _FLIP,
         "flip the top bits, don't clear them": lambda qweight, BLOCK: qweight.T & ~_FLIP,
         "subtracting 8 from each nibble borrows from the next one: use ^": lambda qweight, BLOCK: (
             qweight.T.long() - 0x88888888
