@@ -80,9 +80,9 @@ NUMBERS = [
         lambda: extremes(two_gpus("prefill", (1, 2048)).values()),
     ),
     ("README", r"bfloat16 overtakes it at (\d+) to (\d+) tokens", lambda: extremes(overtaken())),
-    ("00_start_here", r"at ([\d.]+) to ([\d.]+) times the speed of cuBLAS FP8", lambda: extremes(fp8().values())),
+    ("13_checkpoints", r"at ([\d.]+) to ([\d.]+) times the speed of cuBLAS FP8", lambda: extremes(fp8().values())),
     (
-        "00_start_here",
+        "13_checkpoints",
         r"chain needs (\d+) µs of CPU time and (\d+) µs of GPU time, and bfloat16 needs (\d+) and (\d+)",
         lambda: [times("chain", field)[1, 8192, 8192][name] for name in ("qk", "bf16") for field in ("wall_us", "us")],
     ),
