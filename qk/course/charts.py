@@ -47,8 +47,8 @@ _IMPLEMENTATIONS = {
     "qk int4": ("qk, int4 weights in groups of 128", SKY),
     "qk int8 activations": ("qk, int4 weights, int8 activations", INDIGO),
     "qk int4 int8 activations": ("qk, int4 weights, int8 activations", INDIGO),
-    "qk int4 fused": ("qk, int4 weights, fused layers", TEAL),
-    "qk int4 fused, int4 cache": ("qk, int4 weights, fused layers, int4 cache", WINE),
+    "qk int4 int8 activations fused": ("... and fused layers", TEAL),
+    "qk int4 int8 activations fused, int4 cache": ("... and an int4 cache", WINE),
     "naive": ("naive kernel", VERMILION),
     "eager": ("eager torch", INK),
     "compile": ("torch.compile", ORANGE),
@@ -444,9 +444,9 @@ def host_times(record):
 
 
 def _steps(record, gpus):
-    """Results of the job `model` on this many GPUs: {step: {contender: row}}."""
+    """Results of the job `model` on this many GPUs: {step: {contender: row}}, the smallest steps first."""
     steps = {}
-    for row in _results(record):
+    for row in sorted(_results(record), key=lambda row: (row["op"], row["shape"])):
         if "tokens_per_s" in row and row.get("options", {}).get("gpus", 1) == gpus:
             sequences, context = row["shape"]
             step = f"{row['op']}, {context} tokens"
@@ -461,7 +461,7 @@ def model_gains(record, gpus=1):
     """Speed and size of a whole decoder (the job `model`) relative to bfloat16.
 
     gpus: if more than one, each contender is compared with itself on one GPU. Labels give tokens per second, and
-    gigabytes of weights per GPU.
+    gigabytes of weights per GPU; of contenders with the same weights, only the first has a bar for them.
     """
     known = {name: look for name, look in _IMPLEMENTATIONS.items() if name.startswith("qk int")}
     known = {"bf16": ("bf16, torch.compile", GREY)} | known
@@ -477,7 +477,8 @@ def model_gains(record, gpus=1):
     if not groups:
         return _not_measured("model")
     known = {name: look for name, look in known.items() if name in sizes}
-    groups["size of weights"] = sizes
+    first = {size: name for name, size in reversed([(name, sizes[name]) for name in known])}
+    groups["size of weights"] = {name: size for size, name in first.items()}
     fig, ax = subplots(9, 1.6 + len(groups) * (0.15 + 0.2 * len(known)))
     longest, height = 1, 0.8 / len(known)
     for y, values in enumerate(groups.values()):
@@ -487,7 +488,7 @@ def model_gains(record, gpus=1):
             ax.barh(y_bar, gain, 0.92 * height, color=known[name][1])
             place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
             ax.annotate(f"{gain:.2f}x ({text})", (gain, y_bar), **place, fontsize=9, bbox=PLAIN)
-    ax.axvline(1, **DASHED)
+    ax.axvline(1, **DASHED, zorder=0)
     what = f", on {gpus} GPUs" if gpus > 1 else ""
     ax.set_title(f"A decoder of Llama-3-8B's shape, random weights{what}, {measured_on(record, drawn)}")
     ax.set(ylabel="step", xlim=(0, 1.35 * longest))
