@@ -149,7 +149,7 @@ CLAIMS = [
         ),
     ),
     (
-        'With 16-bit activations, int4 is slower than bfloat16 for long prompts; with `activations="int8"`, it\'s faster',
+        'int4 is slower than bfloat16 for long prompts; with `activations="int8"`, it\'s faster',
         lambda: (
             ratios("prefill", "bf16", "qk int4")[1, 2048]
             < 1
