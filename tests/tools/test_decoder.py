@@ -12,7 +12,7 @@ from qk.tools import bench
 from qk.tools.bench import model
 from qk.tools.bench.decoder import LLAMA_3_8B, Cache, Decoder, Layer, Shape, int4_cache, random_cache
 
-TINY = Shape(layers=2, width=64, inner=160, heads=4, kv_heads=2, vocabulary=100)
+TINY = Shape(layers=2, width=256, inner=160, heads=4, kv_heads=2, vocabulary=100)
 
 
 def tiny():
@@ -81,7 +81,7 @@ def test_it_computes_what_transformers_llama_does():
     ids=str,
 )
 def test_fused_kernels_compute_the_same(kind, options, suffix, monkeypatch):
-    """In float32, up to codes that move; a fused kernel quantizes wherever the layer allows it."""
+    """Up to the rounding of float16, and codes that move; a fused kernel quantizes wherever the layer allows it."""
     decoder, tokens = tiny()
     if kind != "bf16":
         qk.nn.quantize_(decoder, kind, **options)
@@ -90,33 +90,33 @@ def test_fused_kernels_compute_the_same(kind, options, suffix, monkeypatch):
     def noted(name, function):
         return lambda *args, **kwargs: called.add(name) or function(*args, **kwargs)
 
-    for name in ("rms_norm", "rms_norm_quant", "swiglu", "swiglu_quant"):
+    attends = {"write_kv", "decode_attention"}
+    for name in ("rms_norm", "rms_norm_quant", "swiglu", "swiglu_quant", *attends):
         monkeypatch.setattr(qk, name, noted(name, getattr(qk, name)))
-    decoder, tokens = decoder.to(DEVICE), tokens.to(DEVICE)
+    decoder, tokens = decoder.to(DEVICE, torch.float16), tokens.to(DEVICE)
     results = []
     for fused in (False, True):
-        cache = random_cache(TINY, len(tokens), 9, device=DEVICE)
+        cache = random_cache(TINY, len(tokens), 9, device=DEVICE, dtype=torch.float16)
         decoder(tokens[:, :6], torch.arange(6, device=DEVICE), cache, fused=fused)
         results.append(decoder(tokens[:, 6:], torch.tensor([6], device=DEVICE), cache, fused=fused))
-        assert called == ({"rms_norm" + suffix, "swiglu" + suffix} if fused else set())
-    assert bench.error_of(*results) < (1e-5 if kind == "bf16" else 0.01)
+        assert called == ({"rms_norm" + suffix, "swiglu" + suffix, *attends} if fused else set())
+    assert bench.error_of(*(logits.float() for logits in results)) < (2e-3 if kind == "bf16" else 0.03)
 
 
 def test_a_cache_in_int4_is_written_and_read():
     """It errs as much as int4 does, and forgets nothing: a later token finds what an earlier step wrote."""
-    shape = TINY._replace(width=256, heads=4, kv_heads=2)
-    decoder = Decoder(shape).random_(0).requires_grad_(False).to(DEVICE, torch.float16)
-    tokens, last = torch.randint(shape.vocabulary, (3, 7), device=DEVICE), torch.tensor([6], device=DEVICE)
+    decoder = Decoder(TINY).random_(0).requires_grad_(False).to(DEVICE, torch.float16)
+    tokens, last = torch.randint(TINY.vocabulary, (3, 7), device=DEVICE), torch.tensor([6], device=DEVICE)
     logits = {}
     for first in (6, 5):
-        plain = random_cache(shape, len(tokens), 9, device=DEVICE, dtype=torch.float16)
+        plain = random_cache(TINY, len(tokens), 9, device=DEVICE, dtype=torch.float16)
         for kind, cache in (("plain", plain), ("int4", int4_cache(plain))):
-            decoder(tokens[:, :first], torch.arange(first, device=DEVICE), cache)
+            decoder(tokens[:, :first], torch.arange(first, device=DEVICE), cache, fused=True)
             for position in range(first, 6):
-                decoder(tokens[:, position : position + 1], torch.tensor([position], device=DEVICE), cache)
-            logits[kind, first] = decoder(tokens[:, 6:], last, cache)
+                decoder(tokens[:, position : position + 1], torch.tensor([position], device=DEVICE), cache, fused=True)
+            logits[kind, first] = decoder(tokens[:, 6:], last, cache, fused=True)
     error = bench.error_of(logits["int4", 6].float(), logits["plain", 6].float())
-    assert 1e-3 < error < 0.05
+    assert 1e-3 < error < 0.1
     assert bench.error_of(logits["int4", 5].float(), logits["int4", 6].float()) < error
     assert int4_cache(plain).keys[0].shape == (3, 2, 9, 32)
 
@@ -125,6 +125,7 @@ def test_a_cache_in_int4_is_written_and_read():
 def test_a_layer_is_compiled_once(fused):
     torch._dynamo.reset()
     decoder, tokens = (each.to(DEVICE) for each in tiny())
+    decoder = decoder.half()
     graphs = []
 
     def backend(graph, inputs):
@@ -132,7 +133,8 @@ def test_a_layer_is_compiled_once(fused):
         return graph
 
     compiled = functools.cache(functools.partial(torch.compile, backend=backend, fullgraph=True, dynamic=False))
-    arguments = tokens[:, :1], torch.tensor([0], device=DEVICE), random_cache(TINY, 3, 9, device=DEVICE)
+    cache = random_cache(TINY, 3, 9, device=DEVICE, dtype=torch.float16)
+    arguments = tokens[:, :1], torch.tensor([0], device=DEVICE), cache
     got, want = decoder(*arguments, compiled, fused), decoder(*arguments, fused=fused)
     assert len(graphs) == 3 and torch.equal(got, want)
     torch._dynamo.reset()
@@ -151,13 +153,12 @@ def test_the_shape_is_llama_3_8b_s():
 def test_long_contexts_are_also_decoded_from_a_cache_in_int4(monkeypatch):
     monkeypatch.setattr(model, "_LONG", 6)
     monkeypatch.setattr(model, "_KINDS", ("int4", "bf16"))
-    shape = TINY._replace(width=256)
-    short, long = model.decoder_cases(shape, decode=((2, 5), (2, 6)), prefill=())
+    short, long = model.decoder_cases(TINY, decode=((2, 5), (2, 6)), prefill=())
     name = "qk int4 fused, int4 cache"
     assert name not in short.contenders and name in long.contenders and short.inputs()[-1] is None
     inputs = long.inputs()
     model_of = long.contenders["qk int4 eager"][0]
-    bytes_of = {each: model._cached(shape, 2, 6, each) for each in (False, True)}
+    bytes_of = {each: model._cached(TINY, 2, 6, each) for each in (False, True)}
     for int4, cache in ((False, inputs[2]), (True, inputs[3])):
         parts = [t for part in cache for t in part if t is not None]
         assert sum(t.nbytes for t in parts) == bytes_of[int4]
@@ -165,7 +166,7 @@ def test_long_contexts_are_also_decoded_from_a_cache_in_int4(monkeypatch):
     assert more is None or more["bytes"] == long.more("qk int4 eager", {"allocated": 0, "replay": (0, 1, 0)})[
         "bytes"
     ] - (bytes_of[False] - bytes_of[True])
-    assert model_of(*inputs).shape == (2, shape.vocabulary)
+    assert model_of(*inputs).shape == (2, TINY.vocabulary)
 
 
 def test_the_kinds_are_the_same_model_and_their_rows_say_what_they_hold(monkeypatch):
@@ -198,11 +199,14 @@ def test_the_kinds_are_the_same_model_and_their_rows_say_what_they_hold(monkeypa
     }
     rows = {row["contender"]: row for row in bench.results_of(case, case.bytes, outcomes, times)}
     plain, int8, int4 = (rows[name] for name in ("bf16", "qk int8", "qk int4"))
-    matrices = 2 * TINY.layer_weights + 100 * 64
-    assert plain["weights"] == 2 * (matrices + 100 * 64 + 5 * 64)
-    assert matrices < int8["weights"] - 100 * 64 < 1.2 * matrices and 0.5 * matrices < int4["weights"] < int8["weights"]
+    matrices = 2 * TINY.layer_weights + 100 * TINY.width
+    assert plain["weights"] == 2 * (matrices + 100 * TINY.width + 5 * TINY.width)
+    assert (
+        matrices < int8["weights"] - 100 * TINY.width < 1.2 * matrices
+        and 0.5 * matrices < int4["weights"] < int8["weights"]
+    )
     cached = 2 * 6 * TINY.cached * 2
-    assert plain["bytes"] == plain["weights"] - 2 * 100 * 64 + cached
+    assert plain["bytes"] == plain["weights"] - 2 * 100 * TINY.width + cached
     assert plain["peak_bytes"] == plain["weights"] + cached + 1000
     assert int8["speedup_over"] == {"bf16": 2.0, "bf16 eager": 2.0} and int8["tokens_per_s"] == 200000
     assert int8["of_copy"] == pytest.approx(2 * int8["bytes"] / case.bytes, rel=1e-3)

@@ -11,8 +11,8 @@ compiles them one by one, so that one compiled layer serves all layers. Position
 one step serves all steps.
 
 `Layer.fused` and `Decoder.fused_end` do the same with qk's kernels between the matmuls: `rms_norm` and `swiglu`, or
-those that also quantize for the matmul that follows, if its layer takes int8. With a cache in int4, tokens are written
-and attended to by `write_kv` and `decode_attention`.
+those that also quantize for the matmul that follows, if its layer takes int8. `write_kv` and, for one token,
+`decode_attention` use the cache, which may be in int4.
 """
 
 from typing import NamedTuple
@@ -56,7 +56,7 @@ class Cache(NamedTuple):
 
     keys: list
     values: list
-    absmax: list  # None for each layer whose keys and values aren't quantized
+    absmax: list  # None for each layer whose keys and values aren't quantized; int4 needs a step that is fused
 
 
 def random_cache(shape, sequences, length, **factory):
@@ -119,44 +119,48 @@ class Layer(torch.nn.Module):
     def forward(self, x, update, rotation, positions, *cache):
         """Apply the layer to x and update [sequences, tokens, width]. Returns x, and the update still to be added."""
         x = x + update
-        x = x + self.output(self._attention(self.qkv(self.attention_norm(x)), rotation, positions, *cache))
+        qkv = self.qkv(self.attention_norm(x))
+        x = x + self.output(self._attention(*self._heads(qkv, rotation), positions, *cache))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
         return x, self.down(functional.silu(gate) * up)
 
     def fused(self, x, update, rotation, positions, *cache):
         """Do what `forward` does, with fused kernels."""
         qkv, x = _normalized(self.qkv, self.attention_norm, update, x)
-        update = self.output(self._attention(qkv, rotation, positions, *cache))
+        update = self.output(self._fused_attention(*self._heads(qkv, rotation), positions, *cache))
         gate_up, x = _normalized(self.gate_up, self.mlp_norm, update, x)
         return x, _gated(self.down, gate_up)
 
-    def _attention(self, qkv, rotation, positions, keys, values, absmax):
-        sequences, tokens, columns = qkv.shape
+    def _heads(self, qkv, rotation):
+        """Returns q, k and v, [sequences, heads, tokens, head], q and k rotated."""
         head, shared = self.shape.head, self.shape.heads // self.shape.kv_heads
-        kv_heads = columns // (shared + 2) // head  # only some, if the layer is split
-        heads = kv_heads * shared
-        q, k, v = (
-            part.unflatten(-1, (-1, head)).transpose(1, 2)
-            for part in qkv.split([heads * head, kv_heads * head, kv_heads * head], -1)
-        )
-        q, k = _rotated(q, rotation), _rotated(k, rotation)
-        if absmax is None:
-            keys.index_copy_(2, positions, k)
-            values.index_copy_(2, positions, v)
-        else:
-            lengths = qk.write_kv(k, v, keys, values, absmax, positions[:1].int().expand(sequences))
-        if tokens > 1:
-            out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        elif absmax is not None:
-            out = qk.decode_attention(q.squeeze(2), keys, values, absmax, lengths).unsqueeze(2)
-        else:
-            # the heads that share keys are rows of one matmul
-            q = q.reshape(sequences, kv_heads, shared, head)
-            seen = torch.arange(keys.shape[2], device=q.device) <= positions
-            scores = (q @ keys.transpose(2, 3)).float() * head**-0.5
-            shares = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(q.dtype)
-            out = (shares @ values).view(sequences, heads, 1, head)
-        return out.transpose(1, 2).reshape(sequences, tokens, heads * head)
+        kv_heads = qkv.shape[-1] // (shared + 2) // head  # only some, if the layer is split
+        sizes = [kv_heads * shared * head, kv_heads * head, kv_heads * head]
+        q, k, v = (part.unflatten(-1, (-1, head)).transpose(1, 2) for part in qkv.split(sizes, -1))
+        return _rotated(q, rotation), _rotated(k, rotation), v
+
+    def _attention(self, q, k, v, positions, keys, values, absmax):
+        keys.index_copy_(2, positions, k)
+        values.index_copy_(2, positions, v)
+        if q.shape[2] > 1:
+            return _attention_in_prompt(q, k, v)
+        # the heads that share keys are rows of one matmul
+        rows = q.view(len(q), keys.shape[1], -1, self.shape.head)
+        seen = torch.arange(keys.shape[2], device=q.device) <= positions
+        scores = (rows @ keys.transpose(2, 3)).float() * self.shape.head**-0.5
+        shares = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(q.dtype)
+        return (shares @ values).view(len(q), 1, -1)
+
+    def _fused_attention(self, q, k, v, positions, keys, values, absmax):
+        lengths = qk.write_kv(k, v, keys, values, absmax, positions[:1].int().expand(len(q)))
+        if q.shape[2] > 1:
+            return _attention_in_prompt(q, k, v)
+        return qk.decode_attention(q.squeeze(2), keys, values, absmax, lengths).view(len(q), 1, -1)
+
+
+def _attention_in_prompt(q, k, v):
+    out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2).flatten(2)
 
 
 def _rotated(x, rotation):
