@@ -9,6 +9,7 @@ from cases import DEVICE, gpu, layouts, randn, rough, same
 
 import qk
 from qk import decode_attention, decode_attention_ref, write_kv, write_kv_ref
+from qk.core import launch
 from qk.kv_cache import decode
 
 # what numpy would print in the interpreter: strict nbval compares stderr
@@ -132,17 +133,15 @@ def test_attention_is_close_to_float64(bits, D, kv_heads, group, dtype):
 
 
 def splitting(monkeypatch, programs, tokens=16, warps=2):
-    monkeypatch.setattr(
-        decode, "_CONFIGS", dict.fromkeys(decode._CONFIGS, decode.Tile(tokens, warps, stages=2, programs=programs))
-    )
+    """Pretend to have so many multiprocessors, which are what splits aim at."""
+    monkeypatch.setattr(decode, "_CONFIGS", dict.fromkeys(decode._CONFIGS, decode.Tile(tokens, warps, stages=2)))
+    monkeypatch.setattr(decode, "gpu", lambda device: launch.gpu(device)._replace(multiprocessors=programs))
 
 
 @every
 @pytest.mark.usefixtures("poison")
 def test_splits(bits, monkeypatch):
     """More of them than some sequences have tokens, and than the grid's share of each."""
-    if DEVICE == "cuda":
-        monkeypatch.setattr(decode, "gpu", lambda device, gpu=decode.gpu: gpu(device)._replace(multiprocessors=1))
     lengths = ints(0, 1, 40, 300)
     cache, new = filled(4, 1, 300, 64, bits, torch.bfloat16, lengths)
     q = randn(4, 3, 64, dtype=torch.bfloat16)
@@ -330,7 +329,7 @@ def test_the_same_bits_in_every_run(bits):
 
 
 @gpu
-@pytest.mark.parametrize(("bits", "tile"), [*itertools.product(BITS, [(16, 4, 3, 2), (32, 4, 2, 1), (16, 1, 4, 8)])])
+@pytest.mark.parametrize(("bits", "tile"), [*itertools.product(BITS, [(16, 2, 3), (32, 4, 2), (16, 1, 4)])])
 def test_any_tiles(bits, tile, monkeypatch):
     monkeypatch.setattr(decode, "_CONFIGS", dict.fromkeys(decode._CONFIGS, decode.Tile(*tile)))
     for D in (64, 128):

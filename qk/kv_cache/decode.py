@@ -6,7 +6,7 @@ Decoding moves the cache and does little else. A program of `_decode_attention_k
 head (a split), and each of its warps has its own tokens in every tile, so that the warps meet only at the end:
 
     16 rows     |  8 query heads that share the key head  |  the same 8 again       |
-    scores      =  rows @ codes.T * absmax of the key        codes are exact in 16 bits, and scales multiply in float32
+    scores      =  rows @ codes.T * absmax of the key        of rows 0 to 7; codes are exact in 16 bits
     weights     =  2**(scores - maximum) * absmax of the value
     sums       +=  |  weights rounded to 16 bits            |  what rounding lost    |  @  codes
 
@@ -35,24 +35,24 @@ class Tile(NamedTuple):
     tokens: int  # that a warp handles in an iteration
     warps: int
     stages: int
-    programs: int  # per multiprocessor, which splitting the tokens aims at
 
 
-# By the bits of a code: the best of 13, 7 and 5 over five shapes on an H100, 2026-11-24. "float" is for GPUs below
-# capability 8.0, where tl.dot is float32.
+# By the bits of a code: the best over five shapes on an H100, 2026-11-25. "float" is for GPUs below capability 8.0,
+# where tl.dot is float32.
 _CONFIGS = {
-    4: Tile(32, 4, stages=3, programs=2),
-    8: Tile(16, 2, stages=4, programs=4),
-    16: Tile(32, 4, stages=2, programs=2),
-    "float": Tile(32, 8, stages=1, programs=2),
-    "interpreted": Tile(32, 2, stages=1, programs=1),
+    4: Tile(32, 4, stages=3),
+    8: Tile(16, 4, stages=3),
+    16: Tile(16, 4, stages=3),
+    "float": Tile(32, 8, stages=1),
+    "interpreted": Tile(32, 2, stages=1),
 }
+_COLUMNS = 32  # that a program combines: with whole rows, few programs would each load much
 
 
-# PTX that turns a word of codes into pairs of 16-bit numbers. A code, its sign bit flipped, becomes the low bits of
-# 1024 (float16), 128 (bfloat16) or 2**23 (float32), from which that and the sign bit are subtracted: all is exact.
+# PTX that turns a word of codes into pairs of 16-bit numbers: codes i and i + half of them become pair i. With its sign
+# bit flipped, a code becomes the low bits of 1024 (float16) or 128 (bfloat16), from which that and the flipped bit's
+# value are subtracted: all is exact.
 def _from_int4(kind, one, offset, magic):
-    """A word's codes i and i + 4 become pair i."""
     lines = ["{ .reg .b32 s, one, offset, magic;"]
     lines.append(f"mov.b32 one, {one}; mov.b32 offset, {offset}; mov.b32 magic, {magic};")
     for i in range(4):
@@ -61,17 +61,29 @@ def _from_int4(kind, one, offset, magic):
     return tl.constexpr("\n".join([*lines, "}"]))
 
 
-def _from_int8(kind):
-    """A word's codes 2 i and 2 i + 1 become pair i. bfloat16 has no 9 significant bits: by way of float32."""
-    lines = ["{ .reg .b32 s, t; .reg .f32 f<4>; xor.b32 s, $2, 0x80808080;"]
-    for i in range(4):
-        lines.append(f"prmt.b32 t, s, 0x4b000000, 0x744{i}; mov.b32 f{i}, t; add.rn.f32 f{i}, f{i}, 0fCB000080;")
-    return tl.constexpr("\n".join([*lines, f"cvt.rn.{kind}.f32 $0, f1, f0; cvt.rn.{kind}.f32 $1, f3, f2;", "}"]))
+def _int8_to_float16():
+    lines = ["{ .reg .b32 s, one, offset, magic;"]
+    lines.append("mov.b32 one, 0x3c003c00; mov.b32 offset, 0xe480e480; mov.b32 magic, 0x64806480;")  # 1, -1152
+    for i in range(2):
+        lines.append(f"shr.u32 s, $2, {8 * i}; lop3.b32 s, s, 0x00ff00ff, magic, 0x6a;")
+        lines.append(f"fma.rn.f16x2 ${i}, s, one, offset;")
+    return tl.constexpr("\n".join([*lines, "}"]))
+
+
+def _int8_to_bfloat16():
+    """bfloat16 has 8 significant bits: 128 plus the code's low seven, minus 128 plus its sign bit, which is 128."""
+    lines = ["{ .reg .b32 s, low, sign, minus, magic; mov.b32 minus, 0xbf80bf80; mov.b32 magic, 0x43004300;"]
+    for i in range(2):
+        lines.append(f"shr.u32 s, $2, {8 * i};")
+        lines.append("lop3.b32 low, s, 0x007f007f, magic, 0xea;")  # (s & mask) | magic
+        lines.append("lop3.b32 sign, s, 0x00800080, magic, 0xea;")  # 0x4380 is 256
+        lines.append(f"fma.rn.bf16x2 ${i}, sign, minus, low;")
+    return tl.constexpr("\n".join([*lines, "}"]))
 
 
 _INT4_TO_FLOAT16 = _from_int4("f16x2", "0x3c003c00", "0xe408e408", "0x64086408")
 _INT4_TO_BFLOAT16 = _from_int4("bf16x2", "0x3f803f80", "0xc308c308", "0x43084308")
-_INT8_TO_FLOAT16, _INT8_TO_BFLOAT16 = (_from_int8(kind) for kind in ("f16x2", "bf16x2"))
+_INT8_TO_FLOAT16, _INT8_TO_BFLOAT16 = _int8_to_float16(), _int8_to_bfloat16()
 _TWO_WORDS, _FOUR_WORDS = (tl.constexpr((tl.int32,) * n) for n in (2, 4))
 
 
@@ -98,7 +110,7 @@ def _numbers(words, BITS: tl.constexpr, dtype: tl.constexpr, FLOAT: tl.constexpr
     """Unpack int32 words [R, W] into numbers of a 16-bit dtype, or float32, [R, W, ..., 2], in `_column`'s order."""
     if FLOAT:
         i, half = tl.arange(0, 16 // BITS)[:, None], tl.arange(0, 2)[None, :]
-        shift = 4 * i + 16 * half if BITS == 4 else 16 * i + BITS * half
+        shift = BITS * i + 16 * half
         x = words[:, :, None, None] << (32 - BITS - shift)[None, None, :, :] >> (32 - BITS)
         return to_float32(x.to(tl.int16).to(dtype, bitcast=True) if BITS == 16 else x)
     else:
@@ -117,9 +129,7 @@ def _column(order, lane, LANES: tl.constexpr, WORDS: tl.constexpr, BITS: tl.cons
     X: tl.constexpr = 4 if WORDS >= 4 * LANES else WORDS // LANES  # words that a lane reads at a time
     CODES: tl.constexpr = 32 // BITS
     word = (order // (X * CODES) * LANES + lane) * X + order // CODES % X
-    code = order % CODES
-    if BITS == 4:
-        code = code // 2 + 4 * (code % 2)
+    code = order % CODES // 2 + CODES // 2 * (order % 2)
     return word * CODES + code
 
 
@@ -157,16 +167,27 @@ def _values(words, WARPS: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, dty
 
 
 @triton.jit
-def _both_parts(weights, dtype: tl.constexpr, FLOAT: tl.constexpr):
-    """Round weights [WARPS, 16, TOKENS] in the order of keys to a dtype, in the order of tokens.
+def _halves(x):
+    """Return rows 0 to 7 and rows 8 to 15 of x [WARPS, 16, X]. Rows r and r + 8 are in the same thread."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, 8, x.shape[2])), (0, 2, 3, 1)))
 
-    Rows 8 to 15, which hold the same weights as rows 0 to 7, become what that rounding lost.
+
+@triton.jit
+def _both_halves(a, b):
+    """Return [WARPS, 16, X]: rows 0 to 7 are a, and rows 8 to 15 are b, [WARPS, 8, X]."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 3, 1, 2)), (a.shape[0], 16, a.shape[2]))
+
+
+@triton.jit
+def _both_parts(weights, dtype: tl.constexpr, FLOAT: tl.constexpr):
+    """Round weights [WARPS, 8, TOKENS] in the order of keys to a dtype, in the order of tokens.
+
+    Returns them in rows 0 to 7, and in rows 8 to 15 what the rounding lost.
     """
     WARPS: tl.constexpr = weights.shape[0]
     TOKENS: tl.constexpr = weights.shape[2]
     rounded = to_dtype(weights, dtype)
-    lost = to_dtype(weights - to_float32(rounded), dtype)
-    weights = tl.where((tl.arange(0, 16) < 8)[None, :, None], rounded, lost)
+    weights = _both_halves(rounded, to_dtype(weights - to_float32(rounded), dtype))
     weights = to_float32(weights) if FLOAT else weights
     weights = tl.permute(tl.reshape(weights, (WARPS, 16, TOKENS // 16, 2, 4, 2)), (0, 1, 2, 4, 3, 5))
     return tl.reshape(weights, (WARPS, 16, TOKENS))
@@ -212,14 +233,14 @@ def _decode_attention_kernel(
     q_ptrs = q_ptr + b * stride_qb + heads[:, None] * stride_qh + columns[None, :]
     q = tl.load(q_ptrs, mask=(rows < GROUP)[:, None], other=0)
     q = tl.broadcast_to((to_float32(q) if FLOAT else q)[None], (WARPS, 16, D))
-    maximum = tl.full((WARPS, 16), -1e38, tl.float32)
-    total = tl.zeros((WARPS, 16), tl.float32) + tl.where(wrong, float("nan"), 0.0)
+    maximum = tl.full((WARPS, 8), -1e38, tl.float32)
+    total = tl.zeros((WARPS, 8), tl.float32) + tl.where(wrong, float("nan"), 0.0)
     sums = tl.zeros((WARPS, 16, D), tl.float32)
     for t in range(begin, end, TILE):
         mask = tokens < end - t
         k = tl.load(keys_ptr + first * WORDS + words, mask=mask[:, None], other=0)
         v = tl.load(values_ptr + first * WORDS + words, mask=mask[:, None], other=0)
-        scores = tl.dot(q, _keys(k, WARPS, D, BITS, dtype, FLOAT), input_precision="ieee")
+        scores, _ = _halves(tl.dot(q, _keys(k, WARPS, D, BITS, dtype, FLOAT), input_precision="ieee"))
         key_scales = tl.full((WARPS, TOKENS), score_scale, tl.float32)
         value_scales = tl.full((WARPS, TOKENS), value_scale, tl.float32)
         if absmax_ptr is not None:
@@ -236,22 +257,23 @@ def _decode_attention_kernel(
         rounding: tl.constexpr = tl.float32 if FLOAT and not INTERPRETED else weight_dtype
         weights = _both_parts(weights * value_scales[:, None, :], rounding, FLOAT)
         v = _values(v, WARPS, D, BITS, weight_dtype, FLOAT)
-        sums = tl.dot(weights, v, sums * decay[:, :, None], input_precision="ieee")
+        decay = _both_halves(decay[:, :, None], decay[:, :, None])
+        sums = tl.dot(weights, v, sums * decay, input_precision="ieee")
         first += TILE
 
     highest = tl.max(maximum, 0)
     decay = tl.exp2(maximum - highest[None])
     total = tl.sum(total * decay, 0)
     total = tl.where(total == 0, 1.0, total)  # there are no tokens
-    sums = tl.sum(sums * decay[:, :, None], 0) / total[:, None]
-    out = tl.sum(tl.reshape(sums, (2, 8, D)), 0)
+    rounded, lost = _halves(sums)
+    out = tl.sum((rounded + lost) * decay[:, :, None], 0) / total[:, None]
     columns = _column(order // 8, order % 8, 8, WORDS, BITS)
     eight = tl.program_id(0) % EIGHTS * 8 + tl.arange(0, 8)
     out_ptrs = out_ptr + ((key_head * GROUP + eight) * splits + split)[:, None] * D + columns[None, :]
     tl.store(out_ptrs, to_dtype(out, out_ptr.dtype.element_ty), mask=(eight < GROUP)[:, None])
     if weights_ptr is not None:
-        weights_ptrs = weights_ptr + (key_head * GROUP + rows) * splits + split
-        tl.store(weights_ptrs, highest + tl.log2(total), mask=rows < GROUP)
+        weights_ptrs = weights_ptr + (key_head * GROUP + eight) * splits + split
+        tl.store(weights_ptrs, highest + tl.log2(total), mask=eight < GROUP)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -262,10 +284,12 @@ def _combine_kernel(
     splits,
     D: tl.constexpr,
     SPLITS: tl.constexpr,  # at least splits
+    COLUMNS: tl.constexpr,  # that a program combines
     EARLY: tl.constexpr,
 ):
     wait_if_early(EARLY)
-    row, offs, columns = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS), tl.arange(0, D)
+    row, offs = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = offs < splits
     weights = tl.load(weights_ptr + row * splits + offs, mask=mask, other=float("-inf"))
     parts = tl.load(parts_ptr + (row * splits + offs)[:, None] * D + columns[None, :], mask=mask[:, None], other=0.0)
@@ -275,9 +299,9 @@ def _combine_kernel(
 
 
 def _splits(tile, programs, capacity, device):
-    """Returns how many programs share the tokens of a key head."""
+    """Returns how many programs share the tokens of a key head: one per multiprocessor, if there is work for it."""
     most = cdiv(capacity, tile.tokens * tile.warps)
-    return max(min(gpu(device).multiprocessors * tile.programs // programs, most, 128), 1)
+    return max(min(gpu(device).multiprocessors // programs, most, 128), 1)
 
 
 def launch_decode_attention(q, keys, values, absmax, lengths, out, bits, qmax, scale, tile=None):
@@ -301,6 +325,7 @@ def launch_decode_attention(q, keys, values, absmax, lengths, out, bits, qmax, s
     )  # fmt: skip
     if splits > 1:
         launch(
-            device, _combine_kernel, (B * heads,),
-            parts, weights, out, splits, D=D, SPLITS=next_power_of_2(splits), early=True, num_warps=4,
+            device, _combine_kernel, (B * heads, D // _COLUMNS),
+            parts, weights, out, splits, D=D, SPLITS=next_power_of_2(splits), COLUMNS=_COLUMNS, early=True,
+            num_warps=4,
         )  # fmt: skip
