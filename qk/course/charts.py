@@ -535,12 +535,11 @@ def bars(values, title, xlabel, ylabel="format", form="{:.2f}"):
 
 @style()
 def memory_bars(sizes, title="Memory", what="memory", ylabel="format", longest=0):
-    """Stacked bars of sizes: exact byte counts, or MiB from 100 MiB on, and how much smaller each is than the first.
+    """Stacked bars of sizes: exact byte counts, or MiB from 100 MiB on, and each bar's ratio to the first.
 
-    sizes: {label: {part: bytes}}. what: "bytes moved" are more or fewer, not larger or smaller. longest: the most bytes
-    that a bar can have, so that sliders don't move the axis.
+    sizes: {label: {part: bytes}}. what: the quantity on the axis, such as "bytes moved". longest: the most bytes that a
+    bar can have, so that sliders don't move the axis.
     """
-    more, less = ("more", "fewer") if what.startswith("bytes") else ("larger", "smaller")
     totals = [sum(parts.values()) for parts in sizes.values()]
     longest = max(*totals, longest, 1)
     unit, name = max(
@@ -557,7 +556,7 @@ def memory_bars(sizes, title="Memory", what="memory", ylabel="format", longest=0
         if total >= 100 * 2**20:
             text = f"  {total / 2**20:,.1f} MiB"
         if total != totals[0]:
-            text += f", {total / totals[0]:.2f}x {more}" if total > totals[0] else f", {totals[0] / total:.2f}x {less}"
+            text += f", {total / totals[0]:.2f}x"
         ax.text(end, y, text, va="center")
     # leave room for the longest bar's text
     ax.set(title=title, xlabel=f"{what} ({name})", ylabel=ylabel, xlim=(0, 1.45 * longest / unit))
@@ -643,6 +642,7 @@ def scale_cost(curves, title="Smaller blocks: lower error, more scales", xlim=No
 _OF_LABELS = {"int8": BLUE, "int4": SKY, "bf16": GREY, "bfloat16": GREY, "float32": GREEN}
 _OF_LABELS |= {"int8, round to nearest": OLIVE, "to nearest": OLIVE}
 _OF_LABELS |= dict(_IMPLEMENTATIONS.values()) | {"qk, int8 cache": BLUE, "qk, int4 cache": SKY}
+_OF_LABELS |= {"16-bit cache": INDIGO, "int8 cache": BLUE, "int4 cache": SKY}
 
 
 @style()
@@ -681,7 +681,7 @@ def curves(
     if log:
         ax.set(xscale="log", yscale="linear" if log == "x" else "log")
         for axis in (ax.xaxis, ax.yaxis):
-            axis.set_major_formatter("{x:g}")
+            axis.set_major_formatter("{x:,g}")
     if ylim:
         ax.set(ylim=ylim)
     low, high = ax.get_ylim()

@@ -34,20 +34,24 @@ _TOKENS_THAT_FIT = Exercise(
         "a token has a key and a value": lambda size, *cache: size // _bytes(*cache, sides=1),
         "each quantized row also stores its absmax": lambda size, *cache: size // _bytes(*cache, absmax=0),
         "absmax has 16 bits, not 32": lambda size, *cache: size // _bytes(*cache, absmax=4),
-        "a key and a value have an absmax each": lambda size, *cache: size // _bytes(*cache, absmax=1),
+        "the key and the value have an absmax each": lambda size, *cache: size // _bytes(*cache, absmax=1),
         "a 16-bit cache has no absmax": lambda size, layers, kv_heads, D, bits: (
             size // (2 * layers * kv_heads * (D * bits // 8 + 2))
         ),
-        "every layer has a cache": lambda size, layers, *cache: size // _bytes(1, *cache),
-        "every key head has its own rows": lambda size, layers, kv_heads, *row: size // _bytes(layers, 1, *row),
+        "every layer has its own cache: multiply by the number of layers": lambda size, layers, *cache: (
+            size // _bytes(1, *cache)
+        ),
+        "every key head has its own rows: multiply by the number of heads": lambda size, layers, kv_heads, *row: (
+            size // _bytes(layers, 1, *row)
+        ),
         "whole tokens: round down": lambda size, *cache: -(-size // _bytes(*cache)),
-        "size is in bytes: a byte has 8 bits": lambda size, layers, kv_heads, D, bits: (
+        "a byte has 8 bits, and size is in bytes": lambda size, layers, kv_heads, D, bits: (
             size // (2 * layers * kv_heads * (D * bits + (2 if bits < 16 else 0)))
         ),
         "two int4 codes share a byte": lambda size, layers, kv_heads, D, bits: (
             size // _bytes(layers, kv_heads, D, max(bits, 8))
         ),
-        "a whole number of tokens": lambda size, *cache: size / _bytes(*cache),
+        "only whole tokens count: // instead of /": lambda size, *cache: size / _bytes(*cache),
         "each head's row has its own absmax, not each layer": lambda size, layers, kv_heads, D, bits: (
             size // (2 * layers * (kv_heads * D * bits // 8 + (2 if bits < 16 else 0)))
         ),
@@ -60,20 +64,16 @@ _TOKENS_THAT_FIT = Exercise(
         "a row of D codes has one absmax, not one per code": lambda size, layers, kv_heads, D, bits: (
             size // _bytes(layers, kv_heads, D, bits, absmax=2 * D)
         ),
-        "absmax has 2 bytes, not 16, and no row is rounded up to 16 bytes": lambda size, *cache: (
-            size // _bytes(*cache, absmax=16)
-        ),
-        "absmax has 16 bits, however few a code has": lambda size, *cache: (
+        "absmax takes 2 bytes, not 16, and rows aren't padded": lambda size, *cache: size // _bytes(*cache, absmax=16),
+        "absmax takes 16 bits, whatever the width of a code": lambda size, *cache: (
             size // _bytes(*cache, absmax=cache[-1] // 8)
         ),
-        "int8 rows have an absmax, too": lambda size, *cache: size // _bytes(*cache, absmax=2 * (cache[-1] == 4)),
-        "int4 rows have an absmax, too": lambda size, *cache: size // _bytes(*cache, absmax=2 * (cache[-1] == 8)),
-        "values are quantized as keys are": lambda size, layers, kv_heads, D, bits: (
+        "int8 rows also store an absmax": lambda size, *cache: size // _bytes(*cache, absmax=2 * (cache[-1] == 4)),
+        "int4 rows also store an absmax": lambda size, *cache: size // _bytes(*cache, absmax=2 * (cache[-1] == 8)),
+        "values are quantized too, not only keys": lambda size, layers, kv_heads, D, bits: (
             size // (layers * kv_heads * (D * bits // 8 + (2 if bits < 16 else 0) + 2 * D))
         ),
-        "any number of tokens can fit, not only a multiple of 16": lambda size, *cache: (
-            size // _bytes(*cache) // 16 * 16
-        ),
+        "the number of tokens needn't be a multiple of 16": lambda size, *cache: size // _bytes(*cache) // 16 * 16,
         "4 // 8 is 0: multiply by D before you divide by 8": lambda size, layers, kv_heads, D, bits: (
             size // _bytes(layers, kv_heads, D, bits // 8 * 8)
         ),
@@ -82,17 +82,17 @@ _TOKENS_THAT_FIT = Exercise(
         ),
         "size is in bytes already": lambda size, *cache: size // 8 // _bytes(*cache),
         "size is in bytes, not in GB": lambda size, *cache: size * 10**9 // _bytes(*cache),
-        "that's what remains: // instead of %": lambda size, *cache: size % _bytes(*cache),
-        "those are the bytes of a token: how many of them fit into size?": lambda size, *cache: _bytes(*cache),
+        "that's the remainder: // instead of %": lambda size, *cache: size % _bytes(*cache),
+        "that's the size of one token: how many tokens fit into size?": lambda size, *cache: _bytes(*cache),
         "divide size by the bytes of a token": lambda size, *cache: size * _bytes(*cache),
         "upside down: divide size by the bytes of a token": lambda size, *cache: _bytes(*cache) // max(size, 1),
-        "a // b * c is (a // b) * c: parentheses are missing": lambda size, layers, kv_heads, D, bits: (
+        "a // b * c means (a // b) * c: put parentheses around the divisor": lambda size, layers, kv_heads, D, bits: (
             size // 2 * layers * kv_heads * _bytes(1, 1, D, bits, sides=1)
         ),
         "each layer has all heads: multiply, don't add": lambda size, layers, kv_heads, *row: (
             size // _bytes(layers + kv_heads, 1, *row)
         ),
-        "only key heads are stored; how many query heads share one doesn't matter": lambda size, *cache: (
+        "only key heads are stored: how many query heads share one doesn't matter": lambda size, *cache: (
             size // (4 * _bytes(*cache))
         ),
     },
@@ -148,13 +148,15 @@ _SCORES = Exercise(
         "divide by 127, the largest code, not by 128": lambda q, codes, absmax, BLOCK: (
             _scores(q, codes, absmax) * (127 / 128)
         ),
-        "absmax is missing, only 127 is there": lambda q, codes, absmax, BLOCK: codes.float() @ q / 127,
-        "multiply by the scale, once": lambda q, codes, absmax, BLOCK: _scores(q, codes, absmax) * absmax / 127,
-        "multiply by the scale, don't divide": lambda q, codes, absmax, BLOCK: (codes.float() @ q) / (absmax / 127),
+        "you divided by 127, but didn't multiply by absmax": lambda q, codes, absmax, BLOCK: codes.float() @ q / 127,
+        "multiply by absmax only once": lambda q, codes, absmax, BLOCK: _scores(q, codes, absmax) * absmax / 127,
+        "multiply by the scale; don't divide by it": lambda q, codes, absmax, BLOCK: (
+            (codes.float() @ q) / (absmax / 127)
+        ),
         "each token has its own scale, and you took the first one's": lambda q, codes, absmax, BLOCK: _scores(
             q, codes, absmax[:1].expand(len(absmax))
         ),
-        "scales begin at the program's first token, too": lambda q, codes, absmax, BLOCK: _scores(
+        "absmax must be read from the program's first token on, too": lambda q, codes, absmax, BLOCK: _scores(
             q, codes, _first_block(absmax, BLOCK)
         ),
         "all programs read the first block's keys": lambda q, codes, absmax, BLOCK: _scores(
@@ -168,18 +170,20 @@ _SCORES = Exercise(
         ),
         "the sign of the score is wrong": lambda q, codes, absmax, BLOCK: -_scores(q, codes, absmax),
         "codes are signed": lambda q, codes, absmax, BLOCK: _scores(q, codes.short() & 255, absmax),
-        "the sum, not the mean": lambda q, codes, absmax, BLOCK: _scores(q, codes, absmax) / codes.shape[1],
-        "q keeps its 32 bits: float16 is too narrow": lambda q, codes, absmax, BLOCK: _scores(
+        "a score is a sum over columns, not the mean": lambda q, codes, absmax, BLOCK: (
+            _scores(q, codes, absmax) / codes.shape[1]
+        ),
+        "keep q in float32: float16 rounds it": lambda q, codes, absmax, BLOCK: _scores(
             q.half().float(), codes, absmax
         ),
-        "q keeps its 32 bits: bfloat16 is too narrow": lambda q, codes, absmax, BLOCK: _scores(
+        "keep q in float32: bfloat16 rounds it": lambda q, codes, absmax, BLOCK: _scores(
             q.bfloat16().float(), codes, absmax
         ),
         "q has fractions: multiply in float32": lambda q, codes, absmax, BLOCK: _scores(q.trunc(), codes, absmax),
         "absmax has a fraction: don't cast it to an integer": lambda q, codes, absmax, BLOCK: _scores(
             q, codes, absmax.trunc()
         ),
-        "rows lie one after another: token * D + column": lambda q, codes, absmax, BLOCK: _scores(
+        "keys are stored one after another: token * D + column": lambda q, codes, absmax, BLOCK: _scores(
             q, codes.flatten().view(codes.shape[1], -1).T, absmax
         ),
         "each token has its own scale, and you took the block's largest": lambda q, codes, absmax, BLOCK: _scores(
@@ -188,10 +192,10 @@ _SCORES = Exercise(
         "that's the next token's scale": lambda q, codes, absmax, BLOCK: _scores(
             q, codes, torch.cat([absmax[1:], 0 * absmax[:1]])
         ),
-        "that's the scale of the token before": lambda q, codes, absmax, BLOCK: _scores(
+        "that's the previous token's scale": lambda q, codes, absmax, BLOCK: _scores(
             q, codes, torch.cat([absmax[:1], absmax[:-1]])
         ),
-        "the scores themselves, without softmax": lambda q, codes, absmax, BLOCK: torch.cat(
+        "return the scores themselves, without softmax": lambda q, codes, absmax, BLOCK: torch.cat(
             [part.softmax(0) for part in _scores(q, codes, absmax).split(BLOCK)]
         ),
         "the last token is missing: is the mask too narrow?": lambda q, codes, absmax, BLOCK: _only(
@@ -202,25 +206,25 @@ _SCORES = Exercise(
         ),
         "only the first block is there": lambda q, codes, absmax, BLOCK: _only(q, codes, absmax, BLOCK),
         "the last column is missing": lambda q, codes, absmax, BLOCK: _scores(q[:-1], codes[:, :-1], absmax),
-        "only the first 16 columns count": lambda q, codes, absmax, BLOCK: _scores(q[:16], codes[:, :16], absmax),
-        "codes are signed already: subtract no 128": lambda q, codes, absmax, BLOCK: _scores(
+        "only the first 16 columns are there": lambda q, codes, absmax, BLOCK: _scores(q[:16], codes[:, :16], absmax),
+        "codes are signed already: don't subtract 128": lambda q, codes, absmax, BLOCK: _scores(
             q, codes.short() - 128, absmax
         ),
-        "q isn't divided by its length": lambda q, codes, absmax, BLOCK: _scores(q / q.norm(), codes, absmax),
+        "don't divide q by its norm": lambda q, codes, absmax, BLOCK: _scores(q / q.norm(), codes, absmax),
         "a program must store all of its tokens, not only the first": lambda q, codes, absmax, BLOCK: torch.where(
             torch.arange(len(codes), device=q.device) % BLOCK == 0, _scores(q, codes, absmax), 0
         ),
         "a score can be negative: keep its sign": lambda q, codes, absmax, BLOCK: _scores(q, codes, absmax).abs(),
-        "absmax keeps its 32 bits: float16 is too narrow": lambda q, codes, absmax, BLOCK: _scores(
+        "keep scales in float32: float16 rounds them and has a narrow range": lambda q, codes, absmax, BLOCK: _scores(
             q, codes, 127 * (absmax / 127).half().float()
         ),
-        "scales can be tiny: don't limit them": lambda q, codes, absmax, BLOCK: _scores(
+        "scales can be tiny: don't clamp them": lambda q, codes, absmax, BLOCK: _scores(
             q, codes, absmax.clamp(min=1e-5)
         ),
-        "scales can be huge: don't limit them": lambda q, codes, absmax, BLOCK: _scores(
+        "scales can be huge: don't clamp them": lambda q, codes, absmax, BLOCK: _scores(
             q, codes, absmax.clamp(max=1000)
         ),
-        "no softmax scale is asked for here": lambda q, codes, absmax, BLOCK: (
+        "leave out the factor 1 / sqrt(D)": lambda q, codes, absmax, BLOCK: (
             _scores(q, codes, absmax) * codes.shape[1] ** -0.5
         ),
     },
@@ -267,11 +271,11 @@ _COMBINE = Exercise(
             parts * torch.exp2(w - w.amax(1, keepdim=True))[..., None]
         ).sum(1),
         "w is a logarithm to base 2, not a natural one": lambda parts, w: _combine(parts, w, math.e),
-        "splits don't weigh the same": lambda parts, w: parts.mean(1),
+        "splits have different weights: that's their plain mean": lambda parts, w: parts.mean(1),
         "all splits count, not only the one with the largest w": lambda parts, w: torch.take_along_dim(
             parts, w.argmax(1)[:, None, None], 1
         )[:, 0],
-        "lanes beyond the last split must weigh nothing: load w with other=-inf": lambda parts, w: _combine(
+        "lanes beyond the last split must have weight 0: load w with other=-inf": lambda parts, w: _combine(
             parts, w, unused=-w.shape[1] % (1 << (w.shape[1] - 1).bit_length())
         ),
         "each row has its own w, and you took the first one's": lambda parts, w: _combine(parts, w[:1].expand_as(w)),
