@@ -186,7 +186,7 @@ EXERCISES = {
         expected=_restored,
         cases=lambda: [*_restore_cases()],
         mistakes={
-            "this works for tiles of one block: in a tile of two, which scale does each half need?": _scaled(
+            "this is right for tiles of one block; in a tile of two, which scale does each half need?": _scaled(
                 lambda j, tile, block: j // tile
             ),
             "a tile can cover several blocks, each with its own scale": _scaled(
@@ -251,7 +251,7 @@ EXERCISES = {
             "row 1 doesn't start at element 1: where does each row start?": _gathered(lambda row, K: row),
         },
         kernel=True,
-        note="any token of the batch, empty slots anywhere, and rows of any length",
+        note="any token in the batch, empty slots anywhere, and rows of any length",
     ),
     "row_absmax": Exercise(
         expected=_combined(lambda tiles: tiles.amax(0)),
