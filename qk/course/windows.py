@@ -103,7 +103,7 @@ class Ledger:
             at = elements[lost][0].item()
             raise Race(
                 f"a race: program {_number(program)} stores several different values to element {at} of {name}: "
-                "is its place wrong?"
+                "is the address wrong?"
             )
         for other, words in (("store", "writes"), ("load", "reads"), ("atomic", "changes")):
             if kind == other != "store":
@@ -126,9 +126,9 @@ class Ledger:
         several = min(self.launch, 1), program  # of them, one may be of another launch
         launch, known = next((key for key, number in self.numbers.items() if number == other), several)
         who = f"program {_number(known)}" if known != program else "another program"
-        why = "On a GPU nobody knows which comes first: is its place wrong, or a mask missing or too wide?"
+        why = "On a GPU, either can come first: is the address wrong, or a mask missing or too wide?"
         if launch != self.launch:
-            why = "Between a load and a store, another program may store: what that one found is lost"
+            why = "Between the load and the store, another program may store a value, which is then lost"
         race = Race(
             f"a race: program {_number(program)} {verb} element {element} of {name}, and {who} {words} it too. {why}"
         )
@@ -346,7 +346,7 @@ def _compiled(kernel, grid, args, options):
     if not _same_bits(windows, run()):
         raise Race(
             "two runs gave different results, so several programs write the same element: "
-            "is its place wrong, or a mask missing or too wide?"
+            "is the address wrong, or a mask missing or too wide?"
         )
     for number, window in enumerate(windows):
         for side, seeds in (_AFTER, (0, 1)), (_BEFORE, (1, 0)):

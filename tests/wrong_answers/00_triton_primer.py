@@ -127,7 +127,7 @@ ANSWERS = {
         ("the largest value's position", longest(MAX.replace("max(x)", "argmax(x, 0)"))),
         ("took row 0", longest(MAX, load=ROW_LOAD.replace("row * stride + ", ""))),
         ("not `columns`", longest(MAX, load=ROW_LOAD.replace("* stride", "* columns"))),
-        ("is its place wrong" if INTERPRETED else "", longest(MAX.replace("out_ptr + row", "out_ptr"))),
+        ("is the address wrong" if INTERPRETED else "", longest(MAX.replace("out_ptr + row", "out_ptr"))),
         ("mask", longest(MAX, load="x = tl.load(x_ptr + row * stride + offs)")),
         ("", longest(MAX, load=ROW_LOAD.replace("< columns", "< columns - 1"))),
     ],

@@ -167,14 +167,14 @@ EXERCISES = {
         mistakes={
             "below zero, the staircase is one step too high": _in_steps(lambda t: (t + 0.5).trunc()),
             "above zero, the staircase is one step too low": _in_steps(lambda t: (t - 0.5).trunc()),
-            "the cast drops the fraction, and nothing rounds before it": _in_steps(torch.trunc),
-            "this rounds down": _in_steps(torch.floor),
+            "the cast drops the fraction, and nothing rounds before the cast": _in_steps(torch.trunc),
+            "this rounds down: round to nearest": _in_steps(torch.floor),
             "no scale is used: multiply by 127 / absmax": lambda x: x.float().round().to(torch.int8),
-            "ties go up here, but should go to the even neighbor": _in_steps(lambda t: (t + 0.5).floor()),
+            "ties go up, but should go to the even neighbor": _in_steps(lambda t: (t + 0.5).floor()),
             "a lower bound on absmax turns rows of tiny values into zeros": lambda x: (
                 (x.float() * (127 / x.float().abs().amax(1, keepdim=True).clamp(min=1e-6))).round().to(torch.int8)
             ),
-            "float16 is too narrow for steps": _in_steps(lambda t: t.half().round()),
+            "float16 has too few bits for steps: round them in float32": _in_steps(lambda t: t.half().round()),
             "ties go away from zero, but should go to the even neighbor": _in_steps(
                 lambda t: (t.abs() + 0.5).floor() * t.sign()
             ),
@@ -186,21 +186,23 @@ EXERCISES = {
         expected=_restored,
         cases=lambda: [*_restore_cases()],
         mistakes={
-            "a tile of one block is fine; in a tile of two, which scales are right?": _scaled(
+            "this is right for tiles of one block; in a tile of two, which scale does each half need?": _scaled(
                 lambda j, tile, block: j // tile
             ),
-            "a tile may hold several blocks, each with its own scale": _scaled(
+            "a tile can cover several blocks, each with its own scale": _scaled(
                 lambda j, tile, block: j // tile * tile // block
             ),
-            "this counts from the start of the tile, but where does the tile start?": _scaled(
+            "this counts blocks from the start of the tile, but where in its row does the tile start?": _scaled(
                 lambda j, tile, block: j % tile // block
             ),
-            "the codes come back as they are, without their scale": lambda codes, scales, tile, block: codes.float(),
-            "a block isn't always 64 columns: QUANT_BLOCK": _scaled(lambda j, tile, block: j // 64),
+            "the codes come back as they are: multiply them by their scales": lambda codes, scales, tile, block: (
+                codes.float()
+            ),
+            "a block isn't always 64 columns: use QUANT_BLOCK": _scaled(lambda j, tile, block: j // 64),
             "multiply by the scale, don't divide": lambda codes, scales, tile, block: (
                 codes.float() / _restored(torch.ones_like(codes), scales, tile, block)
             ),
-            "float16 can't hold such scales": lambda codes, scales, tile, block: (
+            "float16 can't hold scales as large or as small as these": lambda codes, scales, tile, block: (
                 codes * _restored(torch.ones_like(codes), scales.half().float(), tile, block)
             ),
             "each row has its own scales": lambda codes, scales, tile, block: _restored(codes, scales[:1], tile, block),
@@ -215,13 +217,13 @@ EXERCISES = {
             "the last block is wrong: what lies beyond the last column of a row?": _trips(
                 lambda row, start, end, block: row[start : start + block]
             ),
-            "one column too many: the last one is K - 1": _trips(
+            "this reads one column too many: the last one is K - 1": _trips(
                 lambda row, start, end, block: row[start : min(end + 1, start + block)]
             ),
             "the codes aren't rounded": _rounded_by(lambda steps: steps),
             "a cast drops the fraction: round to nearest": _rounded_by(torch.trunc),
             "absmax is the largest magnitude: abs is missing": _rounded_by(torch.round, lambda part: part.amax()),
-            "what the mask leaves out must not become the largest value": _trips(
+            "masked elements must not become the absmax: which `other` is safe?": _trips(
                 lambda row, start, end, block: F.pad(row[start:end], (0, start + block - end), value=1.0)
             ),
         },
@@ -233,10 +235,10 @@ EXERCISES = {
         expected=_gathered(lambda row, K: row * K),
         cases=_gather_cases,
         mistakes={
-            "find the first wrong token and multiply its number by K; a cast after that is too late": _gathered(
+            "find the first wrong token and multiply its number by K; a cast after multiplying is too late": _gathered(
                 lambda row, K: (row * K + _WRAP) % (2 * _WRAP) - _WRAP
             ),
-            "the list says which row; this uses the slot's number": _gathered(
+            "the row's number is on the list; this uses the slot's number instead": _gathered(
                 lambda row, K: torch.arange(len(row), device=row.device) * K
             ),
             "-1 is an empty slot, but row 0 is a real row and begins at element 0": lambda x, rows: torch.where(
@@ -246,7 +248,7 @@ EXERCISES = {
             ),
             "place needs more than 16 bits, signed or not": _gathered(lambda row, K: row * K % (2 * _WRAP)),
             "the cast drops the fraction: use nearest": _gathered(lambda row, K: row * K, torch.trunc),
-            "row by row: which element does a row start with?": _gathered(lambda row, K: row),
+            "row 1 doesn't start at element 1: where does each row start?": _gathered(lambda row, K: row),
         },
         kernel=True,
         note="any token in the batch, empty slots anywhere, and rows of any length",
@@ -255,11 +257,13 @@ EXERCISES = {
         expected=_combined(lambda tiles: tiles.amax(0)),
         cases=_absmax_cases,
         mistakes={
-            "another order gives a different result": _combined(lambda tiles: tiles[-1]),
-            "the result depends on only one tile of a row": lambda x, order, size: x[:, :size].float().abs().amax(1),
-            "that is the sum of the tiles' maxima": _combined(lambda tiles: tiles.sum(0)),
-            "absmax starts at 0, so a minimum stays 0": _combined(lambda tiles: tiles.amin(0) * 0),
-            "absmax is the largest magnitude": _combined(
+            "another order gives a different result: which tile's maximum survives?": _combined(
+                lambda tiles: tiles[-1]
+            ),
+            "the result depends on just one tile of a row": lambda x, order, size: x[:, :size].float().abs().amax(1),
+            "this is the sum of the tiles' maxima, not the largest of them": _combined(lambda tiles: tiles.sum(0)),
+            "absmax starts at 0, so a minimum would stay 0": _combined(lambda tiles: tiles.amin(0) * 0),
+            "absmax is the largest magnitude: abs is missing": _combined(
                 lambda tiles: tiles.amax(0).clamp(min=0), values=lambda tile: tile
             ),
         },
@@ -272,7 +276,9 @@ EXERCISES = {
         cases=_packed_cases,
         mistakes={
             "look at the picture: each weight comes back in its neighbor's place": _unpacked(lambda j: 4 - j % 2 * 4),
-            "nibbles above 7 mean negative codes": _unpacked(lambda j: j % 2 * 4, low=lambda nibble: nibble),
+            "nibbles above 7 are negative codes: subtract 16": _unpacked(
+                lambda j: j % 2 * 4, low=lambda nibble: nibble
+            ),
             "a nibble has four bits: shift by 4, not by 1": _unpacked(lambda j: j % 2),
             "a nibble has four bits: shift by 4, not by 3": _unpacked(lambda j: j % 2 * 3),
             "1111 is -1, and 1001 is -7: subtract 16, not 15": _unpacked(
@@ -280,11 +286,13 @@ EXERCISES = {
             ),
             "both columns of a byte get its low nibble": _unpacked(lambda j: j * 0),
             "both columns of a byte get its high nibble": _unpacked(lambda j: j * 0 + 4),
-            "8 means a negative code too: it is above 7": _unpacked(
+            "a nibble of 8 is above 7, so its code is negative too: -8": _unpacked(
                 lambda j: j % 2 * 4, low=lambda nibble: nibble - 16 * (nibble > 8)
             ),
-            "1111 is -1: subtract 16": _unpacked(lambda j: j % 2 * 4, low=lambda nibble: nibble - 8 * (nibble > 7)),
-            "a row of odd length ends in half a byte, but takes up a whole one": _unpacked(
+            "1111 is -1: subtract 16, not 8": _unpacked(
+                lambda j: j % 2 * 4, low=lambda nibble: nibble - 8 * (nibble > 7)
+            ),
+            "a row of odd length ends in half a byte, but occupies the whole byte": _unpacked(
                 lambda j: j % 2 * 4, stride=lambda K: K // 2
             ),
         },
