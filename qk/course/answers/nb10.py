@@ -43,7 +43,7 @@ _SCALES = Exercise(
         "the last tokens form a short block: every one before M counts": _squares(
             groups=lambda scale, B: [rows if len(rows) == B else 0 * rows for rows in scale.split(B)]
         ),
-        "what the mask leaves out must never be the largest: load 0 there": _squares(
+        "masked entries must never be the largest: load 0 there": _squares(
             groups=lambda scale, B: [torch.nn.functional.pad(p, (0, 0, 0, B - len(p)), value=1) for p in scale.split(B)]
         ),
         "take the largest scale of the block, not the smallest": _squares(lambda rows: rows.amin(0)),
@@ -122,22 +122,22 @@ _ROUNDED = Exercise(
         "u is between 0 and 1, so another half is half a step too much": _rounded(
             lambda x, u, i: (x * i + u + 0.5).floor()
         ),
-        "that is rounding to nearest: u must decide whether to round up": _rounded(lambda x, u, i: (x * i).round()),
-        "always rounding down is a bias, too: where is u?": _rounded(lambda x, u, i: (x * i).floor()),
+        "that's rounding to nearest: u must decide whether to round up": _rounded(lambda x, u, i: (x * i).round()),
+        "always rounding down is biased, too: where is u?": _rounded(lambda x, u, i: (x * i).floor()),
         "rounding up adds a whole step": _rounded(lambda x, u, i: (x * i + u).ceil()),
         "u is between 0 and 1: subtract nothing before you round down": _rounded(
             lambda x, u, i: (x * i + u - 0.5).floor()
         ),
-        "what is rounded down is value + u: 1 is too much": _rounded(lambda x, u, i: (x * i + u - 1).floor()),
+        "round value + u down: don't subtract 1": _rounded(lambda x, u, i: (x * i + u - 1).floor()),
         "u may be 0: value + u, not value + 1 - u": _rounded(lambda x, u, i: (x * i + 1 - u).floor()),
         "float16 is too narrow for the sum": _rounded(lambda x, u, i: (x * i + u).half().floor()),
         "the noise is one step wide: add it after scaling": _rounded(lambda x, u, i: ((x + u) * i).floor()),
         "the values must be scaled": _rounded(lambda x, u, i: (x + u).floor()),
-        "no bias, but this exercise wants value + u for negative values as well": _rounded(
+        "unbiased, but this exercise wants value + u for negative values as well": _rounded(
             lambda x, u, i: x.sign() * ((x * i).abs() + u).floor()
         ),
         "the fraction is dropped before the noise is added": _rounded(lambda x, u, i: ((x * i).trunc() + u).floor()),
-        "what is rounded down is value + u, not value - u": _rounded(lambda x, u, i: (x * i - u).floor()),
+        "round down value + u, not value - u": _rounded(lambda x, u, i: (x * i - u).floor()),
         "subtracting 1 from all negative values moves whole numbers too": _rounded(
             lambda x, u, i: (x * i + u).trunc() - (x * i + u < 0).float()
         ),
@@ -225,13 +225,13 @@ _GRADIENT = Exercise(
         "g has scales too": _gradient(skip=("g",)),
         "x has scales too": _gradient(skip=("x",)),
         "the result is [N, K], like the weight": _gradient(then=lambda dw, M: dw.T),
-        "the sum over the tokens, not their mean": _gradient(then=lambda dw, M: dw / M),
+        "take the sum over the tokens, not their mean": _gradient(then=lambda dw, M: dw / M),
         "int8 can't hold the sums: convert the codes first": _narrow(torch.int8),
         "int16 can't hold the sums": _narrow(torch.int16),
         "float16 can't hold the sums": _narrow(torch.float16),
-        "bfloat16 can't hold the sums: it has 8 bits": _narrow(torch.bfloat16),
+        "bfloat16 can't hold the sums: it has only 8 significant bits": _narrow(torch.bfloat16),
         "multiply by both scales, don't add them": _by_blocks(lambda sums, p, q: sums * (p[:, None] + q)),
-        "x's scale counts once, not squared": _by_blocks(lambda sums, p, q: sums * p[:, None] * q * q),
+        "multiply by x's scale once, not twice": _by_blocks(lambda sums, p, q: sums * p[:, None] * q * q),
         "the fraction is lost: sum in float32": _by_blocks(lambda sums, p, q: (sums * p[:, None] * q).trunc()),
         "only the first block of tokens is added": lambda g, g_scale, x, x_scale, B: _gradient()(
             g[:B], g_scale, x[:B], x_scale, B
