@@ -77,15 +77,15 @@ _FRACTION = Exercise(
         ),
         "square the errors": _pick(loss=lambda e, counts: counts * e.abs()),
         "counts multiplies the square; it isn't squared itself": _pick(loss=lambda e, counts: (counts * e) ** 2),
-        "counts multiplies the square as it is, not its root": _pick(loss=lambda e, counts: counts.sqrt() * e**2),
+        "counts itself multiplies the square, not its root": _pick(loss=lambda e, counts: counts.sqrt() * e**2),
         "errors of both signs cancel: square each": _pick(loss=lambda e, counts: counts * e),
         "add up all errors: the largest alone isn't enough": _pick(loss=lambda e, counts: (counts * e**2).amax()),
         "negative weights have a magnitude too": _pick(_clipped(largest=torch.max)),
         "that is the fraction with the largest error": _pick(answer=lambda f, lost: f[lost.index(max(lost))]),
         "return the fraction, not its index": _pick(answer=lambda f, lost: lost.index(min(lost))),
         "return the fraction, not its error": _pick(answer=lambda f, lost: min(lost)),
-        "that is the first fraction: compare them": _pick(answer=lambda f, lost: f[0]),
-        "that is the last fraction: compare them": _pick(answer=lambda f, lost: f[-1]),
+        "that's always the first fraction: compare their errors": _pick(answer=lambda f, lost: f[0]),
+        "that's always the last fraction: compare their errors": _pick(answer=lambda f, lost: f[-1]),
         "1 isn't always best, and not always among the fractions": lambda x, counts, fractions: 1.0,
     },
     note="groups of any length, sign and magnitude, counts of 0, and fractions in any order",
@@ -149,8 +149,8 @@ _STAGE = Exercise(
         "every second run of APART is first, not every third": lambda x, apart, block: _chosen(
             x, apart, lambda i: i // apart % 3 == 0
         ),
-        "no factor here: that comes at the end": _wrong(lambda out, a, b: out * 2**-0.5),
-        "every program does the first one's part: where does yours begin?": lambda x, apart, block: _stage(
+        "no factor here: the multiplication comes after the last stage": _wrong(lambda out, a, b: out * 2**-0.5),
+        "every program works on the first block: where does yours begin?": lambda x, apart, block: _stage(
             x, apart
         ).where(torch.arange(len(x), device=x.device) < block, 99),
         "BLOCK isn't always 64": lambda x, apart, block: _stage(x, apart).where(
@@ -215,12 +215,14 @@ _GPTQ = Exercise(
         "later columns must make up for the error": _step(spread=lambda e, U, k: 0 * e[:, None]),
         "divide the error by U[k, k]": _step(spread=lambda e, U, k: e[:, None] * U[k, k + 1 :]),
         "divide by U[k, k], don't multiply": _step(spread=lambda e, U, k: e[:, None] * U[k, k + 1 :] * U[k, k]),
-        "later columns move the other way": _step(spread=lambda e, U, k: -e[:, None] * U[k, k + 1 :] / U[k, k]),
+        "later columns must move the other way: subtract": _step(
+            spread=lambda e, U, k: -e[:, None] * U[k, k + 1 :] / U[k, k]
+        ),
         "codes end at 7: clamp them": _step(end=1e9),
         "divide by U[k, k] once": _step(spread=lambda e, U, k: e[:, None] * U[k, k + 1 :] / U[k, k] ** 2),
-        "take row k of U, not row 0": _step(spread=lambda e, U, k: e[:, None] * U[0, k + 1 :] / U[0, 0]),
+        "use row k of U, not row 0": _step(spread=lambda e, U, k: e[:, None] * U[0, k + 1 :] / U[0, 0]),
         "errors of both signs count": _step(spread=lambda e, U, k: e.clamp(min=0)[:, None] * U[k, k + 1 :] / U[k, k]),
-        "the error is in weights, not in steps: don't divide it by the scale": lambda w, U, k, scale: _step(
+        "the error has the weights' unit: don't divide it by the scale": lambda w, U, k, scale: _step(
             spread=lambda e, U, k: (e / scale)[:, None] * U[k, k + 1 :] / U[k, k]
         )(w, U, k, scale),
         "column k keeps its rounded values: only later columns make up for the error": _other(
