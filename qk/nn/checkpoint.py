@@ -8,9 +8,11 @@ import contextlib
 import json
 import math
 import mmap
+import os
 import re
 import struct
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +36,7 @@ _GGUF_TYPES = {
 _GGUF_VALUES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _HUGE = 2**21  # bytes of a huge page
+_PIECE = 2**21  # bytes of a file for which another thread pays off
 
 
 def new_memory(size, device="cpu"):
@@ -56,7 +59,8 @@ class Entry(NamedTuple):
     Attributes:
         dtype: a torch.dtype, or the file's name for it where torch has none.
         size: in bytes.
-        fill: reads the tensor into memory, uint8 [size] on the CPU.
+        fill: takes memory, uint8 on the CPU, and a number of bytes (0), and reads what follows so many of the tensor's
+            bytes into the memory.
     """
 
     name: str
@@ -65,15 +69,19 @@ class Entry(NamedTuple):
     size: int
     fill: Callable
 
-    def read(self, device="cpu", memory=None):
-        """Read the tensor. Of a dtype without a torch.dtype it returns the bytes, uint8 [size].
+    def read(self, memory=None):
+        """Read the tensor to the CPU. Of a dtype without a torch.dtype it returns the bytes, uint8 [size].
 
         Args:
             memory: uint8 [size] on the CPU, where the tensor is read. None: new memory.
         """
         memory = new_memory(self.size) if memory is None else memory
         self.fill(memory)
-        return (memory.view(self.dtype).view(self.shape) if isinstance(self.dtype, torch.dtype) else memory).to(device)
+        return self.of_bytes(memory)
+
+    def of_bytes(self, memory):
+        """Returns the tensor whose bytes are in memory, uint8 [size]."""
+        return memory.view(self.dtype).view(self.shape) if isinstance(self.dtype, torch.dtype) else memory
 
 
 class Checkpoint(NamedTuple):
@@ -191,23 +199,36 @@ def _open_safetensors(file):
 
 
 def _filler(file, name, start):
-    """Returns a function that reads the bytes of a file from `start` on into memory."""
+    """Returns a function as `Entry.fill` for the tensor whose bytes start there in a file."""
 
-    def fill(memory):
+    def fill(memory, after=0):
         # not through a map of the file: if the file shrinks, that would end the process
         try:
             with open(file, "rb", buffering=0) as opened:
-                opened.seek(start)
-                view, done = memoryview(memory.numpy()), 0
-                while done < len(view):
-                    step = opened.readinto(view[done:])
-                    if not step:
-                        raise ValueError("the file has changed since it was opened")
-                    done += step
+                _read(opened.fileno(), memoryview(memory.numpy()), start + after)
         except (OSError, ValueError) as error:
             raise ValueError(f"{name} can't be read: {error}") from None
 
     return fill
+
+
+def _read(file, view, start):
+    """Fill a view of memory with the bytes of an open file, large views by several threads."""
+
+    def read(begin):
+        part, done = view[begin : begin + size], 0
+        while done < len(part):
+            step = os.preadv(file, [part[done:]], start + begin + done)
+            if not step:
+                raise ValueError("the file has changed since it was opened")
+            done += step
+
+    threads = max(min(len(view) // _PIECE, len(os.sched_getaffinity(0)), 4), 1)
+    size = -(-len(view) // threads)
+    if threads == 1:
+        return read(0)
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(read, range(0, len(view), size)))
 
 
 class _Bytes:
@@ -301,8 +322,8 @@ def _gguf_info(source):
 
 
 def _gguf_filler(data, start):
-    def fill(memory):
+    def fill(memory, after=0):
         if memory.numel():
-            memory.copy_(torch.frombuffer(data, dtype=torch.uint8, count=memory.numel(), offset=start))
+            memory.copy_(torch.frombuffer(data, dtype=torch.uint8, count=memory.numel(), offset=start + after))
 
     return fill

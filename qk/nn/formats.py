@@ -30,6 +30,7 @@ from .weights import to_int8
 __all__ = ["FORMATS", "MARKS", "Format", "Refused", "Scratch", "check_entry", "dequantized"]
 
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
+_PINNED = 2**24  # bytes of each of two buffers between a file and a GPU
 _STEP = 256  # bytes of each row that are converted at a time: on a CPU, they stay in the cache
 
 
@@ -102,29 +103,52 @@ def _int4(packed, scale, zero, order=None):
 
 
 class Scratch:
-    """Memory for one layer after the other: on a CPU, getting new memory takes longer than a copy."""
+    """Reads tensors, in memory that serves one after the other.
+
+    On a CPU, getting new memory takes longer than a copy. A GPU copies from pinned memory several times as fast, and
+    while the next bytes are read.
+    """
 
     def __init__(self):
         self._memory = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
+        self._pinned = []  # (memory, event at the end of the copy from it)
         # glibc keeps freed memory for later, up to twice the largest block freed so far: without this line, the memory
         # of each piece below would be new
         torch.empty(2**25 - 2**16, dtype=torch.uint8, device="cpu")
 
-    def _bytes(self, number, size, pinned=False):
+    def _bytes(self, number, size):
         if self._memory[number].numel() < size:
-            # huge pages make gathers of rows faster, too
-            self._memory[number] = (
-                torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True) if pinned else new_memory(size)
-            )
+            self._memory[number] = new_memory(size)  # in huge pages, gathers of rows are faster, too
         return self._memory[number][:size]
 
+    def _to_gpu(self, entry, device):
+        memory = torch.empty(entry.size, dtype=torch.uint8, device=device)
+        if not self._pinned:
+            pinned = torch.empty(2, _PINNED, dtype=torch.uint8, device="cpu", pin_memory=True)
+            self._pinned = [(half, torch.cuda.Event()) for half in pinned]
+        for start in range(0, entry.size, _PINNED):
+            part = memory[start : start + _PINNED]
+            half, copied = self._pinned[0]
+            copied.synchronize()
+            entry.fill(half[: len(part)], start)
+            part.copy_(half[: len(part)], non_blocking=True)
+            copied.record(torch.cuda.current_stream(device))
+            self._pinned.reverse()
+        return entry.of_bytes(memory)
+
     def read(self, entry, device):
-        """Read a tensor, which the caller may overwrite. It is gone when the next one is read."""
-        # a GPU copies from pinned memory several times as fast
-        return entry.read(device, self._bytes(0, entry.size, torch.device(device).type == "cuda"))
+        """Read a tensor to a device."""
+        device = torch.device(device)
+        return self._to_gpu(entry, device) if device.type == "cuda" else entry.read().to(device)
+
+    def lend(self, entry, device):
+        """Read a tensor that the caller may overwrite. On a CPU, it is gone when the next one is lent."""
+        if torch.device(device).type == "cpu":
+            return entry.read(self._bytes(0, entry.size))
+        return self.read(entry, device)
 
     def empty(self, shape, device):
-        """Memory for uint8 codes. It is gone when the next one is asked for."""
+        """Memory for uint8 codes. On a CPU, it is gone when the next one is asked for."""
         if torch.device(device).type == "cpu":
             return self._bytes(1, math.prod(shape)).view(shape)
         return torch.empty(shape, dtype=torch.uint8, device=device)
@@ -226,16 +250,16 @@ def _pack_quantized(parts, shape, config):
     def read(device, scratch):
         on = None if order is None else order.to(device)
         if on is None:
-            packed = _signed(parts["weight_packed"].read(device)).view(torch.uint8)
+            packed = _signed(scratch.read(parts["weight_packed"], device)).view(torch.uint8)
         else:
-            words = scratch.read(parts["weight_packed"], device).view(torch.uint8)
+            words = scratch.lend(parts["weight_packed"], device).view(torch.uint8)
             codes = scratch.empty((2, words.shape[1], N), device)
             _collect(codes[1], lambda start, end: words[start:end])
             torch.bitwise_and(codes[1], 15, out=codes[0])
             codes[1].bitwise_right_shift_(4)
             packed = _ordered(codes, on, new_memory(N * cdiv(K, 2), device).view(N, cdiv(K, 2)))
-        zeros = None if zero is None else _nibbles(zero.read(device).t()).t()[:N]
-        return _int4(_even(packed, K), parts["weight_scale"].read(device), zeros, on)
+        zeros = None if zero is None else _nibbles(scratch.read(zero, device).t()).t()[:N]
+        return _int4(_even(packed, K), scratch.read(parts["weight_scale"], device), zeros, on)
 
     return size, read
 
@@ -260,7 +284,7 @@ def _gptq(parts, shape, config):
         order = _order(parts["g_idx"].read(), K, size)
 
     def read(device, scratch):
-        words, packed = scratch.read(parts["qweight"], device), new_memory(N * K // 2, device).view(N, K // 2)
+        words, packed = scratch.lend(parts["qweight"], device), new_memory(N * K // 2, device).view(N, K // 2)
         on = None if order is None else order.to(device)
         if on is None:
             _collect(packed.view(torch.int32), lambda start, end: _signed(words[start:end]))
@@ -272,9 +296,9 @@ def _gptq(parts, shape, config):
                 torch.bitwise_and(pairs, 15, out=low)
                 torch.bitwise_right_shift(pairs, 4, out=high)
             _ordered(codes, on, packed)
-        zero = _nibbles(parts["qzeros"].read(device)).t()
+        zero = _nibbles(scratch.read(parts["qzeros"], device)).t()
         zero = zero.add_(1).bitwise_and_(15) if version == "gptq" else zero
-        return _int4(packed, parts["scales"].read(device).t(), zero, on)
+        return _int4(packed, scratch.read(parts["scales"], device).t(), zero, on)
 
     return size, read
 
@@ -298,7 +322,7 @@ def _awq(parts, shape, config):
         raise ValueError("has no qzeros, though it has zero points")
 
     def read(device, scratch):
-        words, packed = scratch.read(parts["qweight"], device), new_memory(N * K // 2, device).view(N, K // 2)
+        words, packed = scratch.lend(parts["qweight"], device), new_memory(N * K // 2, device).view(N, K // 2)
 
         def rows(start, end):
             return _swapped(_signed(words[2 * start : 2 * end])).view(torch.uint8).view(end - start, N)
@@ -308,9 +332,9 @@ def _awq(parts, shape, config):
         _collect(packed.view(N // 8, 2, 2, 2, K // 2).permute(2, 0, 3, 1, 4), rows)
         zero = None
         if "qzeros" in parts:
-            zero = _nibbles(parts["qzeros"].read(device)).view(groups, N // 8, 2, 2, 2)
+            zero = _nibbles(scratch.read(parts["qzeros"], device)).view(groups, N // 8, 2, 2, 2)
             zero = zero.permute(1, 3, 4, 2, 0).reshape(N, groups)
-        return _int4(packed, parts["scales"].read(device).t(), zero)
+        return _int4(packed, scratch.read(parts["scales"], device).t(), zero)
 
     return size, read
 
@@ -328,8 +352,8 @@ def _int_quantized(parts, shape, config):
     note = "" if inputs.get("dynamic") else "its activations are quantized by token all the same"
 
     def read(device, scratch):
-        scale = parts["weight_scale"].read(device).float().reshape(-1, 1).expand(N, 1).contiguous()
-        return {"codes": parts["weight"].read(device), "scale": scale}, note
+        scale = scratch.read(parts["weight_scale"], device).float().reshape(-1, 1).expand(N, 1).contiguous()
+        return {"codes": scratch.read(parts["weight"], device), "scale": scale}, note
 
     return None, read
 
@@ -344,7 +368,7 @@ def _blocks(parts, shape, config):
     check_entry(parts["weight_scale_inv"], _SCALES, (cdiv(N, 128), cdiv(K, 128)))
 
     def read(device, scratch):
-        codes, scale = parts["weight"].read(device), parts["weight_scale_inv"].read(device).float()
+        codes, scale = scratch.read(parts["weight"], device), scratch.read(parts["weight_scale_inv"], device).float()
         if codes.dtype == torch.int8:
             return {"codes": codes, "scale": scale}, ""
         weight = codes.float()
@@ -373,7 +397,7 @@ def _gguf_q4_0(parts, shape, config):
     check_entry(parts["weight"], ("Q4_0",), shape)
 
     def read(device, scratch):
-        words, scale = _q4_0(scratch.read(parts["weight"], device), shape)
+        words, scale = _q4_0(scratch.lend(parts["weight"], device), shape)
         return _int4(_signed(words).view(torch.uint8), scale, None)
 
     return 32, read
@@ -382,10 +406,14 @@ def _gguf_q4_0(parts, shape, config):
 def dequantized(entry):
     """Returns an `Entry` that reads a tensor in Q4_0 as float32, for an embedding."""
 
-    def fill(memory):
-        words, scale = _q4_0(entry.read(), entry.shape)
-        codes = _nibbles(words).float() - 8
-        torch.mul(codes, scale.float().repeat_interleave(32, 1), out=memory.view(torch.float32).view(entry.shape))
+    def fill(memory, after=0):
+        row, packed = 4 * entry.shape[-1], entry.shape[-1] // 32 * 18
+        first, last = after // row, cdiv(after + memory.numel(), row)
+        data = new_memory((last - first) * packed)
+        entry.fill(data, first * packed)
+        words, scale = _q4_0(data, (last - first, entry.shape[-1]))
+        values = (_nibbles(words).float() - 8).mul_(scale.float().repeat_interleave(32, 1))
+        memory.copy_(values.view(torch.uint8).flatten()[after - first * row :][: memory.numel()])
 
     return entry._replace(dtype=torch.float32, size=4 * math.prod(entry.shape), fill=fill)
 

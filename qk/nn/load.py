@@ -40,12 +40,12 @@ class _EmptyOnMeta(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def _read_slot(slot, device):
+def _read_slot(slot, device, scratch):
     """Read a slot's tensor. Raises ValueError if the file has several for it, and they differ."""
     first, *others = ({entry.name: entry for entry in slot.entries}).values()
-    tensor = first.read(device).to(slot.tensor.dtype)
+    tensor = scratch.read(first, device).to(slot.tensor.dtype)
     for other in others:
-        if not torch.equal(other.read(device).to(tensor.dtype), tensor):
+        if not torch.equal(scratch.read(other, device).to(tensor.dtype), tensor):
             raise ValueError(f"{first.name} and {other.name} differ, and in the model they are one")
     if isinstance(slot.tensor, torch.nn.Parameter):
         return torch.nn.Parameter(tensor, slot.tensor.requires_grad)
@@ -141,7 +141,7 @@ def _read(model, layers, slots, device, progress):
     changes, made, scratch = [], {}, Scratch()
     for item in progress_bar([*layers, *slots], "loading", progress):
         if isinstance(item, Slot):
-            tensor = _read_slot(item, where(item.tensor))
+            tensor = _read_slot(item, where(item.tensor), scratch)
             changes += [(settings, key, tensor) for settings, key in item.places]
         elif item.old not in made:
             weight = item.old.gate_up_proj if is_experts(item.old) else item.old.weight

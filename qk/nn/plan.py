@@ -115,7 +115,11 @@ def _plan_foreign(old, parts, format, settings):
     def make(device, scratch):
         buffers, note = read(device, scratch)
         weight = buffers.pop("weight", None)
-        of = None if bias is None else bias.read(device).to((old.weight if old.bias is None else old.bias).dtype)
+        of = (
+            None
+            if bias is None
+            else scratch.read(bias, device).to((old.weight if old.bias is None else old.bias).dtype)
+        )
         if old.bias is None and of is not None and not of.any():
             of = None  # some tools store zeros
         options = {"bias": of is not None, "device": "meta", "dtype": old.weight.dtype}
@@ -154,7 +158,7 @@ def _plan_tied(old, parts, settings, tables):
         check_entry(parts["bias"], FLOATS, weight_shape(old)[:1])
 
     def make(device, scratch):
-        bias = parts["bias"].read(device) if "bias" in parts else None
+        bias = scratch.read(parts["bias"], device) if "bias" in parts else None
         return TiedInt8Linear(table, old, bias), None, f"saved by qk, with the table of {settings['table']}"
 
     return make
@@ -170,8 +174,8 @@ def _plan_own(name, old, parts, settings, tables):
         tables[name] = new
 
     def make(device, scratch):
-        buffers = {key: parts[key].read(device) for key in new.state_dict() if key not in ("bias", "format")}
-        bias = parts["bias"].read(device) if "bias" in parts else None
+        buffers = {key: scratch.read(parts[key], device) for key in new.state_dict() if key not in ("bias", "format")}
+        bias = scratch.read(parts["bias"], device) if "bias" in parts else None
         return new.fill(old, device, bias, **buffers), None, "saved by qk"
 
     return make

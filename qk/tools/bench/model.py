@@ -5,8 +5,8 @@ loaded again; and all-MiniLM-L6-v2, where it is installed. In int8 and int4 the 
 embeddings are int8. All else is plain torch, the same for all kinds.
 
 A contender is a step, compiled by torch unless it is called "eager". Either way, the step is one CUDA graph, so the
-host's time doesn't count. In "fused", qk's kernels also normalize, add, gate and quantize; with "int4 cache", they
-write and read the KV cache as well. See decoder.py.
+host's time doesn't count. In "fused", qk's kernels also normalize, add, gate and quantize, and write and read the KV
+cache; with "int4 cache", it is in int4. See decoder.py.
 
     decode     shape [sequences, context]: one token each, the last of its context -> logits
     prefill    shape [sequences, context]: all tokens of the context -> logits of the last
