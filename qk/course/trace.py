@@ -343,7 +343,7 @@ def programs(
         ax.set_yticks([y + 0.5 for y in rows], [first + y * line for y in rows])
         ax.set_ylabel("starts at element", fontsize=8)
         if len(rows) == 1 and first == 0:
-            ax.set(yticks=[], ylabel="")
+            ax.set(yticks=[], ylabel="line")
         ax.tick_params(length=0, labelsize=8, top=beside, labeltop=beside, labelbottom=not beside)
         ax.spines[:].set_visible(False)
     what = "the program's step, counted from 0" if by == "step" else "the program that touches it"
