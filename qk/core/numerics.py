@@ -89,7 +89,7 @@ def magnitude_bits(x):
     """The bits of |x| in x's own float dtype, as int32: integers in the order of |x|, with Inf and then NaN on top."""
     if x.dtype == tl.float32:
         return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    else:  # as they are: in float32, the tiles that wait for absmax would take twice the registers
+    else:  # keep 16-bit floats as they are: in float32, a tile would take twice the registers while it waits for absmax
         return x.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
 
 
@@ -105,7 +105,7 @@ def as_float32_bits(bits, dtype: tl.constexpr):
 def absmax_and_inverse(bits, QMAX: tl.constexpr, SMALLEST: tl.constexpr):
     """Turn absmax into 0 below SMALLEST, where QMAX / absmax may overflow, and into NaN where it isn't finite.
 
-    Returns it, QMAX / absmax (1 where that isn't a number to use), and whether it was finite.
+    Returns absmax, QMAX / absmax (1 where that is unusable), and whether absmax was finite.
     """
     absmax = bits.to(tl.float32, bitcast=True)
     finite = bits < 0x7F800000

@@ -49,7 +49,7 @@ _IMPLEMENTATIONS = {
     "qk int4 int8 activations": ("qk, int4 weights, int8 activations", INDIGO),
     "qk int4 int8 activations fused": ("... and fused layers", TEAL),
     "qk int4 int8 activations fused, int4 cache": ("... and an int4 cache", WINE),
-    "naive": ("naive kernel", VERMILION),
+    "naive": ("naive", VERMILION),
     "eager": ("eager torch", INK),
     "compile": ("torch.compile", ORANGE),
     "bf16": ("bf16, cuBLAS", GREY),
@@ -165,7 +165,7 @@ def benchmark(record, op, dtype="float16", fastest=0, **options):
         left = 1 if 1 - 0.2 * longest < row["of_copy"] < 1 else row["of_copy"]
         ax.annotate(text, (left, y), (4, 0), textcoords="offset points", va="center", fontsize=9)
     ax.axvline(1, **DASHED)
-    ax.set(xlabel="speed (dashed line: a copy of the same size = 1)", xlim=(0, 1.2 * longest))
+    ax.set(xlabel="speed (dashed line: a copy that moves as many bytes = 1)", xlim=(0, 1.2 * longest))
     labels = [" x ".join(map(str, shape)) for shape in shapes]
     legend = {_name_of(name): colors[name] for name in names}
     what = f"{op.removeprefix(_VERSIONS)}, version by version" if op.startswith(_VERSIONS) else f"Speed of {op}"
@@ -211,7 +211,7 @@ def gemm_speed(record, op, shape, **options):
         if bf16 and name != "bf16":
             text += f" ({bf16 / row['us']:.2f}x bf16)"
         ax.annotate(text, (row[key], y), (5, 0), textcoords="offset points", va="center", fontsize=9, bbox=PLAIN)
-    line = (copy["us"], f"a copy of the same size: {_microseconds(copy['us'])}") if copy else None
+    line = (copy["us"], f"a copy that moves as many bytes: {_microseconds(copy['us'])}") if copy else None
     if (peaks := _PEAKS.get(record["gpu"])) and not copy and not op.startswith("sparse"):
         line = peaks["int8"], f"int8 peak (data sheet): {peaks['int8']} TOPS"
         if line[0] > 1.8 * longest:  # the axis would be half empty
@@ -235,7 +235,8 @@ def gemm_gains(record, op, weight, names, **options):
     """Speedups over bf16 of measured GEMMs with one weight (N, K), by number of tokens: a line for each contender.
 
     names: {contender: what to call it}. options: only results with these, e.g. group_size=128. The axis is that of all
-    weights. For few tokens, where memory is the limit, a dashed line shows what a copy of the same size would gain.
+    weights. For few tokens, where memory is the limit, a dashed line shows the speedup of a copy that moves as many
+    bytes.
     """
     every, drawn = {}, []
     for row in _results(record):
@@ -258,7 +259,7 @@ def gemm_gains(record, op, weight, names, **options):
         return _not_measured(what)
     lines = gains[tuple(weight)]
     shown = {label: lines[name] for name, label in names.items() if name in lines}
-    copies = {"a copy of the same size": lines["copy"]} if "copy" in lines else {}
+    copies = {"a copy that moves as many bytes": lines["copy"]} if "copy" in lines else {}
     top = max(y for found in gains.values() for points in found.values() for _, y in points)
     title, ylabel = f"Speedup of {what}, {measured_on(record, drawn)}", "speedup over bf16, cuBLAS"
     look = {"level": 1, "log": "x", "yardsticks": copies, "ylim": (0, 1.1 * top)}

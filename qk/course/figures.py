@@ -91,9 +91,9 @@ def _box(ax, x, y, width, height, text="", font=None, **look):
 
 
 def _in_tiles(x, pool, what):
-    """Shrink a large matrix to draw it: `pool` makes each tile one value. Returns it, and words that say so."""
+    """Shrink a large matrix to draw it: `pool` makes each tile one value. Returns it, and `what`, which says so."""
     tile = math.ceil(x.shape[0] / 100), math.ceil(x.shape[1] / 200)
-    words = "" if tile == (1, 1) else f"{what} {tile[0]} x {tile[1]} tiles"
+    words = "" if tile == (1, 1) else what.format(f"{tile[0]} x {tile[1]}")
     return pool(x[None], tile, ceil_mode=True)[0], words
 
 
@@ -125,7 +125,7 @@ def bit_layout(codes, packing="uint8"):
     ax.set_yticks([w + 0.61 for w in range(words)], labels, family="monospace")
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    ax.set(xlabel=f"bit of the {unit} (bit n is worth $2^n$)", ylabel=f"{unit}, in hex")
+    ax.set(xlabel=f"bit of the {unit}", ylabel=f"{unit}, in hex")
     return fig
 
 
@@ -148,7 +148,7 @@ def bit_steps(steps, title="A word, step by step"):
     ax.set_yticks([y + 0.61 for y in range(len(steps))], list(steps), family="monospace", fontsize=9)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    ax.set_xlabel("bit of the word (bit n is worth $2^n$)")
+    ax.set_xlabel("bit of the word")
     return fig
 
 
@@ -166,7 +166,7 @@ def access(loads, element_bytes=2, title="Which thread reads which bytes"):
     ax.set_yticks([y + 0.5 for y in range(len(loads))], list(loads))
     ax.tick_params(axis="y", length=0)
     ax.spines["left"].set_visible(False)
-    ax.set_xlabel(f"byte of the row (one cell per element of {element_bytes} bytes, with its thread)")
+    ax.set_xlabel(f"byte offset in the row (each {element_bytes}-byte cell shows the thread that reads it)")
     return fig
 
 
@@ -193,7 +193,7 @@ def grid_histogram(x, bits=4, name="a row", log_counts=False):
     left.set_ylabel("weights per bin" + (" (log scale)" if log else ""))
     right.bar(levels, counts.numpy(), color=BLUE, width=min(step * (0.85 if bits < 7 else 1), 0.13 * top * step))
     zeros = int((codes == 0).sum())
-    right.set(title=f"{zeros} of {len(x)} weights get code 0", xlabel=f"{bits}-bit code, below its level")
+    right.set(title=f"{zeros} of {len(x)} weights get code 0", xlabel=f"{bits}-bit code")
     right.set_ylabel("share of weights (%" + (", log scale)" if log_counts else ")"))
     if log_counts:
         right.set(yscale="log", ylim=(0.1, 100))
@@ -215,7 +215,7 @@ def levels(x, formats, title, xlim):
     fig, (above, below) = subplots(9, 2.8 + 0.34 * len(formats), 2, 1, sharex=True, height_ratios=(3, len(formats)))
     edges = torch.logspace(math.log10(xlim[0]), math.log10(xlim[1]), 61)
     above.hist(x.clamp(xlim[0] * 1.01, xlim[1]).numpy(), bins=edges.numpy(), color=BLUE)
-    above.set(title=title, ylabel="values per bin", ylim=(0, 12))
+    above.set(title=title, ylabel="values per bin", ylim=(0, 12), yticks=range(0, 13, 4))
     for y, marks in enumerate(map(_tensor, formats.values())):
         below.vlines(marks[marks > 0].numpy(), y - 0.36, y + 0.36, color=OLIVE, linewidth=1)
     below.set(xscale="log", xlim=xlim, ylim=(len(formats) - 0.5, -0.5), xlabel="magnitude (log scale)", ylabel="format")
@@ -278,7 +278,7 @@ def round_trip(x, restored, group_size=None, title=None, name="weight", limit=No
             edge = math.copysign(0.9 * limit, value)
             side = -1 if column > 0.7 * columns else 1
             ax.annotate(
-                f"{value:.2f}, off the scale", (column, edge), (side * 12, -3), textcoords="offset points",
+                f"{value:.2f}, off the chart", (column, edge), (side * 12, -3), textcoords="offset points",
                 ha="left" if side > 0 else "right", fontsize=9, bbox=PLAIN, zorder=2.2,  # below the axes' edges
             )  # fmt: skip
             ax.plot(column, edge, "^" if edge > 0 else "v", color=BLUE, markersize=7)
@@ -312,7 +312,7 @@ def error_map(errors, title="Absolute error", name="weight", top=None, names=("r
     of their errors. top: where the scale ends, so that sliders don't move it. names: what rows and columns are called.
     """
     rows, columns = next(iter(errors.values())).shape
-    drawn = {label: _in_tiles(_tensor(error), F.avg_pool2d, "\nmean over") for label, error in errors.items()}
+    drawn = {label: _in_tiles(_tensor(error), F.avg_pool2d, "\nmean over {} tiles") for label, error in errors.items()}
     # keep a few large errors from leaving the rest dark
     top = top or max(means.flatten().quantile(0.995).item() for means, _ in drawn.values())
     fig, axes = subplots(9, 1 + 2 * len(drawn), len(drawn), sharex=True, squeeze=False)
@@ -426,8 +426,8 @@ def scale_map(x, block, name="values", names=("row", "column")):
     padded = F.pad(x, (0, -columns % wide, 0, -rows % high))
     absmax = padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high)).amax((1, 3))
     spread = absmax.repeat_interleave(high, 0).repeat_interleave(wide, 1)[:rows, :columns]
-    lost = f"{int((x <= spread / 254).sum()) / x.numel():.1%} get code 0"
-    shown, of = _in_tiles(x, F.max_pool2d, " (largest in")
+    lost = f"{int((x <= spread / 254).sum()) / x.numel():.1%} of values get code 0"
+    shown, of = _in_tiles(x, F.max_pool2d, "(maximum of each {} tile)")
     top = x.max().item() or 1
     low = max(shown.quantile(0.01).item(), top / 1e4)
     fig, axes = subplots(9, 3.8, 1, 2 if block else 1, sharey=True, squeeze=False)
@@ -436,7 +436,7 @@ def scale_map(x, block, name="values", names=("row", "column")):
         norm, extent = matplotlib.colors.LogNorm(low, top), (-0.5, side - 0.5, bottom - 0.5, -0.5)
         image = ax.imshow(values.clamp(min=low).numpy(), "cividis", norm=norm, extent=extent)
         ax.set(xlim=(-0.5, columns - 0.5), ylim=(rows - 0.5, -0.5), xlabel=names[1], ylabel=names[0])
-    what = f"{name}: magnitudes{of and of + ')'}"
+    what = f"{name}: magnitudes" + (of and ("\n" if block else " ") + of)
     axes[0, 0].set_title(what if block else f"{what}\nwith one scale for all, {lost}")
     if block:
         scales = f"{absmax.numel():,} scales" if absmax.numel() > 1 else "1 scale"

@@ -267,10 +267,10 @@ def test_histogram_counts_codes():
 
 def test_scale_map_counts_scales_and_zeros():
     x = torch.tensor([[127, 1, 0.6, 0.4, 254.0], [0, 0, 0, 0, 0.0]])
-    assert "absmax of 1 x 2 blocks\n6 scales; 50.0% get code 0" in texts(course.scale_map(x, (1, 2)))
-    assert "absmax of 2 x 5 blocks\n1 scale; 80.0% get code 0" in texts(course.scale_map(x, (2, 5)))
+    assert "absmax of 1 x 2 blocks\n6 scales; 50.0% of values get code 0" in texts(course.scale_map(x, (1, 2)))
+    assert "absmax of 2 x 5 blocks\n1 scale; 80.0% of values get code 0" in texts(course.scale_map(x, (2, 5)))
     tall = course.scale_map(torch.ones(300, 5), (1, 5), names=("token", "channel"))
-    assert {"values: magnitudes (largest in 3 x 1 tiles)", "token", "channel"} <= set(texts(tall))
+    assert {"values: magnitudes\n(maximum of each 3 x 1 tile)", "token", "channel"} <= set(texts(tall))
 
 
 def test_error_map_names_its_axes_and_tiles():
@@ -487,7 +487,7 @@ def test_gemm_speed_shows_tops_or_where_memory_decides_times():
     ax = course.gemm_speed(GEMM_RECORD, "int8_gemm", (1, 8192, 8192)).axes[0]
     assert [bar.get_width() for bar in ax.patches] == [10, 15, 30] and "µs" in ax.get_xlabel()
     assert ax.get_title(loc="left").startswith("Time of int8_gemm 1 x")
-    assert list(ax.lines[0].get_xdata()) == [5, 5] and "a copy of the same size: 5 µs" in texts(ax.figure)
+    assert list(ax.lines[0].get_xdata()) == [5, 5] and "a copy that moves as many bytes: 5 µs" in texts(ax.figure)
     rows = [row | {"tops": 1100} for row in GEMM_RECORD["results"] if "copy" != row["contender"] and "us" in row]
     ax = course.gemm_speed(GEMM_RECORD | {"results": rows}, "int8_gemm", (8192, 8192, 8192)).axes[0]
     assert list(ax.lines[0].get_xdata()) == [1979] * 2 and ax.get_xlim()[1] > 1979
@@ -514,7 +514,7 @@ def test_gemm_gains_are_those_over_bf16():
     assert ax.get_title(loc="left") == "Speedup of int4_gemm, weight of 64 x 32, NVIDIA H200, 2026-02-01"
     lines = {line.get_label(): [*zip(*line.get_data(), strict=True)] for line in ax.lines}
     assert lines["int4"] == [(1, 2), (16, 2), (128, 2)] and lines["another"] == [(1, 0.5), (16, 0.5), (128, 0.5)]
-    assert lines["a copy of the same size"] == [(1, 5)] and "refused" not in lines
+    assert lines["a copy that moves as many bytes"] == [(1, 5)] and "refused" not in lines
     other = course.gemm_gains(GAIN_RECORD, "int4_gemm", (128, 32), names, group_size=128).axes[0]
     assert other.get_ylim() == ax.get_ylim() == (0, pytest.approx(11))
 
@@ -617,7 +617,7 @@ def test_traffic_names_every_step():
 def test_round_trip_separates_groups():
     ax = course.round_trip(torch.tensor([0.1] * 63 + [9.0]), torch.zeros(64), 16).axes[0]
     edges = [line.get_xdata()[0] for line in ax.lines if len(line.get_xdata()) == 2]
-    assert edges == [15.5, 31.5, 47.5] and "9.00, off the scale" in texts(ax.figure)
+    assert edges == [15.5, 31.5, 47.5] and "9.00, off the chart" in texts(ax.figure)
 
 
 def test_windows_show_what_each_took():

@@ -78,7 +78,7 @@ ANSWERS = {
         ),
         ("a row of elements is", OFFSET + "i * triton.cdiv(columns, block_size) + j // block_size"),
         ("a column of elements", OFFSET + "i // block_size * triton.cdiv(columns, block_size) + j"),
-        ("counts elements", OFFSET + "i * columns + j"),
+        ("not the matrix's elements", OFFSET + "i * columns + j"),
         ("shorter than a row of elements", OFFSET + "i // block_size * columns + j // block_size"),
         ("you swapped them", OFFSET + "j // block_size * triton.cdiv(columns, block_size) + i // block_size"),
         ("skips a whole row", OFFSET + "i // block_size + j // block_size"),
