@@ -219,7 +219,7 @@ def quantize_ref(x, dims, dtype=torch.int8, noise=None):
     qmax, smallest = LIMITS[dtype]
     absmax = x.abs().amax(dims, keepdim=True)
     usable = (absmax >= smallest) & absmax.isfinite()
-    # Tensors divided by tensors: qmax / absmax would be a reciprocal times qmax, and absmax / qmax a product on CUDA.
+    # Divide tensors by tensors: with a Python number, CUDA multiplies by a reciprocal, which rounds differently.
     values = torch.where(usable, x * (torch.full_like(absmax, qmax) / absmax), 0)
     values = values if noise is None else values + noise
     codes = (values.round() if dtype == torch.int8 else values).to(dtype)

@@ -32,8 +32,8 @@ from qk.course.figures import (
 )
 
 __all__ = ["bars", "benchmark", "curves", "gemm_bytes", "gemm_gains", "gemm_speed", "host_times", "measured_on"]
-__all__ += ["memory_bars", "memory_levels", "model_gains", "roofline", "scale_cost", "speedups", "time_bars"]
-__all__ += ["tradeoff", "traffic", "two_times"]
+__all__ += ["memory_bars", "memory_levels", "model_gains", "peak_memory", "roofline", "scale_cost", "speedups"]
+__all__ += ["time_bars", "tradeoff", "traffic", "two_times"]
 
 # TOPS or TFLOPS of dense matmuls, and memory in TB/s. From NVIDIA's data sheet of the H200, which states twice the
 # former, for sparse matmuls.
@@ -61,13 +61,19 @@ _IMPLEMENTATIONS = {
     "cudnn": ("cuDNN attention", GREY),
     "flash": ("FlashAttention", PURPLE),
     "around": ("around each", SKY),
+    "unfused": ("around each, float32", SKY),
+    "unfused bf16": ("around each, bf16", SKY),
     "int8_gemm": ("int8_gemm alone", BLUE),
     # our own kernels with something missing
-    **{name: (name, SKY) for name in ("4 warps", "+ 8 warps", "+ L2 groups", "+ 3 stages", "unfused", "unfused bf16")},
+    **{name: (name, SKY) for name in ("4 warps", "+ 8 warps", "+ L2 groups", "+ 3 stages")},
 }
+# in an FFN and its first layer, the three versions of notebook 4
+_EPILOGUES = {"qk": "all fused", "qk fast": "all fused, fast", "qk separate": "GELU separate"}
 
 
-def _name_of(contender):
+def _name_of(contender, op=None):
+    if op in ("ffn", "int8_addmm_quant") and contender in _EPILOGUES:
+        return _EPILOGUES[contender]
     return _IMPLEMENTATIONS.get(contender, (contender,))[0]
 
 
@@ -185,11 +191,11 @@ def benchmark(record, op, dtype="float16", fastest=0, **options):
 def gemm_speed(record, op, shape, **options):
     """Measured GEMMs of one shape (M, N, K), a bar for each contender: TOPS, or microseconds if memory-bound.
 
-    options: show only results with these, e.g. activation="gelu". The axis is the same for all shapes. A dashed line
-    shows the data sheet's peak where it isn't far away, or the time of a copy.
+    options: show only results with these, e.g. activation="gelu". The axis is the same for all shapes. Dashed lines
+    show the data sheet's peaks where they aren't far away, or the time of a copy.
     """
-    name = {"ladder": "int8_gemm, step by step,", "ffn": "an FFN,"}.get(op, op.removeprefix(_VERSIONS))
-    what = f"{name} {' x '.join(map(str, shape))}"
+    name = {"ladder": "int8_gemm, step by step", "ffn": "an FFN"}.get(op, op.removeprefix(_VERSIONS))
+    what = f"{name}, {' x '.join(map(str, shape))}"
     results = [row for row in _results(record) if row["op"] == op]
     rows = {
         row["contender"]: row for row in results
@@ -209,15 +215,22 @@ def gemm_speed(record, op, shape, **options):
         ax.barh(y, row[key], 0.7, color=colors[name])
         text = f"{row[key]:.4g}"
         if bf16 and name != "bf16":
-            text += f" ({bf16 / row['us']:.2f}x bf16)"
+            text += f" ({bf16 / row['us']:.2f}x {'as fast as ' if copy else ''}bf16)"
         ax.annotate(text, (row[key], y), (5, 0), textcoords="offset points", va="center", fontsize=9, bbox=PLAIN)
     line = (copy["us"], f"a copy that moves as many bytes: {_microseconds(copy['us'])}") if copy else None
     if (peaks := _PEAKS.get(record["gpu"])) and not copy and not op.startswith("sparse"):
         line = peaks["int8"], f"int8 peak (data sheet): {peaks['int8']} TOPS"
         if line[0] > 1.8 * longest:  # the axis would be half empty
             line, label = None, f"{label[:-1]}; {line[1]})"
+    if op == "ladder":
+        label = f"{label[:-1]}; light blue: fixes switched off)"
     ax.set_xlim(0, max(1.25 * longest, 1.03 * line[0] if line else 0))
-    _name_bars(ax, [_name_of(name) for name in rows], {})
+    _name_bars(ax, [_name_of(name, op) for name in rows], {})
+    if peaks and line and "bf16" in rows and rows["bf16"][key] < 0.75 * peaks["bf16"]:
+        y = list(rows).index("bf16")
+        ax.vlines(peaks["bf16"], y - 0.4, y + 0.4, **DASHED)
+        place = {"xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": 9}
+        ax.annotate(f"bf16 peak: {peaks['bf16']} TOPS", (peaks["bf16"], y), **place)
     if line:
         ax.axvline(line[0], **DASHED)
         ax.set_ylim(top=-1.1)  # room for the line's label above the bars
@@ -345,6 +358,12 @@ def roofline(record, shape):
         if gemms:
             name = f"measured in {kind}, one dot per shape"
             ax.plot(intensities, [row["tops"] for row in gemms], "o", color=color, markersize=5, label=name)
+        if kind == "int8":
+            for row, x in zip(gemms, intensities, strict=True):
+                if (tokens := row["shape"][0]) <= 128:
+                    text = f"{tokens} token" + "s" * (tokens > 1)
+                    place = {"xytext": (5, -9), "textcoords": "offset points", "size": 9, "color": color}
+                    ax.annotate(text, (x, row["tops"]), bbox=PLAIN, **place)
         if peaks and kind in peaks:
             shift, va = (3, "bottom") if kind == "int8" else (-3, "top")
             look = {"textcoords": "offset points", "ha": "right", "va": va, "size": 9, "bbox": PLAIN}
@@ -564,6 +583,39 @@ def memory_bars(sizes, title="Memory", what="memory", ylabel="format", longest=0
     _name_bars(ax, list(sizes), colors)
     if len(kinds) > 1:
         fig.legend(loc="outside lower center", ncols=len(kinds))
+    return fig
+
+
+@style()
+def peak_memory(record, shape, counted=None, activation="gelu"):
+    """Measured peak memory of an FFN's activations, a bar for each implementation.
+
+    shape: tokens, width and inner width. counted: {implementation: bytes}, to be drawn next to what was measured.
+    """
+    rows = [row for row in _results(record) if row["op"] == "ffn" and tuple(row["shape"]) == tuple(shape)]
+    rows = [row for row in rows if row["options"] == {"activation": activation} and "peak_bytes" in row]
+    found = {row["contender"]: row["peak_bytes"] / 2**20 for row in rows}
+    names = [name for name in ("bf16", "compile", "around", "qk separate", "qk") if name in found]
+    if not names:
+        return _not_measured("an FFN's peak memory")
+    counted = {name: size / 2**20 for name, size in (counted or {}).items()}
+    colors = {"counted": SKY, "measured": BLUE} if counted else {"measured": BLUE}
+    fig, ax = subplots(9, 1.3 + 0.32 * len(names) * (1 + len(colors) / 2))
+    for y, name in enumerate(names):
+        sizes = {"counted": counted.get(_name_of(name, "ffn")), "measured": found[name]}
+        for i, (kind, color) in enumerate(colors.items()):
+            if sizes[kind]:
+                place = y + 0.38 * (i - (len(colors) - 1) / 2)
+                ax.barh(place, sizes[kind], 0.34, color=color)
+                text = f"{sizes[kind]:,.1f} MiB"
+                if kind == "measured" and name != "bf16" and "bf16" in found:
+                    text += f" ({found[name] / found['bf16']:.2f}x bf16)"
+                ax.annotate(text, (sizes[kind], place), (5, 0), textcoords="offset points", va="center", fontsize=9)
+    title = f"Peak memory of an FFN's activations, {' x '.join(map(str, shape))}, {measured_on(record, rows)}"
+    ax.set(title=title, xlabel="memory (MiB)", ylabel="implementation", xlim=(0, 1.3 * max(found.values())))
+    _name_bars(ax, [_name_of(name, "ffn") for name in names], colors)
+    if counted:
+        fig.legend(loc="outside lower center", ncols=2)
     return fig
 
 

@@ -35,6 +35,11 @@ _LAUNCH = "launch your kernel with course.launch; torch alone doesn't count"
 _PACKAGE = Path(__file__).parent.parent
 
 
+def control_name(name):
+    """What the control of an argument is called: `block_size` is "block size", and `GROUP_M` stays."""
+    return name if name.isupper() else name.replace("_", " ")
+
+
 def explore(draw, **choices):
     """Show a slider for each of draw's arguments, and the figure that it returns; moving a slider redraws it.
 
@@ -49,7 +54,7 @@ def explore(draw, **choices):
         controls[name] = (ipywidgets.Dropdown if named else ipywidgets.SelectionSlider)(
             options=["whole row" if value is None else str(value) for value in values],
             index=values.index(inspect.signature(draw).parameters[name].default),
-            description=name.replace("_", " "),
+            description=control_name(name),
             style={"description_width": "initial"},
             layout={"width": "450px"},  # room for long values
         )
@@ -60,7 +65,7 @@ def explore(draw, **choices):
     box = ipywidgets.VBox(list(controls.values()))
     # not display(box): its text differs between versions of ipywidgets, and says nothing on a page without a kernel
     view = {"version_major": 2, "version_minor": 0, "model_id": box.model_id}
-    text = "In a running notebook, you can change: " + ", ".join(name.replace("_", " ") for name in choices)
+    text = "In a running notebook, you can change: " + ", ".join(map(control_name, choices))
     display({"text/plain": text, "application/vnd.jupyter.widget-view+json": view}, raw=True)
     handle = display(figure(), display_id=True)
     for control in controls.values():

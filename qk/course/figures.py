@@ -305,11 +305,12 @@ def before_after(x, restored, title="After the round trip"):
 
 
 @style()
-def error_map(errors, title="Absolute error", name="weight", top=None, names=("row", "column")):
+def error_map(errors, title="Absolute error", name="weight", top=None, names=("row", "column"), got="restored"):
     """Draw matrices of absolute errors, one above the other, on one color scale.
 
-    errors: {label: matrix}. name: what the exact values are called. A large matrix is drawn in tiles that show the mean
-    of their errors. top: where the scale ends, so that sliders don't move it. names: what rows and columns are called.
+    errors: {label: matrix}. name, got: what the exact values are called, and those with the error. A large matrix is
+    drawn in tiles that show the mean of their errors. top: where the scale ends, so that sliders don't move it. names:
+    what rows and columns are called.
     """
     rows, columns = next(iter(errors.values())).shape
     drawn = {label: _in_tiles(_tensor(error), F.avg_pool2d, "\nmean over {} tiles") for label, error in errors.items()}
@@ -320,7 +321,7 @@ def error_map(errors, title="Absolute error", name="weight", top=None, names=("r
         extent = (-0.5, columns - 0.5, rows - 0.5, -0.5)
         image = ax.imshow(means.numpy(), "cividis", vmin=0, vmax=top or 1, extent=extent)
         ax.set(title=f"{title}: {label}", ylabel=names[0])
-        unit = f"|restored - {name}|{of}"
+        unit = f"|{got} - {name}|{of}"
     ax.set_xlabel(names[1])
     fig.colorbar(image, ax=axes, label=unit, extend="max")
     return fig
@@ -596,7 +597,7 @@ def tile_order(tiles_m, tiles_n, group_m, programs):
         f"{strips[0]} + {strips[1]} = {sum(strips)} strips"
     )
     ax.spines[["top", "right"]].set_visible(True)
-    fig.colorbar(image, ax=ax, label="program")
+    fig.colorbar(image, ax=ax, label="program id")
     return fig
 
 

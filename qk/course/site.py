@@ -25,6 +25,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from qk.course import badges, export
+from qk.course.exercises import control_name
 from qk.tools import copy
 
 LIMIT = 200  # pictures for the sliders of one cell
@@ -110,7 +111,7 @@ def record(draw, choices, folder):
     controls = [
         # as course.explore words them
         {
-            "label": name.replace("_", " "),
+            "label": control_name(name),
             "values": ["whole row" if value is None else str(value) for value in values],
             "named": all(isinstance(value, str) for value in values),
         }

@@ -23,7 +23,7 @@ def finish_tile(
     x, row, column, M, N, bias_ptr, out_ptr, out_desc, out_scale_ptr, stride_osm, stride_osg,
     ACTIVATION: tl.constexpr, OUT_BLOCK: tl.constexpr, OUT_SQUARE: tl.constexpr = False,
 ):  # fmt: skip
-    """Add the bias to the float32 sums x of the tile at (row, column), activate, and write out and its scales.
+    """Add the bias to the float32 sums x of the tile at (row, column), activate, and store `out` and its scales.
 
     out_desc: a TMA descriptor of out to store through; None stores through out_ptr. OUT_SQUARE: the tile holds whole
     square blocks or, with fewer than OUT_BLOCK rows, all rows of out.
@@ -40,7 +40,7 @@ def finish_tile(
         out = to_dtype(x, out_ptr.dtype.element_ty)
     else:
         GROUPS: tl.constexpr = BLOCK_N // OUT_BLOCK
-        tl.static_assert(BLOCK_N % OUT_BLOCK == 0, "a group lies in one tile")
+        tl.static_assert(BLOCK_N % OUT_BLOCK == 0, "a group must lie within one tile")
         inside = mask_n[None, :]
         if OUT_SQUARE:
             inside = inside & (offs_m < M)[:, None]

@@ -483,10 +483,10 @@ def test_gemm_speed_shows_tops_or_where_memory_decides_times():
     assert [bar.get_width() for bar in ax.patches] == [1000, 600, 300] and "TOPS" in ax.get_xlabel()
     assert not ax.lines and ax.get_xlim()[1] == 1250 and "int8 peak (data sheet): 1979 TOPS" in ax.get_xlabel()
     assert {"1000 (1.50x bf16)", "600", "300 (0.50x bf16)"} <= {text.get_text() for text in ax.texts}
-    assert ax.get_title(loc="left") == "Speed of int8_gemm 8192 x 8192 x 8192, NVIDIA H200, 2026-02-01"
+    assert ax.get_title(loc="left") == "Speed of int8_gemm, 8192 x 8192 x 8192, NVIDIA H200, 2026-02-01"
     ax = course.gemm_speed(GEMM_RECORD, "int8_gemm", (1, 8192, 8192)).axes[0]
     assert [bar.get_width() for bar in ax.patches] == [10, 15, 30] and "µs" in ax.get_xlabel()
-    assert ax.get_title(loc="left").startswith("Time of int8_gemm 1 x")
+    assert ax.get_title(loc="left").startswith("Time of int8_gemm, 1 x")
     assert list(ax.lines[0].get_xdata()) == [5, 5] and "a copy that moves as many bytes: 5 µs" in texts(ax.figure)
     rows = [row | {"tops": 1100} for row in GEMM_RECORD["results"] if "copy" != row["contender"] and "us" in row]
     ax = course.gemm_speed(GEMM_RECORD | {"results": rows}, "int8_gemm", (8192, 8192, 8192)).axes[0]
@@ -537,6 +537,30 @@ def test_gemm_bytes():
     assert course.gemm_bytes(16, 256, 384, "bf16") == 2 * (16 * 384 + 256 * 384 + 16 * 256)
     assert course.gemm_bytes(16, 256, 384, "int4") == 2 * 16 * 384 + 256 * 192 + 2 * 256 * 3 + 2 * 16 * 256
     assert course.gemm_bytes(1, 3, 129, "int4") == 2 * 129 + 3 * 65 + 2 * 3 * 2 + 2 * 3
+
+
+def test_gemm_speed_names_the_versions_of_an_ffn():
+    rows = [
+        {"op": "ffn", "shape": [8, 4, 4], "contender": name, "options": {"activation": "gelu"}, "us": 1.0, "tops": 2.0}
+        for name in ("qk", "qk separate", "around", "bf16")
+    ]
+    ax = course.gemm_speed(RECORD | {"results": rows}, "ffn", (8, 4, 4)).axes[0]
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["all fused", "GELU separate", "around each", "bf16, cuBLAS"]
+    rows = [row | {"peak_bytes": (i + 1) << 20} for i, row in enumerate(rows)]
+    record = RECORD | {"results": rows}
+    found = texts(course.peak_memory(record, (8, 4, 4), {"all fused": 3 << 19}))
+    assert {"1.0 MiB (0.25x bf16)", "1.5 MiB", "4.0 MiB", "counted", "measured", "GELU separate"} <= set(found)
+    assert "counted" not in texts(course.peak_memory(record, (8, 4, 4)))
+    assert any("No measurement" in text for text in texts(course.peak_memory(record, (8, 4, 5))))
+
+
+def test_peaks_and_few_tokens_are_labelled():
+    rows = [row for row in GEMM_RECORD["results"] if row["shape"][0] > 1 and "us" in row]
+    assert "bf16 peak: 989 TOPS" not in texts(course.gemm_speed(GEMM_RECORD, "int8_gemm", (8192, 8192, 8192)))
+    rows = [row | {"tops": 700 if row["contender"] == "bf16" else 1200} for row in rows]
+    fig = course.gemm_speed(GEMM_RECORD | {"results": rows}, "int8_gemm", (8192, 8192, 8192))
+    assert "bf16 peak: 989 TOPS" in texts(fig)
+    assert "1 token" in texts(course.roofline(GEMM_RECORD, (1, 8192, 8192)))
 
 
 def test_roofline_is_drawn_from_the_record_or_says_that_there_is_none():

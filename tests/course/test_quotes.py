@@ -98,7 +98,7 @@ NUMBERS = [
     ),
     (
         "03_scaled_int8_gemm",
-        r"bf16 takes ([\d.]+)x to ([\d.]+)x as long as int8",
+        r"bf16 takes ([\d.]+) to ([\d.]+) times as long as int8",
         lambda: extremes(ratios("int8_gemm", "bf16", "qk")[m, 8192, 8192] for m in (1, 16)),
     ),
     ("04_fused_epilogues", r"saves (\d+) to (\d+)% of the time[;,] [a-zA-Z ]+,? (\d+) to (\d+)%", fusing),

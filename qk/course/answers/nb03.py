@@ -12,7 +12,7 @@ def _scale_rows(column, BLOCK_N, QUANT_BLOCK):
 
 
 def _small_cases():
-    """(a, a_scale, b, b_scale, block): codes up to 127, and scales of all sizes."""
+    """(a, a_scale of each row, b, b_scale of each block, block): codes up to 127, and scales of all sizes."""
     random = torch.Generator().manual_seed(3)
     sizes = (
         (16, 16, 32, 32),
@@ -29,14 +29,14 @@ def _small_cases():
             a, b = a.clamp(min=120), b.clamp(max=-119)  # all sums are large
         shapes = (M, blocks), (-(-N // block), blocks)
         scales = [(0.01 + torch.rand(shape, generator=random)) * size[i] for i, shape in enumerate(shapes)]
-        yield a, scales[0], b, scales[1], block
+        yield a, scales[0][:, 0].contiguous(), b, scales[1], block
 
 
 def _sums(a, a_scale, b, b_scale, block):
-    """Sums of each block [M, N, blocks], scales of rows [M, 1, blocks] and of columns [1, N, blocks]."""
+    """Sums of each block [M, N, blocks], scales of rows [M, 1, 1] and of columns [1, N, blocks]."""
     a, b, K = a.double(), b.double(), a.shape[1]
     sums = torch.stack([a[:, k : k + block] @ b[:, k : k + block].T for k in range(0, K, block)], -1)
-    return sums, a_scale.double()[:, None], b_scale.double().repeat_interleave(block, 0)[None, : len(b)]
+    return sums, a_scale.double()[:, None, None], b_scale.double().repeat_interleave(block, 0)[None, : len(b)]
 
 
 def _by(scaled):
@@ -60,7 +60,7 @@ def _of_thirty_two(a, a_scale, b, b_scale, block):
     for i in range(-(-K // block)):
         part = slice(32 * i, 32 * i + block)
         sums = a[:, part].double() @ b[:, part].double().T
-        scaled = scaled + sums * a_scale[:, [i]].double() * b_scale[:, i].double().repeat_interleave(block)[: len(b)]
+        scaled = scaled + sums * a_scale[:, None].double() * b_scale[:, i].double().repeat_interleave(block)[: len(b)]
     return scaled.float()
 
 
@@ -126,10 +126,7 @@ EXERCISES = {
             "the scales are missing": _by(lambda sums, a, b: sums.sum(-1)),
             "b has scales too": _by(lambda sums, a, b: (sums * a).sum(-1)),
             "a has scales too": _by(lambda sums, a, b: (sums * b).sum(-1)),
-            "each block has its own scales: a scale's column is the block": _by(
-                lambda sums, a, b: (sums * a[..., :1] * b[..., :1]).sum(-1)
-            ),
-            "the scales belong inside the loop: each block has its own": _by(
+            "b's scales belong inside the loop: each block has its own": _by(
                 lambda sums, a, b: sums.sum(-1) * a[..., -1] * b[..., -1]
             ),
             "only the last block survives: add to acc": _by(lambda sums, a, b: (sums * a * b)[..., -1]),
@@ -144,9 +141,8 @@ EXERCISES = {
             ),
             "float16 can't hold the scaled sums": _by(lambda sums, a, b: (sums * a * b).half().double().sum(-1)),
             "multiply by both scales, don't add them": _by(lambda sums, a, b: (sums * (a + b)).sum(-1)),
-            "each block of a has its own scale: its column is the block": _by(
-                lambda sums, a, b: (sums * a[..., :1] * b).sum(-1)
-            ),
+            "each row of a has its own scale; this uses row 0": _by(lambda sums, a, b: (sums * a[:1] * b).sum(-1)),
+            "a's scale counts once: in the loop or after it": _by(lambda sums, a, b: (sums * a * a * b).sum(-1)),
             "each block of b has its own scale: its column is the block": _by(
                 lambda sums, a, b: (sums * a * b[..., :1]).sum(-1)
             ),
