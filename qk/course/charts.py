@@ -196,6 +196,8 @@ def gemm_speed(record, op, shape, **options):
     """
     name = {"ladder": "int8_gemm, step by step", "ffn": "an FFN"}.get(op, op.removeprefix(_VERSIONS))
     what = f"{name}, {' x '.join(map(str, shape))}"
+    if "L" in options:
+        what += f" (M x N x K) at {options['L'] - 2}:{options['L']}"
     results = [row for row in _results(record) if row["op"] == op]
     rows = {
         row["contender"]: row for row in results
@@ -554,11 +556,11 @@ def bars(values, title, xlabel, ylabel="format", form="{:.2f}"):
 
 
 @style()
-def memory_bars(sizes, title="Memory", what="memory", ylabel="format", longest=0):
+def memory_bars(sizes, title="Memory", what="memory", ylabel="format", longest=0, exact=True):
     """Stacked bars of sizes: exact byte counts, or MiB from 100 MiB on, and each bar's ratio to the first.
 
     sizes: {label: {part: bytes}}. what: the quantity on the axis, such as "bytes moved". longest: the most bytes that a
-    bar can have, so that sliders don't move the axis.
+    bar can have, so that sliders don't move the axis. exact=False: write rounded sizes, in the axis's unit.
     """
     totals = [sum(parts.values()) for parts in sizes.values()]
     longest = max(*totals, longest, 1)
@@ -575,6 +577,8 @@ def memory_bars(sizes, title="Memory", what="memory", ylabel="format", longest=0
         text = "  " + " + ".join(f"{size:,}" for size in counts) + " bytes"
         if total >= 100 * 2**20:
             text = f"  {total / 2**20:,.1f} MiB"
+        elif not exact:
+            text = f"  {total / unit:,.0f} {name}"
         if total != totals[0]:
             text += f", {total / totals[0]:.2f}x"
         ax.text(end, y, text, va="center")
@@ -693,7 +697,7 @@ def scale_cost(curves, title="Smaller blocks: lower error, more scales", xlim=No
 
 # One color for each of these in every chart of `curves`. Other labels take what is left of the cycle.
 _OF_LABELS = {"int8": BLUE, "int4": SKY, "bf16": GREY, "bfloat16": GREY, "float32": GREEN}
-_OF_LABELS |= {"int8, round to nearest": OLIVE, "to nearest": OLIVE}
+_OF_LABELS |= {"int8, round to nearest": OLIVE, "to nearest": OLIVE, "a copy of the same size": GREY}
 _OF_LABELS |= dict(_IMPLEMENTATIONS.values()) | {"qk, int8 cache": BLUE, "qk, int4 cache": SKY}
 _OF_LABELS |= {"16-bit cache": INDIGO, "int8 cache": BLUE, "int4 cache": SKY}
 

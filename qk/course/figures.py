@@ -639,11 +639,11 @@ def windows(weights, slid, placed=None):
     last = placed - 1
     columns = ", ".join(str(column) for column, w in taken.items() if w == last) or "nothing"
     ax.set_title(f"{L - 2}:{L}. Window {last} covers columns {2 * last} to {2 * last + 3} and takes {columns}")
-    ax.set(xlim=(-0.1, cells + 0.1), ylim=(end + 2, -0.6), xticks=[], ylabel="one group")
+    ax.set(xlim=(-0.1, cells + 0.1), ylim=(end + 2, -0.6), xticks=[], ylabel="weights and windows")
     ax.set_yticks(list(rows.values()), list(rows))
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    ax.set_xlabel("top: columns of the group; bottom two rows: as stored")
+    ax.set_xlabel("top: columns of the group; bottom two rows: after rearranging")
     return fig
 
 
