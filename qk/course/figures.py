@@ -713,7 +713,7 @@ def layer_grid(values, title, unit, ends, form="{:.1%}"):
 
 @style()
 def embedding_map(before, after, groups, title):
-    """Draw points [n, 2] before and after, each joined by a line; the axes are those of the points before.
+    """Draw points [n, 2] before (open) and after (filled), each pair joined by a line; the axes fit the points before.
 
     groups: {label: indices of its points}, each in its own color; all others are grey.
     """
@@ -722,7 +722,7 @@ def embedding_map(before, after, groups, title):
     grouped = {place for places in groups.values() for place in places}
     rest = [place for place in range(len(before)) if place not in grouped]
     fig, ax = subplots(9, 5)
-    parts = [("the others", rest, GREY, 3), *zip(groups, groups.values(), colors, [6] * len(groups), strict=False)]
+    parts = [("other sentences", rest, GREY, 3), *zip(groups, groups.values(), colors, [6] * len(groups), strict=False)]
     for label, places, color, size in parts:
         (x0, y0), (x1, y1) = before[places].T.numpy(), after[places].T.numpy()
         ax.plot([x0, x1], [y0, y1], color=color, linewidth=0.8)
@@ -734,5 +734,5 @@ def embedding_map(before, after, groups, title):
     ax.set(xlim=xlim, ylim=ylim)
     ax.grid(True)
     ax.set(title=title, xlabel="first principal component", ylabel="second principal component")
-    fig.legend(loc="outside lower center", ncols=4, title="open: before; filled: after")
+    fig.legend(loc="outside lower center", ncols=4)
     return fig

@@ -137,13 +137,13 @@ class LanguageModel(nn.Module):
 def mean_loss(model, codes, batch=16):
     """Return the mean loss of a text in nats per token, a float. exp(loss) is the perplexity.
 
-    The text is cut into windows of the model's context, next to each other. Each token is predicted from those before
+    The text is cut into consecutive windows as long as the model's context. Each token is predicted from those before
     it in its window.
 
     Args:
-        model: a `LanguageModel`, perhaps quantized.
+        model: a `LanguageModel`, quantized or not.
         codes: the text's tokens, int64 [2 or more], on the model's device.
-        batch: windows in one call of the model.
+        batch: the number of windows per call of the model.
     """
     context = model.shape.context
     whole = (len(codes) - 1) // context * context

@@ -109,7 +109,7 @@ def batches(sentences, size=64):
 
 @torch.no_grad()
 def embed(model, sentences):
-    """Embeddings of sentences by a model like `minilm()`, on its device: float32 [sentences, 384], each of length 1."""
+    """Compute the sentences' embeddings: float32 [sentences, 384], each of length 1, on the model's device."""
     found = {}
     for places, inputs in batches(sentences):
         inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
@@ -120,9 +120,9 @@ def embed(model, sentences):
 
 
 def retrieved(embeddings, size=4):
-    """Tell whose nearest other embedding is of their own group, given groups of this size one after the other.
+    """Tell for which sentences the nearest other embedding is in their own group.
 
-    Returns bool [sentences].
+    A group is `size` consecutive sentences. Returns bool [sentences].
     """
     near = embeddings @ embeddings.T
     nearest = near.fill_diagonal_(-torch.inf).argmax(1)

@@ -188,8 +188,8 @@ class QuantizedModule(torch.nn.Module):
         has = self._other_format(state_dict, prefix)
         if has is not None:
             error = (
-                f"{where} is an {type(self).__name__} and takes {_described(self.format_numbers)}; "
-                f"the state has {has}. Quantize the model as the saved one was quantized, then load."
+                f"{where} ({type(self).__name__}) expects {_described(self.format_numbers)}, "
+                f"but the state dict has {has}. Quantize the model the same way as the saved one, then load."
             )
         else:
             for name, buffer in self._buffers.items():

@@ -591,7 +591,7 @@ def test_embedding_map_keeps_its_axes():
     near, far = (course.embedding_map(POINTS, POINTS + by, {"a": [0, 2]}, "Sentences").axes[0] for by in (0.1, 50.0))
     assert near.get_xlim() == far.get_xlim() and near.get_ylim() == far.get_ylim() and near.get_ylim()[1] < 10
     filled = {line.get_label(): line.get_xydata().tolist() for line in far.lines if line.get_label()[0] != "_"}
-    assert filled == {"the others": (POINTS[[1, 3]] + 50).tolist(), "a": (POINTS[[0, 2]] + 50).tolist()}
+    assert filled == {"other sentences": (POINTS[[1, 3]] + 50).tolist(), "a": (POINTS[[0, 2]] + 50).tolist()}
 
 
 def test_signals_are_drawn_below_each_other():

@@ -922,7 +922,7 @@ def test_layers_with_zero_points_and_an_order(tmp_path):
     layer, flags = model.up, {"zero_point": True, "order": True, "absmax_dtype": torch.float32}
     other = Int4Linear(96, 40, group_size=32, device=DEVICE, dtype=HALF, **flags)
     assert other.settings() == layer.settings()
-    with pytest.raises(RuntimeError, match="takes int4 codes in groups of 32; .* with zero points, with an order of"):
+    with pytest.raises(RuntimeError, match="expects int4 codes in groups of 32, .* with zero points, with an order of"):
         Int4Linear(96, 40, group_size=32, device=DEVICE).load_state_dict(layer.state_dict())
     other.load_state_dict(layer.state_dict())
     x = torch.randn(3, 96, dtype=HALF, device=DEVICE)

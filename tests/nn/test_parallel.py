@@ -568,7 +568,7 @@ def _no_state(mesh):
     try:
         model.load_state_dict(feed_forwards("int4", 96).state_dict(), strict=False)
     except RuntimeError as error:
-        assert "0.up is an ColwiseInt8Linear and takes int8 codes in blocks of 32; the state has int4" in str(error)
+        assert "0.up (ColwiseInt8Linear) expects int8 codes in blocks of 32, but the state dict has int4" in str(error)
     else:
         raise AssertionError("int4 went into int8")
 

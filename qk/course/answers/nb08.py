@@ -206,7 +206,7 @@ EXERCISES = {
         note="any number of layers and any budget",
         mistakes={
             "the others may cost as much as the budget, to the last unit": lambda c, b: _keep(c, b - 1),
-            "keep the most costly ones: then few are enough": lambda c, b: _ordered(c)[::-1][
+            "keep the most costly ones, so that fewer are enough": lambda c, b: _ordered(c)[::-1][
                 : _needed(c, b, _ordered(c)[::-1])
             ],
             "the budget is for the others, not for the ones you keep": _within_budget,
@@ -215,7 +215,7 @@ EXERCISES = {
             "the most costly comes first": lambda c, b: _keep(c, b)[::-1],
             "keep the most costly first; this keeps whatever no longer fits": _what_does_not_fit,
             "the budget is for the others: subtract a kept layer's cost from their sum": _from_the_budget,
-            "the others' sum counts, not their mean": lambda c, b: _keep(c, b * max(len(c), 1)),
+            "the budget limits the sum of the others' costs, not the mean": lambda c, b: _keep(c, b * max(len(c), 1)),
             "costs are numbers: compared as text, 9 is larger than 40": lambda c, b: (
                 names := sorted(c, key=lambda name: str(c[name]), reverse=True)
             )[: _needed(c, b, names)],
@@ -253,7 +253,7 @@ EXERCISES = {
             "the whole matrix is needed, not just the diagonal": lambda x, mask: (
                 _second_moment(x, mask).diagonal().diag()
             ),
-            "it has an entry for each pair of inputs: [K, K]": lambda x, mask: x[mask == 1] @ x[mask == 1].T,
+            "the result has an entry for each pair of columns: [K, K]": lambda x, mask: x[mask == 1] @ x[mask == 1].T,
             "add up the sentences": lambda x, mask: (x * mask[..., None]).mT @ (x * mask[..., None]),
             "that is the first sentence alone": lambda x, mask: _second_moment(x[:1], mask[:1]),
             "don't subtract the mean": lambda x, mask: _second_moment(x - x[mask == 1].mean(0), mask),

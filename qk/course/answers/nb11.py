@@ -68,7 +68,7 @@ _PERPLEXITY = Exercise(
             sum(losses) / sum(counts)
         ),
         "a mean, not a sum": lambda losses, counts: _exp(sum(losses)),
-        "a larger loss is a larger perplexity": lambda losses, counts: _exp(-_mean(losses, counts)),
+        "a larger loss means a larger perplexity": lambda losses, counts: _exp(-_mean(losses, counts)),
         "the last window counts too": lambda losses, counts: _perplexity(
             losses[:-1] or losses, counts[:-1] or counts
         ),
@@ -291,7 +291,7 @@ _ROUNDED = Exercise(
         "round to the nearest code; you cut off the fraction": lambda w, *how: _scaled(w, *how, rounding=torch.trunc),
         "round to the nearest code; you always round down": lambda w, *how: _scaled(w, *how, rounding=torch.floor),
         "round to the nearest code; you always round up": lambda w, *how: _scaled(w, *how, rounding=torch.ceil),
-        "below zero, + 0.5 and a cut rounds to the wrong code": lambda w, *how: _scaled(
+        "below zero, adding 0.5 and truncating rounds to the wrong code": lambda w, *how: _scaled(
             w, *how, rounding=lambda codes: (codes + 0.5).trunc()
         ),
         "the largest magnitude can belong to a negative weight": lambda w, *how: _scaled(
