@@ -706,16 +706,19 @@ def memory_levels(gpus):
         for i, ((gpu, levels), color) in enumerate(zip(gpus.items(), (SKY, BLUE), strict=False)):
             for y, name in enumerate(names):
                 value, side = levels[name][part], (i - (len(gpus) - 1) / 2) * 0.36
-                ax.barh(y + side, value, 0.34, color=color, label=gpu if y == part == 0 else None)
-                base = 1000 if part else 1024
-                power = min(int(math.log(value, base)), len(prefixes) - 1)
+                ax.plot(value, y + side, "o", color=color, label=gpu if y == part == 0 else None)
+                power = min(int(math.log(value, 1000)), len(prefixes) - 1)
+                base = 1000 if part or power == 3 else 1024  # as data sheets count: caches in 1024s, memory in 1000s
                 text = f"{value / base**power:.3g} {prefixes[power]}"
-                ax.annotate(text, (value, y + side), (4, 0), textcoords="offset points", va="center", fontsize=9)
+                ax.annotate(
+                    text, (value, y + side), (6, 0), textcoords="offset points", va="center", fontsize=9, bbox=PLAIN
+                )
         largest = max(levels[name][part] for levels in gpus.values() for name in names)
         least = min(levels[name][part] for levels in gpus.values() for name in names)
         ax.set(xscale="log", xlabel=label, xlim=(least / 10, largest * 30), ylabel="memory level")
-        ax.set_title(("Capacity of each memory level", "Bandwidth of each memory level")[part])
+        ax.set_title(("Memory holds the most", "Registers are the fastest")[part])
         ax.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+        ax.grid(axis="x")
     axes[0].set_yticks(range(len(names)), names)
     axes[0].set_ylim(len(names) - 0.5, -0.5)
     fig.legend(loc="outside lower center", ncols=len(gpus))

@@ -60,7 +60,7 @@ def explore(draw, **choices):
     box = ipywidgets.VBox(list(controls.values()))
     # not display(box): its text differs between versions of ipywidgets, and says nothing on a page without a kernel
     view = {"version_major": 2, "version_minor": 0, "model_id": box.model_id}
-    text = "Sliders, in a running notebook: " + ", ".join(name.replace("_", " ") for name in choices)
+    text = "In a running notebook, you can change: " + ", ".join(name.replace("_", " ") for name in choices)
     display({"text/plain": text, "application/vnd.jupyter.widget-view+json": view}, raw=True)
     handle = display(figure(), display_id=True)
     for control in controls.values():

@@ -661,10 +661,10 @@ def path(rows):
         fig.text(0.1 / wide, (bottom + 1.62) / high, title, fontsize=11, va="center")
         for x, (step, name, tensors) in enumerate(stages):
             values, *scales = tensors if isinstance(tensors, tuple) else (tensors,)
-            piece = values[:48, :96]
+            piece = values[:48, :128]
             if values.dtype == torch.uint8:
                 nibbles = torch.stack([values & 15, values >> 4], -1).flatten(1)
-                piece = (((nibbles + 8) % 16).to(torch.int8) - 8)[:48, :96]
+                piece = (((nibbles + 8) % 16).to(torch.int8) - 8)[:48, :128]
             piece = _tensor(piece)
             top = piece.abs().quantile(0.99).item() or 1
             left = 0.3 + 2.4 * x

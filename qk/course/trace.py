@@ -263,13 +263,13 @@ def _panel(ax, cells, own, first, last, width, label):
             look = {"facecolor": _COLORS[color % len(_COLORS)], "alpha": 0.75, "linewidth": 0}
             _box(ax, x + i / len(here), y, 1 / len(here), 1, **look)
         if here:
-            kind = "touched, outside the tensor" if element not in own else None
+            kind = "outside the tensor, touched" if element not in own else None
         elif element in cells:
-            kind = "masked off"
+            kind = "masked off: not accessed"
         elif element in own:
             kind = "untouched"
         else:
-            kind = "outside the tensor"
+            kind = "outside the tensor, untouched"
         kinds.add(kind)
         text = "+".join(dict.fromkeys(text for text, _ in here))
         small = {"fontsize": 8 if width <= 36 and len(text) < 4 else 6, "zorder": 4}
@@ -281,26 +281,34 @@ _LINE = {"edgecolor": "#888888", "linewidth": 0.6, "facecolor": "none"}
 _LOOKS = {
     None: _LINE,
     "untouched": _LINE | {"facecolor": "#e4e4e4"},
-    "masked off": _LINE | {"hatch": "//////"},
-    "outside the tensor": _LINE | {"linestyle": ":"},
-    "touched, outside the tensor": _LINE | {"edgecolor": VERMILION, "linewidth": 2, "zorder": 3},
+    "masked off: not accessed": _LINE | {"hatch": "//////"},
+    "outside the tensor, untouched": _LINE | {"linestyle": ":"},
+    "outside the tensor, touched": _LINE | {"edgecolor": VERMILION, "linewidth": 2, "zorder": 3},
 }
 
 
 @style()
 def programs(
-    record, *shown, by="program", cells=0, width=32, title="Which program touches which element", beside=False
+    record,
+    *shown,
+    by="program",
+    cells=0,
+    width=32,
+    title="Which program touches which element",
+    beside=False,
+    together=1,
 ):
     """Draw what course.touched recorded: each tensor in memory order, one cell per element.
 
     shown: names of tensors; all of them if there are none. by: "program", or "step" for the first, second, ... access
     of a program. cells: draw at least this many of each tensor. width: cells in a line; a matrix has its row stride.
-    beside: draw tensors next to each other, not one below the other: for small matrices.
+    beside: draw tensors next to each other, not one below the other: for small matrices. together: this many
+    consecutive programs share a color.
     """
     numbers = {program: i for i, program in enumerate(dict.fromkeys(access.program for access in record.accesses))}
 
     def label(program, step):
-        return (str(step), step) if by == "step" else (",".join(map(str, program)), numbers[program])
+        return (str(step), step) if by == "step" else (",".join(map(str, program)), numbers[program] // together)
 
     panels = []
     for name, kind in dict.fromkeys((access.tensor, access.kind) for access in record.accesses):
@@ -332,13 +340,13 @@ def programs(
         ticks = range(0, min(line, last - first + 1), 1 if min(line, widest) <= 16 else 4)
         ax.set_xticks([x + 0.5 for x in ticks], ticks)
         rows = range((last - first) // line + 1)
-        ax.set_yticks([y + 0.5 for y in rows], [f"{first + y * line} +" for y in rows])
-        ax.set_ylabel("line", fontsize=8)
-        if count == 1 and first == 0:
-            ax.set_yticks([])
+        ax.set_yticks([y + 0.5 for y in rows], [first + y * line for y in rows])
+        ax.set_ylabel("starts at element", fontsize=8)
+        if len(rows) == 1 and first == 0:
+            ax.set(yticks=[], ylabel="line")
         ax.tick_params(length=0, labelsize=8, top=beside, labeltop=beside, labelbottom=not beside)
         ax.spines[:].set_visible(False)
-    what = "the step of its program, from 0" if by == "step" else "the program that touches it"
+    what = "the program's step, counted from 0" if by == "step" else "the program that touches it"
     between = "\n" if beside else " "
     for ax in axes[-1]:
         ax.set_xlabel(f"element, in memory order{between}(in each cell: {what})")

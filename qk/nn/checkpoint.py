@@ -5,6 +5,7 @@ touched. Pickles, which can run code, are never opened.
 """
 
 import contextlib
+import functools
 import json
 import math
 import mmap
@@ -227,8 +228,13 @@ def _read(file, view, start):
     size = -(-len(view) // threads)
     if threads == 1:
         return read(0)
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(read, range(0, len(view), size)))
+    list(_threads(os.getpid()).map(read, range(0, len(view), size)))
+
+
+@functools.cache
+def _threads(process):
+    """Each process has its own: those of its parent don't run in a fork."""
+    return ThreadPoolExecutor(4, "qk-read")
 
 
 class _Bytes:

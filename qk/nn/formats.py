@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ..core.checks import BLOCKS, listed
@@ -186,12 +187,18 @@ def _collect(out, rows):
 
 
 def _order(groups, columns, size):
-    """The order of columns that makes groups contiguous, int64 [K], or None if they are. groups: a tensor [K]."""
-    size = size or max(columns, 1)
-    sorted_groups, order = groups.sort(stable=True)
-    if not torch.equal(sorted_groups, torch.arange(columns, dtype=groups.dtype) // size):
-        raise ValueError(f"g_idx doesn't assign {size} columns to each group")
-    return None if torch.equal(sorted_groups, groups) else order
+    """The order of columns that makes groups contiguous, int64 [K], or None if they are.
+
+    Args:
+        groups: the group of each column, int [K].
+    """
+    groups, expected = groups.numpy(), np.arange(columns) // (size or max(columns, 1))
+    if np.array_equal(groups, expected):
+        return None
+    order = groups.astype(np.uint16).argsort(kind="stable")  # a tenth of the time of torch, or of numpy for int32
+    if not np.array_equal(groups[order], expected):
+        raise ValueError(f"g_idx doesn't assign {size or columns} columns to each group")
+    return torch.from_numpy(order)
 
 
 def _swapped(words):
@@ -245,7 +252,7 @@ def _pack_quantized(parts, shape, config):
     if index is not None:
         check_entry(index, (torch.int32, torch.int64), (K,))
         columns = index.read()
-        order = None if K and bool((columns == -1).all()) else _order(columns, K, size)
+        order = None if K and columns.amax() == columns.amin() == -1 else _order(columns, K, size)
 
     def read(device, scratch):
         on = None if order is None else order.to(device)
@@ -290,7 +297,8 @@ def _gptq(parts, shape, config):
             _collect(packed.view(torch.int32), lambda start, end: _signed(words[start:end]))
         else:
             codes = scratch.empty((2, K // 2, N), device)
-            for part, low, high in zip(words.split(_STEP // 4), *(x.split(_STEP) for x in codes), strict=True):
+            step = _STEP if words.is_cpu else max(K // 2, 1)
+            for part, low, high in zip(words.split(step // 4), *(x.split(step) for x in codes), strict=True):
                 # the four bytes of a word become four rows
                 pairs = _transposed(part.view(torch.uint8).view(len(part), N, 4)).view(low.shape)
                 torch.bitwise_and(pairs, 15, out=low)

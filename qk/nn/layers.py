@@ -532,7 +532,7 @@ class Int4Linear(QuantizedLinear):
             packed=torch.zeros(out_features, cdiv(in_features, 2), dtype=torch.uint8, device=device),
             absmax=torch.zeros(out_features, groups, dtype=absmax_dtype, device=device),
             zero_point=torch.zeros(out_features, groups, dtype=torch.int8, device=device) if zero_point else None,
-            order=torch.arange(in_features, device=device) if order else None,
+            order=torch.arange(in_features, device="cpu").to(device) if order else None,  # on meta, slow otherwise
         )  # fmt: skip
         self.group_size, self.activations = group_size, activations
 

@@ -765,7 +765,7 @@ def test_figure_follows_slider(monkeypatch, capsys):
     assert course.explore(draw, bits=range(2, 9), group_size=(None, 32)) is None
 
     bundle, figure = displayed
-    assert bundle["text/plain"] == "Sliders, in a running notebook: bits, group size"
+    assert bundle["text/plain"] == "In a running notebook, you can change: bits, group size"
     assert bundle["application/vnd.jupyter.widget-view+json"]["model_id"] == boxes[0].model_id
     assert isinstance(figure, course.Figure) and calls == [(4, None)]
     bits, group_size = boxes[0].children

@@ -59,6 +59,21 @@ class Cache(NamedTuple):
     absmax: list  # None for each layer whose keys and values aren't quantized; int4 needs a step that is fused
 
 
+class Place(NamedTuple):
+    """Where a step's tokens are.
+
+    Attributes:
+        positions: [tokens], the same in all sequences.
+        lengths: int32 [sequences], the tokens before them.
+        cos, sin: of the angles to rotate by, [tokens, 1, head / 2].
+    """
+
+    positions: torch.Tensor
+    lengths: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
 def random_cache(shape, sequences, length, **factory):
     """Make a random cache, as if earlier tokens had filled it. factory: device and dtype."""
     size = sequences, shape.kv_heads, length, shape.head
@@ -116,43 +131,48 @@ class Layer(torch.nn.Module):
         self.gate_up = _linear(shape.width, 2 * shape.inner)
         self.down = _linear(shape.inner, shape.width)
 
-    def forward(self, x, update, rotation, positions, *cache):
-        """Apply the layer to x and update [sequences, tokens, width]. Returns x, and the update still to be added."""
+    def forward(self, x, update, place, *cache):
+        """Apply the layer to x and update [sequences, tokens, width]. Returns x, and the update still to be added.
+
+        place: a `Place`.
+        """
         x = x + update
         qkv = self.qkv(self.attention_norm(x))
-        x = x + self.output(self._attention(*self._heads(qkv, rotation), positions, *cache))
+        x = x + self.output(self._attention(*self._heads(qkv, place), place, *cache))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
         return x, self.down(functional.silu(gate) * up)
 
-    def fused(self, x, update, rotation, positions, *cache):
+    def fused(self, x, update, place, *cache):
         """Do what `forward` does, with fused kernels."""
         qkv, x = _normalized(self.qkv, self.attention_norm, update, x)
-        update = self.output(self._fused_attention(*self._heads(qkv, rotation), positions, *cache))
+        update = self.output(self._fused_attention(*self._heads(qkv, place), place, *cache))
         gate_up, x = _normalized(self.gate_up, self.mlp_norm, update, x)
         return x, _gated(self.down, gate_up)
 
-    def _heads(self, qkv, rotation):
+    def _heads(self, qkv, place):
         """Returns q, k and v, [sequences, heads, tokens, head], q and k rotated."""
         head, shared = self.shape.head, self.shape.heads // self.shape.kv_heads
         kv_heads = qkv.shape[-1] // (shared + 2) // head  # only some, if the layer is split
         sizes = [kv_heads * shared * head, kv_heads * head, kv_heads * head]
-        q, k, v = (part.unflatten(-1, (-1, head)).transpose(1, 2) for part in qkv.split(sizes, -1))
-        return _rotated(q, rotation), _rotated(k, rotation), v
+        q, k, v = (part.unflatten(-1, (-1, head)) for part in qkv.split(sizes, -1))
+        # rotated before they are transposed: the attention's output then needs no copy to be transposed back
+        return (x.transpose(1, 2) for x in (_rotated(q, place), _rotated(k, place), v))
 
-    def _attention(self, q, k, v, positions, keys, values, absmax):
+    def _attention(self, q, k, v, place, keys, values, absmax):
+        positions = place.positions
         keys.index_copy_(2, positions, k)
         values.index_copy_(2, positions, v)
         if q.shape[2] > 1:
             return _attention_in_prompt(q, k, v)
         # the heads that share keys are rows of one matmul
-        rows = q.view(len(q), keys.shape[1], -1, self.shape.head)
+        rows = q.reshape(len(q), keys.shape[1], -1, self.shape.head)
         seen = torch.arange(keys.shape[2], device=q.device) <= positions
         scores = (rows @ keys.transpose(2, 3)).float() * self.shape.head**-0.5
         shares = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(q.dtype)
         return (shares @ values).view(len(q), 1, -1)
 
-    def _fused_attention(self, q, k, v, positions, keys, values, absmax):
-        lengths = qk.write_kv(k, v, keys, values, absmax, positions[:1].int().expand(len(q)))
+    def _fused_attention(self, q, k, v, place, keys, values, absmax):
+        lengths = qk.write_kv(k, v, keys, values, absmax, place.lengths)
         if q.shape[2] > 1:
             return _attention_in_prompt(q, k, v)
         return qk.decode_attention(q.squeeze(2), keys, values, absmax, lengths).view(len(q), 1, -1)
@@ -163,11 +183,13 @@ def _attention_in_prompt(q, k, v):
     return out.transpose(1, 2).flatten(2)
 
 
-def _rotated(x, rotation):
-    """Apply rotary positions (RoFormer, arXiv 2104.09864) to x [..., tokens, head]: rotate pairs, one of each half."""
-    cos, sin = rotation
+def _rotated(x, place):
+    """Apply rotary positions (RoFormer, arXiv 2104.09864) to x [..., tokens, heads, head].
+
+    Rotate pairs of columns, one from each half.
+    """
     a, b = x.float().chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+    return torch.cat([a * place.cos - b * place.sin, b * place.cos + a * place.sin], -1).to(x.dtype)
 
 
 class Decoder(torch.nn.Module):
@@ -206,17 +228,18 @@ class Decoder(torch.nn.Module):
         compiled: compiles a function. fused: whether to use `Layer.fused` and `Decoder.fused_end`.
         """
         step, end = (Layer.fused, Decoder.fused_end) if fused else (Layer.forward, type(self).end)
-        x, update, rotation = compiled(Decoder.begin)(self, tokens, positions)
+        x, update, place = compiled(Decoder.begin)(self, tokens, positions)
         for layer, *cached in zip(self.layers, *cache, strict=True):
-            x, update = compiled(step)(layer, x, update, rotation, positions, *cached)
+            x, update = compiled(step)(layer, x, update, place, *cached)
         return compiled(end)(self, x, update)
 
     def begin(self, tokens, positions):
         x = self.embedding(tokens)
         head = self.shape.head
         exponents = torch.arange(0, head, 2, device=x.device, dtype=torch.float32) / head
-        angles = positions[:, None] * 500000.0**-exponents
-        return x, torch.zeros_like(x), (angles.cos(), angles.sin())
+        angles = positions[:, None, None] * 500000.0**-exponents
+        lengths = positions[:1].int().expand(len(tokens)).contiguous()
+        return x, torch.zeros_like(x), Place(positions, lengths, angles.cos(), angles.sin())
 
     def end(self, x, update):
         return self.head(self.norm((x + update)[:, -1]))
