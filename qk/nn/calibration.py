@@ -273,7 +273,7 @@ def _absmax(x):
 
 
 def _least_squares(x, weight):
-    """Choose absmax, float16 [R, G], for float32 groups [R, G, group]. weight [G, group]: of their squared errors."""
+    """Choose absmax, float16 [R, G], for float32 x [R, G, group]. weight [G, group] multiplies the squared errors."""
     full = _absmax(x)
     best, least = full, None
     for fraction in _FRACTIONS:
