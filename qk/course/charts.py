@@ -188,7 +188,8 @@ def gemm_speed(record, op, shape, **options):
     options: show only results with these, e.g. activation="gelu". The axis is the same for all shapes. A dashed line
     shows the data sheet's peak where it isn't far away, or the time of a copy.
     """
-    name = {"ladder": "int8_gemm, step by step,", "ffn": "an FFN,"}.get(op, op.removeprefix(_VERSIONS))
+    names = {"ladder": "int8_gemm, step by step,", "ffn": "an FFN,", "versions of int4_gemm int8": "int4 x int8,"}
+    name = names.get(op, op.removeprefix(_VERSIONS))
     what = f"{name} {' x '.join(map(str, shape))}"
     results = [row for row in _results(record) if row["op"] == op]
     rows = {
@@ -260,9 +261,9 @@ def gemm_gains(record, op, weight, names, **options):
     shown = {label: lines[name] for name, label in names.items() if name in lines}
     copies = {"a copy of the same size": lines["copy"]} if "copy" in lines else {}
     top = max(y for found in gains.values() for points in found.values() for _, y in points)
-    title, ylabel = f"Speedup of {what}, {measured_on(record, drawn)}", "speedup over bf16, cuBLAS"
+    title = f"Speedup over bf16, {what.partition(', ')[2]}, {measured_on(record, drawn)}"
     look = {"level": 1, "log": "x", "yardsticks": copies, "ylim": (0, 1.1 * top)}
-    return curves(shown, title, "tokens (M)", ylabel, shown, **look)
+    return curves(shown, title, "tokens (M)", "speedup over bf16, cuBLAS", shown, **look)
 
 
 @style()
