@@ -194,8 +194,8 @@ def gemm_speed(record, op, shape, **options):
     options: show only results with these, e.g. activation="gelu". The axis is the same for all shapes. Dashed lines
     show the data sheet's peaks where they aren't far away, or the time of a copy.
     """
-    name = {"ladder": "int8_gemm, step by step", "ffn": "an FFN"}.get(op, op.removeprefix(_VERSIONS))
-    what = f"{name}, {' x '.join(map(str, shape))}"
+    names = {"ladder": "int8_gemm, step by step", "ffn": "an FFN", "versions of int4_gemm int8": "int4 x int8"}
+    what = f"{names.get(op, op.removeprefix(_VERSIONS))}, {' x '.join(map(str, shape))}"
     if "L" in options:
         what += f" (M x N x K) at {options['L'] - 2}:{options['L']}"
     results = [row for row in _results(record) if row["op"] == op]
@@ -276,9 +276,9 @@ def gemm_gains(record, op, weight, names, **options):
     shown = {label: lines[name] for name, label in names.items() if name in lines}
     copies = {"a copy that moves as many bytes": lines["copy"]} if "copy" in lines else {}
     top = max(y for found in gains.values() for points in found.values() for _, y in points)
-    title, ylabel = f"Speedup of {what}, {measured_on(record, drawn)}", "speedup over bf16, cuBLAS"
+    title = f"Speedup over bf16, {what.partition(', ')[2]}, {measured_on(record, drawn)}"
     look = {"level": 1, "log": "x", "yardsticks": copies, "ylim": (0, 1.1 * top)}
-    return curves(shown, title, "tokens (M)", ylabel, shown, **look)
+    return curves(shown, title, "tokens (M)", "speedup over bf16, cuBLAS", shown, **look)
 
 
 @style()

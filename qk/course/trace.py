@@ -359,7 +359,7 @@ def programs(
 
 
 @style()
-def compiler_table(rows, title="The compiled kernel"):
+def compiler_table(rows, title="The compiled kernel", ylabel="kernel, GPU"):
     """Draw a table of what compiled kernels contain and need. rows: {label: row of course.compiled}."""
     columns = ["registers\nper thread", "widest load\n(bytes)", "global\nloads", "global\nstores"]
     columns += ["warp\nshuffles", "barriers\nbetween warps", "shared memory\n(bytes)", "spilled\n(bytes)"]
@@ -374,7 +374,7 @@ def compiler_table(rows, title="The compiled kernel"):
         values += [counts.get("shfl", 0), counts.get("bar", 0), row["shared"], row["spilled"]]
         for x, value in enumerate(values):
             _box(ax, x, y, 1, 1, value, facecolor=SKY if value else "white", alpha=0.3, edgecolor="white")
-    ax.set(xlim=(0, len(columns)), ylim=(len(rows), 0), title=title, ylabel="kernel, GPU")
+    ax.set(xlim=(0, len(columns)), ylim=(len(rows), 0), title=title, ylabel=ylabel)
     ax.set_xticks([x + 0.5 for x in range(len(columns))], columns, fontsize=8)
     ax.set_yticks([y + 0.5 for y in range(len(rows))], list(rows))
     ax.tick_params(length=0)

@@ -511,7 +511,7 @@ GAIN_RECORD = RECORD | {
 def test_gemm_gains_are_those_over_bf16():
     names = {"qk": "int4", "other": "another", "none": "refused"}
     ax = course.gemm_gains(GAIN_RECORD, "int4_gemm", (64, 32), names, group_size=128).axes[0]
-    assert ax.get_title(loc="left") == "Speedup of int4_gemm, weight of 64 x 32, NVIDIA H200, 2026-02-01"
+    assert ax.get_title(loc="left") == "Speedup over bf16, weight of 64 x 32, NVIDIA H200, 2026-02-01"
     lines = {line.get_label(): [*zip(*line.get_data(), strict=True)] for line in ax.lines}
     assert lines["int4"] == [(1, 2), (16, 2), (128, 2)] and lines["another"] == [(1, 0.5), (16, 0.5), (128, 0.5)]
     assert lines["a copy that moves as many bytes"] == [(1, 5)] and "refused" not in lines

@@ -119,7 +119,7 @@ EXERCISES = {
                 place=lambda halves, B: halves.T.contiguous().view(-1, 2)
             ),
             "every program does the first one's part: where does yours begin?": _unpacked(place=_first_block),
-            "the odd half masks the lowest code only; all four low ones must go": _unpacked(
+            "the odd half clears the lowest code only; clear all four even codes": _unpacked(
                 odd=lambda words: words >> 4 << 4
             ),
             "the odd codes are in the upper halves already: don't shift them": _unpacked(
@@ -147,10 +147,10 @@ EXERCISES = {
         expected=_tile_tokens,
         cases=lambda: [*_COSTS],
         mistakes={
-            "if nothing is left of the clocks per sum, no tile is large enough: return 0": _tokens(
+            "if rescaling alone takes all the time, no tile is large enough: return 0": _tokens(
                 lambda c, s, g: (g * c, g / 32 - s), never=lambda left: left == 0
             ),
-            "the rescale takes its part of the time, too": _tokens(lambda c, s, g: (g * c, g / 32)),
+            "rescaling takes its part of the time, too": _tokens(lambda c, s, g: (g * c, g / 32)),
             "a code of the tile is unpacked once per group, and a group has `group` of them in a row": _tokens(
                 lambda c, s, g: (c, g / 32 - s)
             ),
@@ -164,14 +164,14 @@ EXERCISES = {
             "4096 multiply-adds and 128 instructions per clock: 32 multiply-adds per instruction": _tokens(
                 lambda c, s, g: (g * c, g / 4096 - s)
             ),
-            "an instruction works for 32 threads, and 128 threads start one per clock; you counted four": _tokens(
+            "that counts four instructions per clock, one per warp; per thread, it's 128": _tokens(
                 lambda c, s, g: (g * c, g / 1024 - s)
             ),
             "the group isn't always 128 columns": _tokens(lambda c, s, g: (128 * c, 4 - s)),
-            "the rescale comes once per sum and group, not once per column": _tokens(
+            "each sum is rescaled once per group, not once per column": _tokens(
                 lambda c, s, g: (g * c, g / 32 - g * s)
             ),
-            "the rescale costs time; it doesn't save any": _tokens(lambda c, s, g: (g * c, g / 32 + s)),
+            "rescaling costs time; it doesn't save any": _tokens(lambda c, s, g: (g * c, g / 32 + s)),
             "per_code counts once per code, per_sum once per sum; you swapped them": _tokens(
                 lambda c, s, g: (g * s, g / 32 - c)
             ),
@@ -182,13 +182,11 @@ EXERCISES = {
             "4096 counts multiply-adds: don't double it for two operations each": _tokens(
                 lambda c, s, g: (g * c, g / 64 - s)
             ),
-            "a sum's rescale comes for each token: T tokens take T * per_sum": _tokens(
-                lambda c, s, g: (32 * (g * c + s), g)
-            ),
+            "per_sum comes for each token: T tokens take T * per_sum": _tokens(lambda c, s, g: (32 * (g * c + s), g)),
             "a row has `group` codes but one sum per token: their counts don't simply add up": _tokens(
                 lambda c, s, g: (32 * (c + s), 1)
             ),
-            "a negative number of clocks isn't left: no tile is large enough, so return 0": _tokens(
+            "if rescaling takes longer than multiplying, no tile is large enough: return 0": _tokens(
                 lambda c, s, g: (g * c, abs(g / 32 - s)), never=lambda left: left == 0
             ),
             "any number of tokens will do, not only a power of two": _tokens(
