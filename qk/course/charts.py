@@ -697,7 +697,7 @@ def scale_cost(curves, title="Smaller blocks: lower error, more scales", xlim=No
 
 # One color for each of these in every chart of `curves`. Other labels take what is left of the cycle.
 _OF_LABELS = {"int8": BLUE, "int4": SKY, "bf16": GREY, "bfloat16": GREY, "float32": GREEN}
-_OF_LABELS |= {"int8, round to nearest": OLIVE, "to nearest": OLIVE, "a copy of the same size": GREY}
+_OF_LABELS |= {"int8, round to nearest": OLIVE, "to nearest": OLIVE, "a copy that moves as many bytes": GREY}
 _OF_LABELS |= dict(_IMPLEMENTATIONS.values()) | {"qk, int8 cache": BLUE, "qk, int4 cache": SKY}
 _OF_LABELS |= {"16-bit cache": INDIGO, "int8 cache": BLUE, "int4 cache": SKY}
 
