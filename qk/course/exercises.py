@@ -27,7 +27,7 @@ from qk.course import trace
 from qk.course.diagnosis import diagnosis
 from qk.course.windows import OutOfBounds, Race, Session
 
-__all__ = ["Exercise", "check", "explore", "source"]
+__all__ = ["Exercise", "check", "control_name", "explore", "source"]
 
 LIMIT = 30  # seconds that an answer may take for a case,
 COMPILING = 60  # and compiling it, with the start of a process

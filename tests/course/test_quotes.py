@@ -142,10 +142,11 @@ CLAIMS = [
         ),
     ),
     (
-        "for a single one of up to 4,096 tokens, cuDNN with a 16-bit cache is as fast or faster",
+        "For a single one of 1,024 tokens, it is only about 1.2 times as fast as cuDNN with a 16-bit cache",
         lambda: all(
-            (each["cudnn"] < min(each["qk"], each["qk int8"])) == (sequences == 1 and tokens <= 4096)
-            for (sequences, tokens), each in times("decode_attention", record=H100).items()
+            1.15 < each["cudnn"] / each[kind] < 1.3 if shape == (1, 1024) else each["cudnn"] > 1.3 * each[kind]
+            for shape, each in times("decode_attention", record=H100).items()
+            for kind in ("qk", "qk int8")
         ),
     ),
     (
