@@ -66,6 +66,7 @@ _IMPLEMENTATIONS = {
     "int8_gemm": ("int8_gemm alone", BLUE),
     # our own kernels with something missing
     **{name: (name, SKY) for name in ("4 warps", "+ 8 warps", "+ L2 groups", "+ 3 stages")},
+    **{name: (name, SKY) for name in ("dequantized", "shifted", "sixteenfold", "staged", "tiled")},
 }
 # in an FFN and its first layer, the three versions of notebook 4
 _EPILOGUES = {"qk": "all fused", "qk fast": "all fused, fast", "qk separate": "GELU separate"}
@@ -512,7 +513,7 @@ def model_gains(record, gpus=1):
             ax.annotate(f"{gain:.2f}x ({text})", (gain, y_bar), **place, fontsize=9, bbox=PLAIN)
     ax.axvline(1, **DASHED, zorder=0)
     what = f", on {gpus} GPUs" if gpus > 1 else ""
-    ax.set_title(f"A decoder of Llama-3-8B's shape, random weights{what}, {measured_on(record, drawn)}")
+    ax.set_title(f"A decoder shaped like Llama 3 8B, random weights{what}, {measured_on(record, drawn)}")
     ax.set(ylabel="step", xlim=(0, 1.35 * longest))
     over = "one GPU" if gpus > 1 else "bf16"
     ax.set_xlabel(f"speedup over {over}, or how many times smaller (longer is better)")
@@ -557,7 +558,7 @@ def bars(values, title, xlabel, ylabel="format", form="{:.2f}"):
 
 @style()
 def memory_bars(sizes, title="Memory", what="memory", ylabel="format", longest=0, exact=True):
-    """Stacked bars of sizes: exact byte counts, or MiB from 100 MiB on, and each bar's ratio to the first.
+    """Stacked bars of sizes: exact byte counts, or MiB and GiB from 100 MiB on, and each bar's ratio to the first.
 
     sizes: {label: {part: bytes}}. what: the quantity on the axis, such as "bytes moved". longest: the most bytes that a
     bar can have, so that sliders don't move the axis. exact=False: write rounded sizes, in the axis's unit.
@@ -575,7 +576,9 @@ def memory_bars(sizes, title="Memory", what="memory", ylabel="format", longest=0
         # only the sum if there are many parts
         counts = parts.values() if len(kinds) < 4 else (total,)
         text = "  " + " + ".join(f"{size:,}" for size in counts) + " bytes"
-        if total >= 100 * 2**20:
+        if name == "GiB":
+            text = f"  {total / unit:,.1f} GiB"
+        elif total >= 100 * 2**20:
             text = f"  {total / 2**20:,.1f} MiB"
         elif not exact:
             text = f"  {total / unit:,.0f} {name}"
