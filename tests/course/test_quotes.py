@@ -125,7 +125,7 @@ CLAIMS = [
         ),
     ),
     (
-        "On large tensors `torch.compile` is as fast as `act_quant` and `dequant_bias`",
+        "On large tensors, `torch.compile` is as fast as `act_quant` and `dequant_bias`",
         lambda: all(
             0.95 < ratio < 1.1
             for op in ("act_quant", "dequant_bias")
@@ -142,7 +142,7 @@ CLAIMS = [
         ),
     ),
     (
-        "For a single one of 1,024 tokens, it is only about 1.2 times as fast as cuDNN with a 16-bit cache",
+        "For a single sequence of 1,024 tokens, it is only about 1.2 times as fast as cuDNN with a 16-bit cache",
         lambda: all(
             1.15 < each["cudnn"] / each[kind] < 1.3 if shape == (1, 1024) else each["cudnn"] > 1.3 * each[kind]
             for shape, each in times("decode_attention", record=H100).items()
