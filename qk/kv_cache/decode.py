@@ -49,26 +49,41 @@ _CONFIGS = {
 _COLUMNS = 32  # that a program combines: with whole rows, few programs would each load much
 
 
-def _unpacking(bits, kind, mask, magic, minus, sign=None):
-    """PTX that turns a word of codes into pairs of 16-bit numbers: codes i and i + half of them become pair i.
-
-    With its sign bit flipped, a code becomes the low bits of 1024 (float16) or 128 (bfloat16), from which that and the
-    flipped bit's value, magic, are subtracted: all is exact. bfloat16 has no room for all bits of int8: from 128 plus
-    the low seven, 128 plus the sign bit's 128 is subtracted.
-    """
-    pairs, less = 16 // bits, "less" if sign else "magic"
-    lines = [f"{{ .reg .b32 s, x, less, minus, magic; mov.b32 minus, {minus}; mov.b32 magic, {magic};"]
-    for i in range(pairs):
-        lines.append(f"shr.u32 s, ${pairs}, {bits * i}; lop3.b32 x, s, {mask}, magic, 0x6a;")  # (s & mask) ^ magic
-        lines += [f"lop3.b32 less, s, {sign}, magic, 0x6a;"] if sign else []
-        lines.append(f"fma.rn.{kind} ${i}, {less}, minus, x;")
+# PTX that turns a word of codes into pairs of 16-bit numbers: codes i and i + half of them become pair i. With its sign
+# bit flipped, a code becomes the low bits of 1024 (float16) or 128 (bfloat16), from which that and the flipped bit's
+# value are subtracted: all is exact.
+def _from_int4(kind, one, offset, magic):
+    lines = ["{ .reg .b32 s, one, offset, magic;"]
+    lines.append(f"mov.b32 one, {one}; mov.b32 offset, {offset}; mov.b32 magic, {magic};")
+    for i in range(4):
+        lines.append(f"shr.u32 s, $4, {4 * i}; lop3.b32 s, s, 0x000f000f, magic, 0x6a;")  # (s & mask) ^ magic
+        lines.append(f"fma.rn.{kind} ${i}, s, one, offset;")
     return tl.constexpr("\n".join([*lines, "}"]))
 
 
-_INT4_TO_FLOAT16 = _unpacking(4, "f16x2", "0x000f000f", "0x64086408", "0xbc00bc00")
-_INT4_TO_BFLOAT16 = _unpacking(4, "bf16x2", "0x000f000f", "0x43084308", "0xbf80bf80")
-_INT8_TO_FLOAT16 = _unpacking(8, "f16x2", "0x00ff00ff", "0x64806480", "0xbc00bc00")
-_INT8_TO_BFLOAT16 = _unpacking(8, "bf16x2", "0x007f007f", "0x43004300", "0xbf80bf80", sign="0x00800080")
+def _int8_to_float16():
+    lines = ["{ .reg .b32 s, one, offset, magic;"]
+    lines.append("mov.b32 one, 0x3c003c00; mov.b32 offset, 0xe480e480; mov.b32 magic, 0x64806480;")  # 1, -1152
+    for i in range(2):
+        lines.append(f"shr.u32 s, $2, {8 * i}; lop3.b32 s, s, 0x00ff00ff, magic, 0x6a;")
+        lines.append(f"fma.rn.f16x2 ${i}, s, one, offset;")
+    return tl.constexpr("\n".join([*lines, "}"]))
+
+
+def _int8_to_bfloat16():
+    """bfloat16 has 8 significant bits: 128 plus the code's low seven, minus 128 plus its sign bit, which is 128."""
+    lines = ["{ .reg .b32 s, low, sign, minus, magic; mov.b32 minus, 0xbf80bf80; mov.b32 magic, 0x43004300;"]
+    for i in range(2):
+        lines.append(f"shr.u32 s, $2, {8 * i};")
+        lines.append("lop3.b32 low, s, 0x007f007f, magic, 0xea;")  # (s & mask) | magic
+        lines.append("lop3.b32 sign, s, 0x00800080, magic, 0xea;")  # 0x4380 is 256
+        lines.append(f"fma.rn.bf16x2 ${i}, sign, minus, low;")
+    return tl.constexpr("\n".join([*lines, "}"]))
+
+
+_INT4_TO_FLOAT16 = _from_int4("f16x2", "0x3c003c00", "0xe408e408", "0x64086408")
+_INT4_TO_BFLOAT16 = _from_int4("bf16x2", "0x3f803f80", "0xc308c308", "0x43084308")
+_INT8_TO_FLOAT16, _INT8_TO_BFLOAT16 = _int8_to_float16(), _int8_to_bfloat16()
 _TWO_WORDS, _FOUR_WORDS = (tl.constexpr((tl.int32,) * n) for n in (2, 4))
 
 
