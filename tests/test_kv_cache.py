@@ -134,7 +134,7 @@ def test_attention_is_close_to_float64(bits, D, kv_heads, group, dtype):
 
 def splitting(monkeypatch, programs, tokens=16, warps=2):
     """Pretend to have so many multiprocessors, which are what splits aim at."""
-    monkeypatch.setattr(decode, "_CONFIGS", dict.fromkeys(decode._CONFIGS, decode.Tile(tokens, warps, stages=2)))
+    monkeypatch.setattr(decode, "_CONFIGS", dict.fromkeys(decode._CONFIGS, (tokens, warps, 2)))
     monkeypatch.setattr(decode, "gpu", lambda device: launch.gpu(device)._replace(multiprocessors=programs))
 
 
@@ -331,7 +331,7 @@ def test_the_same_bits_in_every_run(bits):
 @gpu
 @pytest.mark.parametrize(("bits", "tile"), [*itertools.product(BITS, [(16, 2, 3), (32, 4, 2), (16, 1, 4)])])
 def test_any_tiles(bits, tile, monkeypatch):
-    monkeypatch.setattr(decode, "_CONFIGS", dict.fromkeys(decode._CONFIGS, decode.Tile(*tile)))
+    monkeypatch.setattr(decode, "_CONFIGS", dict.fromkeys(decode._CONFIGS, tile))
     for D in (64, 128):
         cache, lengths = filled(3, 2, 1000, D, bits, torch.float16, ints(0, 777, 1000))
         assert_attends(randn(3, 8, D, dtype=torch.float16), cache, lengths)

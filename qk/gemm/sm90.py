@@ -64,10 +64,7 @@ class _Tile(NamedTuple):
     group_m: int  # tile rows in a group, which is multiplied column by column
 
 
-_CONFIGS = {
-    "wide": _Tile(256, stages=2, group_m=8),
-    "narrow": _Tile(128, stages=3, group_m=8),
-}
+_CONFIGS = {"wide": _Tile(256, stages=2, group_m=8), "narrow": _Tile(128, stages=3, group_m=8)}
 
 _BLOCK_M = tl.constexpr(128)
 _BLOCK_K = tl.constexpr(128)  # also the block of the scales

@@ -16,15 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..core.checks import (
-    BLOCKS,
-    FLOATS,
-    LARGEST_INT4_K,
-    LARGEST_SIZE,
-    check_evens_first,
-    check_one_of,
-    check_tensor,
-)
+from ..core.checks import BLOCKS, FLOATS, LARGEST_INT4_K, LARGEST_SIZE, check_evens_first, check_one_of, check_tensor
 from ..core.launch import cdiv
 from ..core.matrices import as_matrix, undo_evens_first, with_aligned_rows
 from ..core.operators import operator

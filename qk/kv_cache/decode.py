@@ -17,7 +17,6 @@ reads the very words whose codes it hands to the tensor core: nothing goes throu
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -29,61 +28,34 @@ from ..core.numerics import INTERPRETED, to_dtype, to_float32, wait_if_early
 __all__ = []
 
 
-class Tile(NamedTuple):
-    """How the attention kernel is launched."""
-
-    tokens: int  # that a warp handles in an iteration
-    warps: int
-    stages: int
+# By the bits of a code: how many tokens a warp handles in an iteration, warps, and stages. The best over five shapes on
+# an H100, 2026-11-25. "float" is for GPUs below capability 8.0, where tl.dot is float32.
+_CONFIGS = {4: (32, 4, 3), 8: (16, 4, 3), 16: (16, 4, 3), "float": (32, 8, 1), "interpreted": (32, 2, 1)}
 
 
-# By the bits of a code: the best over five shapes on an H100, 2026-11-25. "float" is for GPUs below capability 8.0,
-# where tl.dot is float32.
-_CONFIGS = {
-    4: Tile(32, 4, stages=3),
-    8: Tile(16, 4, stages=3),
-    16: Tile(16, 4, stages=3),
-    "float": Tile(32, 8, stages=1),
-    "interpreted": Tile(32, 2, stages=1),
-}
-_COLUMNS = 32  # that a program combines: with whole rows, few programs would each load much
+def _unpacking(bits, kind, mask, one, offset, magic, sign=None):
+    """PTX that turns a word of codes into pairs of 16-bit numbers: codes i and i + half of them become pair i.
 
-
-# PTX that turns a word of codes into pairs of 16-bit numbers: codes i and i + half of them become pair i. With its sign
-# bit flipped, a code becomes the low bits of 1024 (float16) or 128 (bfloat16), from which that and the flipped bit's
-# value are subtracted: all is exact.
-def _from_int4(kind, one, offset, magic):
-    lines = ["{ .reg .b32 s, one, offset, magic;"]
-    lines.append(f"mov.b32 one, {one}; mov.b32 offset, {offset}; mov.b32 magic, {magic};")
-    for i in range(4):
-        lines.append(f"shr.u32 s, $4, {4 * i}; lop3.b32 s, s, 0x000f000f, magic, 0x6a;")  # (s & mask) ^ magic
-        lines.append(f"fma.rn.{kind} ${i}, s, one, offset;")
+    With its sign bit flipped, a code becomes the low bits of 1024 (float16) or 128 (bfloat16), from which that and the
+    flipped bit's value are subtracted: all is exact. bfloat16 has too few bits for int8. There, the low seven become
+    bits of 128, and the sign bit, which is 128, is added to the 128 that is subtracted.
+    """
+    pairs = 16 // bits
+    # tables of (s & mask) | magic, and of (s & mask) ^ magic
+    terms, table = ("offset, one, x", "0xea") if sign else ("x, one, offset", "0x6a")
+    lines = [f"{{ .reg .b32 s, x, one, offset, magic; mov.b32 one, {one}; mov.b32 magic, {magic};"]
+    lines.append(f"mov.b32 offset, {offset};")
+    for i in range(pairs):
+        lines.append(f"shr.u32 s, ${pairs}, {bits * i}; lop3.b32 x, s, {mask}, magic, {table};")
+        lines += [f"lop3.b32 offset, s, {sign}, magic, {table};"] if sign else []
+        lines.append(f"fma.rn.{kind} ${i}, {terms};")
     return tl.constexpr("\n".join([*lines, "}"]))
 
 
-def _int8_to_float16():
-    lines = ["{ .reg .b32 s, one, offset, magic;"]
-    lines.append("mov.b32 one, 0x3c003c00; mov.b32 offset, 0xe480e480; mov.b32 magic, 0x64806480;")  # 1, -1152
-    for i in range(2):
-        lines.append(f"shr.u32 s, $2, {8 * i}; lop3.b32 s, s, 0x00ff00ff, magic, 0x6a;")
-        lines.append(f"fma.rn.f16x2 ${i}, s, one, offset;")
-    return tl.constexpr("\n".join([*lines, "}"]))
-
-
-def _int8_to_bfloat16():
-    """bfloat16 has 8 significant bits: 128 plus the code's low seven, minus 128 plus its sign bit, which is 128."""
-    lines = ["{ .reg .b32 s, low, sign, minus, magic; mov.b32 minus, 0xbf80bf80; mov.b32 magic, 0x43004300;"]
-    for i in range(2):
-        lines.append(f"shr.u32 s, $2, {8 * i};")
-        lines.append("lop3.b32 low, s, 0x007f007f, magic, 0xea;")  # (s & mask) | magic
-        lines.append("lop3.b32 sign, s, 0x00800080, magic, 0xea;")  # 0x4380 is 256
-        lines.append(f"fma.rn.bf16x2 ${i}, sign, minus, low;")
-    return tl.constexpr("\n".join([*lines, "}"]))
-
-
-_INT4_TO_FLOAT16 = _from_int4("f16x2", "0x3c003c00", "0xe408e408", "0x64086408")
-_INT4_TO_BFLOAT16 = _from_int4("bf16x2", "0x3f803f80", "0xc308c308", "0x43084308")
-_INT8_TO_FLOAT16, _INT8_TO_BFLOAT16 = _int8_to_float16(), _int8_to_bfloat16()
+_INT4_TO_FLOAT16 = _unpacking(4, "f16x2", "0x000f000f", "0x3c003c00", "0xe408e408", "0x64086408")
+_INT4_TO_BFLOAT16 = _unpacking(4, "bf16x2", "0x000f000f", "0x3f803f80", "0xc308c308", "0x43084308")
+_INT8_TO_FLOAT16 = _unpacking(8, "f16x2", "0x00ff00ff", "0x3c003c00", "0xe480e480", "0x64806480")
+_INT8_TO_BFLOAT16 = _unpacking(8, "bf16x2", "0x007f007f", "0xbf80bf80", "0", "0x43004300", sign="0x00800080")
 _TWO_WORDS, _FOUR_WORDS = (tl.constexpr((tl.int32,) * n) for n in (2, 4))
 
 
@@ -184,13 +156,11 @@ def _both_parts(weights, dtype: tl.constexpr, FLOAT: tl.constexpr):
 
     Returns them in rows 0 to 7, and in rows 8 to 15 what the rounding lost.
     """
-    WARPS: tl.constexpr = weights.shape[0]
-    TOKENS: tl.constexpr = weights.shape[2]
     rounded = to_dtype(weights, dtype)
     weights = _both_halves(rounded, to_dtype(weights - to_float32(rounded), dtype))
     weights = to_float32(weights) if FLOAT else weights
-    weights = tl.permute(tl.reshape(weights, (WARPS, 16, TOKENS // 16, 2, 4, 2)), (0, 1, 2, 4, 3, 5))
-    return tl.reshape(weights, (WARPS, 16, TOKENS))
+    tiles = tl.reshape(weights, (weights.shape[0], 16, weights.shape[2] // 16, 2, 4, 2))
+    return tl.reshape(tl.permute(tiles, (0, 1, 2, 4, 3, 5)), (weights.shape[0], 16, weights.shape[2]))
 
 
 @triton.jit(do_not_specialize=["splits"])  # not compiled anew for each kind of number
@@ -284,12 +254,11 @@ def _combine_kernel(
     splits,
     D: tl.constexpr,
     SPLITS: tl.constexpr,  # at least splits
-    COLUMNS: tl.constexpr,  # that a program combines
     EARLY: tl.constexpr,
 ):
     wait_if_early(EARLY)
     row, offs = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    columns = tl.program_id(1) * 32 + tl.arange(0, 32)  # not the whole row: few programs would each load much
     mask = offs < splits
     weights = tl.load(weights_ptr + row * splits + offs, mask=mask, other=float("-inf"))
     parts = tl.load(parts_ptr + (row * splits + offs)[:, None] * D + columns[None, :], mask=mask[:, None], other=0.0)
@@ -298,21 +267,15 @@ def _combine_kernel(
     tl.store(out_ptr + row * D + columns, to_dtype(out, out_ptr.dtype.element_ty))
 
 
-def _splits(tile, programs, capacity, device):
-    """Returns how many programs share the tokens of a key head: one per multiprocessor, if there is work for it."""
-    most = cdiv(capacity, tile.tokens * tile.warps)
-    return max(min(gpu(device).multiprocessors // programs, most, 128), 1)
-
-
-def launch_decode_attention(q, keys, values, absmax, lengths, out, bits, qmax, scale, tile=None):
-    """Write out. Checks nothing. tile: a Tile to use in place of the table's."""
+def launch_decode_attention(q, keys, values, absmax, lengths, out, bits, qmax, scale):
+    """Write out. Checks nothing."""
     q, device = q if q.stride(2) == 1 else q.contiguous(), q.device
     (B, heads, D), (_, kv_heads, capacity, _) = q.shape, keys.shape
     unable = gpu(device).arch < 80
-    tile = tile or _CONFIGS["interpreted" if INTERPRETING else "float" if unable else bits]
-    group = heads // kv_heads
-    programs = B * kv_heads * cdiv(group, 8)
-    splits = _splits(tile, programs, capacity, device)
+    tokens, warps, stages = _CONFIGS["interpreted" if INTERPRETING else "float" if unable else bits]
+    programs = B * kv_heads * cdiv(heads // kv_heads, 8)
+    # that share the tokens of a key head: a program for each multiprocessor, if there is work for it
+    splits = max(min(gpu(device).multiprocessors // programs, cdiv(capacity, tokens * warps), 128), 1)
     parts, weights = out, None
     if splits > 1:
         parts, weights = (temporary(q, (B, heads, splits, *size), torch.float32) for size in ((D,), ()))
@@ -320,12 +283,11 @@ def launch_decode_attention(q, keys, values, absmax, lengths, out, bits, qmax, s
     launch(
         device, _decode_attention_kernel, (programs, splits),
         q, *words, lengths, parts, weights, kv_heads, capacity, splits, q.stride(0), q.stride(1),
-        scale * math.log2(math.e) / qmax, 1 / qmax, GROUP=group, D=D, BITS=bits, WARPS=1 if unable else tile.warps,
-        TOKENS=tile.tokens, FLOAT=unable or INTERPRETING, early=True, num_warps=tile.warps, num_stages=tile.stages,
+        scale * math.log2(math.e) / qmax, 1 / qmax, GROUP=heads // kv_heads, D=D, BITS=bits, TOKENS=tokens,
+        WARPS=1 if unable else warps, FLOAT=unable or INTERPRETING, early=True, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         launch(
-            device, _combine_kernel, (B * heads, D // _COLUMNS),
-            parts, weights, out, splits, D=D, SPLITS=next_power_of_2(splits), COLUMNS=_COLUMNS, early=True,
-            num_warps=4,
+            device, _combine_kernel, (B * heads, D // 32),
+            parts, weights, out, splits, D=D, SPLITS=next_power_of_2(splits), early=True, num_warps=4,
         )  # fmt: skip

@@ -224,11 +224,9 @@ def _read(file, view, start):
                 raise ValueError("the file has changed since it was opened")
             done += step
 
-    threads = max(min(len(view) // _PIECE, len(os.sched_getaffinity(0)), 4), 1)
-    size = -(-len(view) // threads)
-    if threads == 1:
-        return read(0)
-    list(_threads(os.getpid()).map(read, range(0, len(view), size)))
+    size = max(-(-len(view) // 4), _PIECE)
+    parts = range(0, len(view), size)
+    list((_threads(os.getpid()).map if len(parts) > 1 else map)(read, parts))
 
 
 @functools.cache
@@ -310,7 +308,7 @@ def _open_gguf(file):
         if name in found or start + offset < end or start + offset + size > len(data):
             raise ValueError(f"{file.name} is damaged: {name} is there twice, or overlaps another, or passes the end")
         end = start + offset + size
-        found[name] = Entry(name, shape, dtype, size, _gguf_filler(data, start + offset))
+        found[name] = Entry(name, shape, dtype, size, _filler(file, name, start + offset))
     return Checkpoint(file.parent, found, {}, metadata, True)
 
 
@@ -325,11 +323,3 @@ def _gguf_info(source):
     if shape and shape[-1] % block:
         raise ValueError(f"{source.file.name} is damaged: {name} has shape {list(shape)}, and blocks of {block}")
     return name, shape, dtype, offset, math.prod(shape) // block * size
-
-
-def _gguf_filler(data, start):
-    def fill(memory, after=0):
-        if memory.numel():
-            memory.copy_(torch.frombuffer(data, dtype=torch.uint8, count=memory.numel(), offset=start + after))
-
-    return fill

@@ -111,7 +111,7 @@ class Scratch:
 
     def __init__(self):
         self._memory = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
-        self._pinned = []  # (memory, event at the end of the copy from it)
+        self._pinned = []  # pairs of memory, and the event at the end of the copy from it
         # glibc keeps freed memory for later, up to twice the largest block freed so far: without this line, the memory
         # of each piece below would be new
         torch.empty(2**25 - 2**16, dtype=torch.uint8, device="cpu")
@@ -124,22 +124,20 @@ class Scratch:
     def _to_gpu(self, entry, device):
         memory = torch.empty(entry.size, dtype=torch.uint8, device=device)
         if not self._pinned:
-            pinned = torch.empty(2, _PINNED, dtype=torch.uint8, device="cpu", pin_memory=True)
-            self._pinned = [(half, torch.cuda.Event()) for half in pinned]
-        for start in range(0, entry.size, _PINNED):
-            part = memory[start : start + _PINNED]
-            half, copied = self._pinned[0]
+            memories = memory.new_empty((2, _PINNED), device="cpu", pin_memory=True)
+            self._pinned = [(half, torch.cuda.Event()) for half in memories]
+        for start, part in zip(range(0, entry.size, _PINNED), memory.split(_PINNED), strict=False):
+            half, copied = self._pinned.pop(0)
             copied.synchronize()
             entry.fill(half[: len(part)], start)
             part.copy_(half[: len(part)], non_blocking=True)
-            copied.record(torch.cuda.current_stream(device))
-            self._pinned.reverse()
+            # a new event each time: one that was recorded belongs to its GPU
+            self._pinned.append((half, torch.cuda.current_stream(device).record_event()))
         return entry.of_bytes(memory)
 
     def read(self, entry, device):
         """Read a tensor to a device."""
-        device = torch.device(device)
-        return self._to_gpu(entry, device) if device.type == "cuda" else entry.read().to(device)
+        return self._to_gpu(entry, device) if torch.device(device).type == "cuda" else entry.read().to(device)
 
     def lend(self, entry, device):
         """Read a tensor that the caller may overwrite. On a CPU, it is gone when the next one is lent."""
@@ -186,18 +184,13 @@ def _collect(out, rows):
 
 
 def _disordered(groups, columns, size):
-    """Check the group of each column, int [K]. Returns groups, or None if each has the columns next to each other."""
-    expected = torch.arange(columns) // (size or max(columns, 1))
+    """Check the group of each column, int [K]. Returns groups, or None if each has its columns next to each other."""
+    expected = torch.arange(columns, device="cpu") // (size or max(columns, 1))
     if torch.equal(groups.long(), expected):
         return None
     if groups.amin() < 0 or groups.amax() > expected[-1] or not torch.equal(groups.bincount(), expected.bincount()):
         raise ValueError(f"g_idx doesn't assign {size or columns} columns to each group")
     return groups
-
-
-def _order(groups, device):
-    """The order of columns that puts those of a group next to each other, int64 [K] or None."""
-    return None if groups is None else groups.to(device).sort(stable=True).indices
 
 
 def _swapped(words):
@@ -254,7 +247,7 @@ def _pack_quantized(parts, shape, config):
         g_idx = None if K and columns.amax() == columns.amin() == -1 else _disordered(columns, K, size)
 
     def read(device, scratch):
-        on = _order(g_idx, device)
+        on = None if g_idx is None else g_idx.to(device).sort(stable=True).indices
         if on is None:
             packed = _signed(scratch.read(parts["weight_packed"], device)).view(torch.uint8)
         else:
@@ -291,7 +284,7 @@ def _gptq(parts, shape, config):
 
     def read(device, scratch):
         words, packed = scratch.lend(parts["qweight"], device), new_memory(N * K // 2, device).view(N, K // 2)
-        on = _order(g_idx, device)
+        on = None if g_idx is None else g_idx.to(device).sort(stable=True).indices
         if on is None:
             _collect(packed.view(torch.int32), lambda start, end: _signed(words[start:end]))
         else:

@@ -123,11 +123,8 @@ def load(path, model=None, *, rename=None, device=None, progress=True):
     changes, rows = _read(model, layers, slots, device, progress)
     with changed(model, changes):
         size = sum(entry.size for entry in checkpoint.tensors.values())
-        return model, Report(rows, size, bytes_of(model), rows_of_others(model, _linears(model), True))
-
-
-def _linears(model):
-    return {module for module in model.modules() if isinstance(module, (*linear_kinds(), QuantizedModule))}
+        linears = {module for module in model.modules() if isinstance(module, (*linear_kinds(), QuantizedModule))}
+        return model, Report(rows, size, bytes_of(model), rows_of_others(model, linears, True))
 
 
 @torch.no_grad()

@@ -115,11 +115,8 @@ def _plan_foreign(old, parts, format, settings):
     def make(device, scratch):
         buffers, note = read(device, scratch)
         weight = buffers.pop("weight", None)
-        of = (
-            None
-            if bias is None
-            else scratch.read(bias, device).to((old.weight if old.bias is None else old.bias).dtype)
-        )
+        like = old.weight if old.bias is None else old.bias
+        of = None if bias is None else scratch.read(bias, device).to(like.dtype)
         if old.bias is None and of is not None and not of.any():
             of = None  # some tools store zeros
         options = {"bias": of is not None, "device": "meta", "dtype": old.weight.dtype}

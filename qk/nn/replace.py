@@ -524,8 +524,9 @@ def _quantize(model, jobs, options, embeddings, progress):
     sizes = [x.numel() * x.itemsize for x in tensors]
     others = rows_of_others(model, {layer for job in jobs for layer in job.layers}, embeddings)
     found, tables = {}, {}
-    # heads last: they need their embeddings' tables
-    for job in progress_bar(sorted(jobs, key=_is_head), "quantization", progress):
+    # they need their embeddings' tables
+    heads_last = sorted(jobs, key=lambda job: isinstance(job.tie, torch.nn.Embedding))
+    for job in progress_bar(heads_last, "quantization", progress):
         new, _ = found[job.layers[0]] = _quantized(job, options, times, tables)
         if isinstance(new, Int8Embedding):
             tables[job.layers[0]] = new
@@ -534,10 +535,6 @@ def _quantize(model, jobs, options, embeddings, progress):
         left = set(tensors_of(model))
         replaced = sum(size for x, size in zip(tensors, sizes, strict=True) if x not in left)
         return Report([found[job.layers[0]][1] for job in jobs], sum(sizes), bytes_of(model), others, replaced)
-
-
-def _is_head(job):
-    return isinstance(job.tie, torch.nn.Embedding)
 
 
 def replacements(model, made):

@@ -117,19 +117,9 @@ def test_its_own_tests_pass(tmp_path):
     assert hub.EXAMPLES.keys() == {name for name, module in copy.functions().items() if module != "linear"}
     folder = tmp_path / "all-kernels"
     copy.to_hub(SOME, folder)
-    options = [
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "-p",
-        "no:randomly",
-        "--rootdir",
-        folder,
-    ]
+    # no settings of a pyproject.toml further up
+    options = ["-m", "pytest", "-q", "-c", os.devnull, "--rootdir", folder]
+    options += [option for plugin in ("cacheprovider", "xdist", "randomly") for option in ("-p", f"no:{plugin}")]
     built = folder / "build" / VARIANT
     printed = python(*options, folder / "tests", path=[built])
     assert f"{3 * len(SOME)} passed" in printed
@@ -211,11 +201,12 @@ def test_readme(tmp_path):
     """What it says of the command and of what it writes, run."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"python -m qk copy (.*?--hub \S+)`", readme)
-    (block,) = re.findall(r"```python\n(from kernels import.*?)```", readme, re.DOTALL)
+    (block,) = re.findall(r"```python\n((?:(?!```).)*get_local_kernel.*?)```", readme, re.DOTALL)
     names = command.split()
     copy.to_hub(names[:-2], tmp_path / names[-1])
     head, path = LOADERS["kernels"], [home_of("kernels")]
     if path == [None]:
-        head, path, block = f"VARIANT = {VARIANT!r}{IMITATED}", [], block.partition("\n")[2]
+        head, path = f"VARIANT = {VARIANT!r}{IMITATED}", []
+        block = re.sub("(?m)^from kernels import.*$", "", block)
     code = f"import os, torch\nos.chdir({str(tmp_path)!r})\nx = torch.ones(2, 128, device={DEVICE!r})\n"
     assert python("-c", f"{head}{code}{block}print(codes.sum().item())", path=path) == f"{2 * 128 * 127}\n"
