@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Checkpoint", "Entry", "new_memory", "open_checkpoint"]
+__all__ = ["Checkpoint", "Entry", "in_background", "new_memory", "open_checkpoint"]
 
 _TAKES = "expected a folder with safetensors files, a .safetensors file or a .gguf file"
 _DTYPES = {
@@ -233,6 +233,11 @@ def _read(file, view, start):
 def _threads(process):
     """Each process has its own: those of its parent don't run in a fork."""
     return ThreadPoolExecutor(4, "qk-read")
+
+
+def in_background(function, *args):
+    """Call a function in another thread. Returns a Future."""
+    return _threads(os.getpid()).submit(function, *args)
 
 
 class _Bytes:

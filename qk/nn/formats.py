@@ -24,13 +24,13 @@ import torch
 
 from ..core.checks import BLOCKS, listed
 from ..core.launch import cdiv
-from .checkpoint import new_memory
+from .checkpoint import in_background, new_memory
 from .weights import to_int8
 
 __all__ = ["FORMATS", "MARKS", "Format", "Refused", "Scratch", "check_entry", "dequantized"]
 
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
-_PINNED = 2**24  # bytes of each of two buffers between a file and a GPU
+_PIECE = 2**24  # bytes that a GPU copies at a time
 _STEP = 256  # bytes of each row that are converted at a time: on a CPU, they stay in the cache
 
 
@@ -102,16 +102,23 @@ def _int4(packed, scale, zero, order=None):
     return buffers, ", ".join(notes)
 
 
+def _pinned(entry, start):
+    """Read a piece of a tensor to pinned memory, which torch uses again once a GPU has copied it."""
+    memory = torch.empty(min(_PIECE, entry.size - start), dtype=torch.uint8, device="cpu", pin_memory=True)
+    entry.fill(memory, start)
+    return memory
+
+
 class Scratch:
     """Reads tensors, in memory that serves one after the other.
 
     On a CPU, getting new memory takes longer than a copy. A GPU copies from pinned memory several times as fast, and
-    while the next bytes are read.
+    meanwhile the next bytes are read.
     """
 
     def __init__(self):
         self._memory = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
-        self._pinned = []  # pairs of memory, and the event at the end of the copy from it
+        self._early = {}  # the first piece of a tensor, as a future, by entry
         # glibc keeps freed memory for later, up to twice the largest block freed so far: without this line, the memory
         # of each piece below would be new
         torch.empty(2**25 - 2**16, dtype=torch.uint8, device="cpu")
@@ -121,18 +128,19 @@ class Scratch:
             self._memory[number] = new_memory(size)  # in huge pages, gathers of rows are faster, too
         return self._memory[number][:size]
 
+    def read_early(self, entries, device):
+        """Start reading the largest of the tensors that `read` or `lend` will be asked for next, if it's for a GPU."""
+        if torch.device(device).type == "cuda" and entries:
+            entry = max(entries, key=lambda entry: entry.size)
+            # what is older than the tensor before this one isn't asked for any more
+            self._early = dict([*[*self._early.items()][-1:], (entry, in_background(_pinned, entry, 0))])
+
     def _to_gpu(self, entry, device):
         memory = torch.empty(entry.size, dtype=torch.uint8, device=device)
-        if not self._pinned:
-            memories = memory.new_empty((2, _PINNED), device="cpu", pin_memory=True)
-            self._pinned = [(half, torch.cuda.Event()) for half in memories]
-        for start, part in zip(range(0, entry.size, _PINNED), memory.split(_PINNED), strict=False):
-            half, copied = self._pinned.pop(0)
-            copied.synchronize()
-            entry.fill(half[: len(part)], start)
-            part.copy_(half[: len(part)], non_blocking=True)
-            # a new event each time: one that was recorded belongs to its GPU
-            self._pinned.append((half, torch.cuda.current_stream(device).record_event()))
+        for start in range(0, entry.size, _PIECE):
+            early = None if start else self._early.pop(entry, None)
+            piece = early.result() if early else _pinned(entry, start)
+            memory[start : start + _PIECE].copy_(piece, non_blocking=True)
         return entry.of_bytes(memory)
 
     def read(self, entry, device):

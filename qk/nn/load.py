@@ -18,14 +18,13 @@ from torch.overrides import TorchFunctionMode
 from ..core.checks import listed
 from .calibration import progress_bar
 from .checkpoint import open_checkpoint
-from .experts import is_experts
 from .formats import Scratch
 from .header import KINDS, saved_state
 from .layers import QuantizedModule, TiedInt8Linear
 from .plan import Slot, plan
 from .replace import changed, replacements
 from .report import Report, Row, bytes_of, rows_of_others
-from .weights import check_model, linear_kinds, weight_shape
+from .weights import check_model, linear_kinds, weight_of, weight_shape
 
 __all__ = ["load", "save"]
 
@@ -132,17 +131,19 @@ def _read(model, layers, slots, device, progress):
     """Read all layers and slots. Returns what to set, as (dict, key, value), and the rows of the report."""
     default = torch.get_default_device()
 
-    def where(tensor):
+    def where(item):
+        tensor = item.tensor if isinstance(item, Slot) else weight_of(item.old)
         return device if device is not None else default if tensor.device.type == "meta" else tensor.device
 
-    changes, made, scratch = [], {}, Scratch()
-    for item in progress_bar([*layers, *slots], "loading", progress):
+    changes, made, scratch, items = [], {}, Scratch(), [*layers, *slots]
+    for number, item in enumerate(progress_bar(items, "loading", progress), 1):
+        for later in items[number : number + 1]:
+            scratch.read_early(later.entries, where(later))
         if isinstance(item, Slot):
-            tensor = _read_slot(item, where(item.tensor), scratch)
+            tensor = _read_slot(item, where(item), scratch)
             changes += [(settings, key, tensor) for settings, key in item.places]
         elif item.old not in made:
-            weight = item.old.gate_up_proj if is_experts(item.old) else item.old.weight
-            made[item.old] = item.read(where(weight), scratch)
+            made[item.old] = item.read(where(item), scratch)
     changes += replacements(model, {old: new for old, (new, *_) in made.items()})
     rows, sizes = [], {item.old: sum(entry.size for entry in item.entries) for item in layers}
     for name, old in model.named_modules():

@@ -38,7 +38,7 @@ from .layers import (
 )
 from .report import Report, Row, bytes_of, rows_of_others, tensors_of
 from .training import Int8TrainLinear, check_training
-from .weights import as_linear, check_model, linear_kinds, weight_shape
+from .weights import as_linear, check_model, linear_kinds, weight_of, weight_shape
 
 __all__ = ["dequantize_", "int8_train_", "quantize_", "warm_up"]
 
@@ -193,9 +193,7 @@ def _matching(patterns, names):
 
 def _check_used(argument, unused):
     if unused:
-        raise ValueError(
-            f"{argument} has {min(unused)!r}; expected names of layers, or patterns of them, that model holds"
-        )
+        raise ValueError(f"{argument} has {min(unused)!r}; expected names of layers in model, or patterns of them")
 
 
 def checked_skip(skip, name="skip"):
@@ -261,7 +259,7 @@ def _check_devices(layers, measure):
     """Check that layers, as (name, layer), can be quantized where they are."""
     found = {}
     for name, layer in layers:
-        weight = _weight(layer)
+        weight = weight_of(layer)
         found.setdefault(weight.device.type, (name, weight))
     if len(found) > 1:
         (a, x), (b, y), *_ = found.values()
@@ -274,24 +272,19 @@ def _check_devices(layers, measure):
             raise ValueError(f"measure is {measure}, and {name} is on {kind}; expected a model where kernels run")
 
 
-def _check_statistics(layers, statistics):
-    """Check that there are statistics for all layers, as (name, layer), that become int4."""
+def _check_statistics(jobs, statistics):
+    """Check that there are statistics for the layers of all these jobs, which become int4."""
     if not isinstance(statistics, collections.abc.Mapping):
         raise ValueError(f"statistics are a {type(statistics).__name__}; expected what calibration.collect returns")
-    if not layers:
+    if not jobs:
         raise ValueError("statistics are given, but no layer becomes int4; only int4 layers take them")
-    for name, layer in layers:
+    for name, layer in ((job.names[0], job.layers[0]) for job in jobs):
         if name not in statistics:
             raise ValueError(f"statistics have no {name!r}; expected all layers that become int4")
         found, what = statistics[name], f"statistics[{name!r}]"
         if not isinstance(found, LayerStatistics):
             raise ValueError(f"{what} is a {type(found).__name__}; expected a qk.nn.calibration.LayerStatistics")
         check_moment(found.second_moment, weight_shape(layer)[1], f"{what}.second_moment")
-
-
-def _weight(layer):
-    """The weight of a layer; of experts, the first of two."""
-    return layer.gate_up_proj if "gate_up_proj" in layer._parameters else layer.weight
 
 
 def _pairs(new, layer):
@@ -392,7 +385,7 @@ def _quantized(job, options, times, tables):
     layer, name, to = job.layers[0], job.names[0], job.to
     new, error, us, notes = None, None, (None, None), [job.note, _also(job.names)]
     if to is not None:
-        home, alike, here = _weight(layer).device, name, layer
+        home, alike, here = weight_of(layer).device, name, layer
         new = to
         if isinstance(to, str):
             if home.type == "cpu" and not INTERPRETED.value:
@@ -401,7 +394,7 @@ def _quantized(job, options, times, tables):
                 new = TiedInt8Linear(tables[job.tie], layer, layer.bias)
             else:
                 new = options.make(name, here, to)
-            alike = type(layer), repr(new), _weight(layer).dtype, home
+            alike = type(layer), repr(new), weight_of(layer).dtype, home
             if problem := _not_finite(new, here):
                 new, notes = None, [problem, *notes]
     if new is not None:
@@ -508,11 +501,9 @@ def quantize_(
     jobs = _tied(decide(find_layers(model, kinds, force=force), to, skip), to)
     _check_devices([(job.names[0], job.layers[0]) for job in jobs if isinstance(job.to, str)], measure)
     if statistics is not None:
-        calibrated = [
-            (job.names[0], job.layers[0]) for job in jobs if job.to == "int4" and not is_experts(job.layers[0])
-        ]
+        calibrated = [job for job in jobs if job.to == "int4" and not is_experts(job.layers[0])]
         _check_statistics(calibrated, statistics)
-        silent = {name for name, _ in calibrated if not statistics[name].tokens}
+        silent = {job.names[0] for job in calibrated if not statistics[job.names[0]].tokens}
         jobs = [job._replace(note="had no input in calibration") if job.names[0] in silent else job for job in jobs]
     options = _Options(block_size, group_size, rotate, activations, statistics, tokens)
     return _quantize(model, jobs, options, embeddings, progress)
@@ -590,13 +581,11 @@ def dequantize_(model, progress=True):
     After an error or interrupt the model is unchanged. Old and new layers are in memory together until the end.
     """
     check_model(model)
+    names, kind = _quantized_in(model), type(model).__name__
     if isinstance(model, QuantizedModule | QuantizedExperts):
-        raise ValueError(
-            f"model is itself quantized, {type(model).__name__}; expected a model with layers in it (see to_float)"
-        )
-    names = _quantized_in(model)
+        raise ValueError(f"model is itself quantized, {kind}; expected a model with layers in it (see to_float)")
     if not names:
-        raise ValueError(f"model is a {type(model).__name__} without quantized layers; expected what quantize_ made")
+        raise ValueError(f"model is a {kind} without quantized layers; expected what quantize_ made")
     for layer, (name, *_) in names.items():
         if why := _changed(layer):
             raise ValueError(f"model has {name}, and {why}; expected layers as quantize_ made them")

@@ -55,6 +55,11 @@ def as_conv1d(linear):
     return layer.train(linear.training)
 
 
+def weight_of(layer):
+    """The weight of a layer; of experts, the first of two."""
+    return layer.gate_up_proj if "gate_up_proj" in layer._parameters else layer.weight
+
+
 def weight_shape(layer):
     """The shape [out, in] of the weight that a linear layer has or stands for.
 

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import qk
-from qk.nn import Int4Linear, Int8Linear, dequantize_, load, quantize_, save
+from qk.nn import Int4Linear, Int8Linear, dequantize_, formats, load, quantize_, save
 
 HALF, BFLOAT16 = torch.float16, torch.bfloat16
 
@@ -626,6 +626,51 @@ def test_whole_models(tmp_path, name):
     again, _ = load(tmp_path / "own", device=DEVICE)
     with torch.no_grad():
         assert same(again(ids)[0].float(), out)
+
+
+class PretendedGPU(formats.Scratch):
+    """Reads to the CPU as to a GPU."""
+
+    def read_early(self, entries, device):
+        super().read_early(entries, "cuda")
+
+    def read(self, entry, device):
+        return self._to_gpu(entry, device)
+
+    lend = read
+
+
+@pytest.mark.parametrize("name", ["tied", "fused"])
+def test_tensors_go_to_a_gpu_in_pieces(tmp_path, name, monkeypatch):
+    """Pieces that are read early arrive, too, whether or not they are the ones that are asked for next."""
+    write_whole(tmp_path, name)
+    model, _ = load(tmp_path, device="cpu")
+    read, read_now = [], formats.in_background
+
+    def unpinned(entry, start):
+        memory = torch.empty(min(formats._PIECE, entry.size - start), dtype=torch.uint8)
+        entry.fill(memory, start)
+        read.append((entry.name, start))
+        return memory
+
+    def in_background(function, *args):
+        early.append(args[0].name)
+        return read_now(function, *args)
+
+    early = []
+    monkeypatch.setattr(formats, "_PIECE", 1000)
+    monkeypatch.setattr(formats, "_pinned", unpinned)
+    monkeypatch.setattr(formats, "in_background", in_background)
+    monkeypatch.setattr(sys.modules["qk.nn.load"], "Scratch", PretendedGPU)
+    for folder in (tmp_path, tmp_path / "own"):
+        again, _ = load(folder, device="cpu")
+        states = model.state_dict(), again.state_dict()
+        assert states[0].keys() == states[1].keys()
+        assert all(same(states[0][key], states[1][key]) for key in states[0] if torch.is_tensor(states[0][key]))
+        assert len(read) == len(set(read)), "nothing is read twice"
+        assert len(set(early)) > 10 and any(start for _, start in read)
+        save(again, tmp_path / "own")
+        read.clear()
 
 
 def good(folder):
