@@ -316,7 +316,7 @@ def _hint(exercise, cases, results):
             for hint in exercise.mistakes:
                 wrong = {i: given[hint, i] for i in places if (hint, i) in given}
                 if len(wrong) == len(places) and all(like(results[i], wrong[i]) for i in places):
-                    if not any(like(wrong[i], wants[i]) for i in bad):
+                    if not all(like(wrong[i], wants[i]) for i in bad):
                         return hint
     return None
 

@@ -360,11 +360,15 @@ def _refuse_writes(kernel, windows):
         counts = dict(zip((_AFTER, _BEFORE), window.overwritten() if window else (), strict=False))
         places = [f"{count} element{'s' * (count > 1)} {side}" for side, count in counts.items() if count]
         if places:
-            raise OutOfBounds(f"it wrote {' and '.join(places)} of {name}: is the store's mask missing or too wide?")
+            raise OutOfBounds(f"it wrote {' and '.join(places)} of {name}: {_why('store')}")
 
 
 def _read_beyond(name, side):
-    return OutOfBounds(f"it reads {side} of {name}: is the load's mask missing or too wide?")
+    return OutOfBounds(f"it reads {side} of {name}: {_why('load')}")
+
+
+def _why(access):
+    return f"is the address wrong, or the {access}'s mask missing or too wide?"
 
 
 def _same_bits(windows, others):

@@ -885,10 +885,10 @@ def test_a_learner_s_kernel_may_forget_its_masks():
     double_strided = spread[::2]
     course.launch(_add_largest, (2,), x, double_strided, 20, 20, 0, BLOCK=32)
     for refused, message in (
-        ({"stored": 1000}, "it wrote 24 elements past the end of out_ptr: is the store's mask missing or too wide?"),
+        ({"stored": 1000}, "it wrote 24 elements past the end of out_ptr: is the address wrong, or the store's mask"),
         ({"shift": 1}, "it wrote 1 element before the start of out_ptr"),
         ({"stored": 1000, "shift": 3}, "21 elements past the end and 3 elements before the start of out_ptr"),
-        ({"loaded": 1000}, "it reads past the end of x_ptr: is the load's mask missing or too wide?"),
+        ({"loaded": 1000}, "it reads past the end of x_ptr: is the address wrong, or the load's mask"),
     ):
         out = torch.zeros_like(x)
         with pytest.raises(course.OutOfBounds, match=re.escape(message)):
@@ -1006,7 +1006,8 @@ def test_check_explains_what_a_kernel_overwrote(capsys):
 
     check(answer, lambda n: torch.arange(n) + 31, (32,), (40,))
     assert capsys.readouterr().out == (
-        "Not yet: answer(40): it wrote 24 elements past the end of out_ptr: is the store's mask missing or too wide?\n"
+        "Not yet: answer(40): it wrote 24 elements past the end of out_ptr: is the address wrong, or the store's mask "
+        "missing or too wide?\n"
     )
 
 

@@ -259,7 +259,7 @@ def test_a_number_of_another_kind_is_right(number, capsys):
         (lambda x: torch.where(torch.arange(9) < 7, x, 5.5), "the last ones aren't: is the short last block handled?"),
         (lambda x: x.double(), "convert the result: .to(torch.float32)"),
         (lambda x: x[:, :4], "too many or too few elements"),
-        (lambda x: x.flatten(), "give it the right shape"),
+        (lambda x: x.flatten(), "in another shape"),
         (lambda x: x.tolist(), "return a tensor"),
     ],
 )

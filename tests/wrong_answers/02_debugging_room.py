@@ -155,6 +155,33 @@ ANSWERS["restore"] += [
     ("", changed(RESTORE, "offs // QUANT_BLOCK", "offs // 64", "tl.cdiv(K, QUANT_BLOCK)", "tl.cdiv(K, 64)")),
     ("", changed(RESTORE, "code.to(tl.float32) * scale", "code.to(tl.float16) * scale.to(tl.float16)")),
 ]
+PLACES = "tile * TILE // QUANT_BLOCK + tl.arange(0, TILE) // QUANT_BLOCK"
+ANSWERS["restore"] += [
+    ("each alone", changed(RESTORE, "offs // QUANT_BLOCK", PLACES)),
+    ("begin anew in each row", changed(RESTORE, "row * blocks + offs // QUANT", "(row * K + offs) // QUANT")),
+]
+ANSWERS["token_codes"] += [
+    ("drop the half", changed(TOKEN, NEAREST, "nearest(x * inverse + 0.5)")),
+    ("scale first", changed(TOKEN, NEAREST, "nearest(x) * inverse")),
+    ("the largest code is 127", changed(TOKEN, "127.0", "128.0")),
+]
+ANSWERS["gather_codes"] += [
+    ("gets zeros", changed(GATHER, "tl.load(rows_ptr + slot)", "tl.maximum(tl.load(rows_ptr + slot), 0)"))
+]
+ANSWERS["row_absmax"] += [
+    (
+        "the last",
+        changed(
+            ABSMAX,
+            f"{ATOMIC}absmax_ptr + row, largest)",
+            "tl.store(absmax_ptr + row, largest, tile == tl.cdiv(K, TILE) - 1)",
+        ),
+    )
+]
+ANSWERS["unpack"] += [
+    ("takes turns by byte", changed(UNPACK, "(offs % 2)", "(offs // 2 % 2)")),
+    ("the other nibble", changed(UNPACK, " & 15", "")),
+]
 ANSWERS["round_trips"] += [
     ("", changed(TRIP, "block * BLOCK + tl.arange(0, BLOCK)", "block * 128 + tl.arange(0, 128)"))
 ]

@@ -58,6 +58,7 @@ ANSWERS = {
         ("QUANT_BLOCK columns long", rows("(column + n) // BLOCK_N")),
         ("", rows("(column + n) / QUANT_BLOCK")),
         ("", rows("torch.arange(column, BLOCK_N) // QUANT_BLOCK")),
+        ("a column already", rows("(column * BLOCK_N + n) // QUANT_BLOCK")),
     ],
     "one_token": [
         (BEYOND, changed(TOKEN, ("offs_k < K - k0", "offs_k < K"))),
@@ -126,7 +127,11 @@ ANSWERS["small_gemm"] += [
         changed(LOOP, ("a_scale_ptr + m)", "a_scale_ptr + m).to(tl.int32)")),
     ),
     ("more than 16 bits", changed(LOOP, ("int_dot(a, b) *", "int_dot(a, b).to(tl.int16) *"))),
-    ("", changed(LOOP, ("int_dot(a, b) *", "int_dot(a, b).to(tl.int8) *"))),
+    ("int8 can't hold", changed(LOOP, ("int_dot(a, b) *", "int_dot(a, b).to(tl.int8) *"))),
+    ("the first block is missing", changed(LOOP, ("range(blocks)", "range(1, blocks)"))),
+    ("rows are K long", changed(LOOP, ("n[:, None] * K + place", "place * N + n[:, None]"))),
+    ("not in each step", changed(LOOP, (SCALED, SCALED + "\n        acc *= a_scale[:, None]"), (STORED, "acc)"))),
+    ("float16 is too narrow", changed(LOOP, ("a_scale_ptr + m)", "a_scale_ptr + m).to(tl.float16)"))),
     ("", changed(LOOP, ("range(blocks)", "range(min(blocks, 10))"))),
     ("course.launch", "def small_gemm(a, a_scale, b, b_scale, block):\n    return a.float() @ b.float().T"),
     (
@@ -138,5 +143,22 @@ ANSWERS["one_token"] += [
     ("8 bits", changed(TOKEN, ("acc += tl.sum(x[None, :] * w, 1)", "acc += tl.sum((x[None, :] * w).to(tl.int8), 1)"))),
     ("16 bits", changed(TOKEN, ("acc += tl.sum(x[None, :] * w, 1)", "acc += tl.sum(x[None, :] * w, 1).to(tl.int16)"))),
     ("", changed(TOKEN, ("tl.zeros((16,), tl.int32)", "tl.zeros((16,), tl.float32)"))),
+    ("which `other` is safe", TOKEN.replace("other=0", "other=1")),
+    ("w's first columns", changed(TOKEN, ("* K + k0 + offs_k", "* K + offs_k"))),
     ("course.launch", "def one_token(x, w, BLOCK_K):\n    return (w.int() * x.int()).sum(1).int()"),
 ]
+OTHERS = {
+    # scaled in each step of 16 columns
+    "small_gemm": [
+        changed(
+            LOOP,
+            ("k = tl.arange(0, QUANT_BLOCK)", "k = tl.arange(0, 16)"),
+            ("range(blocks)", "range(tl.cdiv(K, 16))"),
+            ("inside = (i * QUANT_BLOCK + k < K)", "inside = (i * 16 + k < K)"),
+            ("place = i * QUANT_BLOCK", "place = i * 16"),
+            ("* blocks + i)", "* blocks + i * 16 // QUANT_BLOCK)"),
+            (SCALED, "int_dot(a, b) * (a_scale[:, None] * b_scale[None, :])"),
+            (STORED, "acc)"),
+        ),
+    ],
+}

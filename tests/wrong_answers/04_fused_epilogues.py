@@ -51,11 +51,14 @@ ANSWERS = {
         ("round up", moved("5 * M * N + 4 * M * (N // block_size)")),
         ("there are scales", moved("5 * M * N")),
         ("four bytes", moved("5 * M * N + M * blocks")),
-        ("and move nothing", moved("9 * M * N + 4 * M * blocks")),
+        ("GELU move nothing", moved("9 * M * N + 4 * M * blocks")),
         ("a code has one byte", moved("6 * M * N + 4 * M * blocks")),
         ("each row has its own blocks", moved("5 * M * N + 4 * blocks")),
         ("", moved("M * N + 4 * M * blocks")),
         ("", moved("5 * M * N + 2 * M * blocks")),
+        ("only written", moved("5 * M * N + 8 * M * blocks")),
+        ("round up for each row", moved("5 * M * N + 4 * -(-M * N // block_size)")),
+        ("blocks lie along N", moved("5 * M * N + 4 * N * -(-M // block_size)")),
     ],
     "softplus_codes": [
         ("softplus(-5)", changed(SOFTPLUS, ("other=0.0", "other=-5.0"))),
@@ -97,11 +100,21 @@ ANSWERS = {
 ANSWERS["softplus_codes"] += [
     ("", changed(SOFTPLUS, (LOG, LOG + WHERE), ("* GROUP + tl.arange(0, GROUP)", "* 32 + tl.arange(0, 32)"))),
     ("", changed(SOFTPLUS, (LOG, LOG + WHERE + "    x = x.to(tl.float16)\n"))),
+    ("mask by position", changed(SOFTPLUS, (LOG, "x = tl.where(x == 0.0, 0.0, tl.log(1.0 + tl.exp(x)))\n"))),
+    ("all codes are 0", changed(SOFTPLUS, (LOG, LOG + WHERE.replace("x, 0.0", "0.0, 0.0")))),
     ("course.launch", "def softplus_codes(x, GROUP):\n    return torch.zeros(len(x), dtype=torch.int8)"),
 ]
 ANSWERS["gated"] += [
     ("", changed(GATED, ("* GROUP + tl.arange(0, GROUP)", "* 32 + tl.arange(0, 32)"))),
     ("", changed(GATED, (SILU, f"({SILU}).to(tl.float16)"))),
     ("", changed(GATED, (SILU, f"({SILU}) + 1e-8"))),
+    ("", changed(GATED, (SILU, "gate * tl.exp(gate) / (1.0 + tl.exp(gate)) * up"))),
+    ("", changed(GATED, (SILU, "gate * (1.0 - 1.0 / (1.0 + tl.exp(gate))) * up"))),
+    ("input is negative", changed(GATED, (SILU, "gate / (1.0 + tl.exp(tl.minimum(-gate, 20.0))) * up"))),
+    ("input is negative", changed(GATED, (SILU, SILU.replace("gate /", "tl.maximum(gate, -20.0) /")))),
+    ("which `other` is safe", GATED.replace("other=0.0", "other=1.0")),
+    ("don't add it", changed(GATED, (SILU, SILU.replace("* up", "+ up")))),
+    ("with its sign", changed(GATED, (SILU, SILU.replace("-gate", "-tl.abs(gate)")))),
+    ("the largest code is 127", changed(GATED, ("127.0 / absmax", "128.0 / absmax"), ("absmax / 127", "absmax / 128"))),
     ("course.launch", "def gated(gate, up, GROUP):\n    return (F.silu(gate) * up).to(torch.int8), gate[:1]"),
 ]

@@ -68,6 +68,7 @@ ANSWERS = {
     "stage": [
         ("missing or too wide?", KERNEL.replace(", mask=mask, other=0.0", "").replace(", mask=mask)", ")")),
         ("past the end of out_ptr", changed(KERNEL, "partner - x), mask=mask)", "partner - x))")),
+        ("not one: test a bit", KERNEL.replace("offs & APART", "offs % APART")),
         ("load's mask", KERNEL.replace(", mask=mask, other=0.0", "")),
         ("not the other way", changed(KERNEL, "partner - x", "x - partner")),
         (

@@ -12,6 +12,13 @@ GRADIENT = """def weight_gradient_of(g, g_scale, x, x_scale, B):
         total += sums * p[:, None] * q
     return total
 """
+BFLOAT16 = """def weight_gradient_of(g, g_scale, x, x_scale, B):
+    def floats(codes, scale):
+        scale = scale.repeat_interleave(B, 0)[: codes.shape[0]].repeat_interleave(B, 1)[:, : codes.shape[1]]
+        return (codes * scale).bfloat16().float()
+
+    return floats(g, g_scale).T @ floats(x, x_scale)
+"""
 KERNEL = """@triton.jit
 def stochastic_kernel(x_ptr, u_ptr, codes_ptr, inverse, n, BLOCK: tl.constexpr):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -80,6 +87,7 @@ ANSWERS = {
         ),
     ],
     "weight_gradient_of": [
+        ("can't hold the dequantized values", BFLOAT16),
         ("the codes need their scales", changed(GRADIENT, " * p[:, None] * q", "")),
         ("g has scales too", changed(GRADIENT, " * p[:, None]", "")),
         ("x has scales too", changed(GRADIENT, "[:, None] * q", "[:, None]")),
@@ -140,6 +148,8 @@ ANSWERS = {
         ),
         ("dropped before the noise", changed(KERNEL, "value + u", "value.to(tl.int32) + u")),
         ("where does yours begin?", changed(KERNEL, "tl.program_id(0) * BLOCK + ", "")),
+        ("the first block's u", changed(KERNEL, "u_ptr + offs", "u_ptr + tl.arange(0, BLOCK)")),
+        ("1 / scale already", changed(KERNEL, "* inverse", "/ inverse")),
         ("not value - u", changed(KERNEL, "value + u", "value - u")),
         (
             "moves whole numbers too",

@@ -117,6 +117,9 @@ ANSWERS = {
         ),
     ],
     "rounded": [
+        ("tiny weights", rounded(("min=1e-30", "min=1e-5"))),
+        ("tiny weights", rounded((".clamp(min=1e-30) / qmax", " / qmax + 1e-8"))),
+        ("neighboring columns", rounded(("(-1, group)", "(group, -1)"), ("amax(-1", "amax(1"))),
         ("nothing was rounded", rounded((".round()", ""))),
         ("those are codes", rounded((".round() * scale)", ".round())"))),
         ("for the whole row", rounded(("(-1, group)", "(-1, w.shape[1])"))),
@@ -135,7 +138,7 @@ ANSWERS = {
         ("not by (max - min) / 2", rounded(("groups.abs().amax(-1, keepdim=True)", SPAN))),
         ("must stay as it is.", rounded(("    scale", "    groups *= 1.5\n    scale"))),
         ("convert the result", rounded((".flatten(1)", ".flatten(1).half()"))),
-        ("the right shape", rounded((".flatten(1)", ""))),
+        ("in another shape", rounded((".flatten(1)", ""))),
         ("", rounded(("1e-30", "1.0"))),
         ("", rounded(("scale).round()", "scale).round().clamp(-1, 1)"))),
     ],

@@ -114,6 +114,9 @@ ANSWERS = {
         ("its own parts", combined("(row * S + split)[:, None] * D", "split[:, None] * D")),
         ("sign of w", combined("w = tl.load(w_ptr", "w = -tl.load(w_ptr").replace('float("-inf")', 'float("inf")')),
         ("", combined("tl.max(w, 0)", "1.0 * S")),
+        ("the first split's", combined("tl.max(w, 0)", "tl.load(w_ptr + row * S)")),
+        ("the largest w", combined("tl.max(w, 0)", "tl.max(tl.where(split < S, w, 0.0), 0)")),
+        ("by how many there are", combined("tl.sum(weights, 0)", "S")),
         (
             "torch alone doesn't count",
             "def combine(parts, w):\n    weights = torch.softmax(w * 0.6931471805599453, 1)\n"

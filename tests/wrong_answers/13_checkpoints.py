@@ -60,7 +60,7 @@ ANSWERS = {
         ("bit 3 * i", awq(("4 * torch", "3 * torch"))),
         ("in the wrong places", awq((ORDER, "[4, 0, 5, 1, 6, 2, 7, 3]"))),
         ("in the wrong places", awq((".flatten(1).T", ".flatten(1).reshape(-1, qweight.shape[0])"))),
-        ("the right shape", awq((".flatten(1).T", ".flatten(0, 1)"))),
+        ("in another shape", awq((".flatten(1).T", ".flatten(0, 1)"))),
         ("too many or too few", awq(("6, 3, 7]", "6, 3]"))),
         ("", awq(("qweight[:, :, None] >>", "qweight.abs()[:, :, None] >>"))),
     ],

@@ -80,6 +80,17 @@ def _with_magnitudes(function):
     return _restored(lambda nibble: _level(nibble, lambda bits: function((bits >> 1).float(), bits & 1)))
 
 
+def _sign_in_exponent(nibble):
+    e, m = (nibble >> 1).float(), nibble & 1
+    return torch.where(e == 0, m / 2, (1 + m / 2) * 2 ** (e - 1)) * (1 - 2 * (nibble >> 3))
+
+
+def _first_scales(packed, scale, tensor_scale, BLOCK):
+    place = torch.arange(2 * len(packed), device=packed.device) % BLOCK // 16
+    levels = _restored()(packed, torch.ones_like(scale), 1.0, BLOCK)
+    return levels * scale[place.clamp(max=len(scale) - 1)] * tensor_scale
+
+
 def _first_block(packed, scale, tensor_scale, BLOCK):
     values = _restored()(packed, scale, tensor_scale, BLOCK)
     return values.where(torch.arange(len(values), device=values.device) < BLOCK, torch.nan)
@@ -102,6 +113,7 @@ def _packed_cases():
         (every_byte.flip(0)[:24], scales(3), 3.0, 32),
         (every_byte[::5][:40].contiguous(), scales(5), 1e-4, 64),
         (every_byte.view(16, 16).mT.flatten(), scales(32), 0.37, 512),
+        (every_byte[7::7][:32].contiguous(), scales(4), 0.5, 8),
     ]
 
 
@@ -134,6 +146,11 @@ EXERCISES = {
             ),
             "the last power of two whose step shrinks is 2**-6": _rounded(smallest=2.0**-7),
             "the step already stops shrinking above 2**-6": _rounded(smallest=2.0**-5),
+            "this rounds twice, first to float16": lambda x, B: _levels(x.clamp(-448, 448).half().float(), B),
+            "the sign bit is still in the power: clear it": lambda x, B: torch.where(
+                x < 0, x.clamp(-448), _levels(x, B)
+            ),
+            "the last power of two whose step shrinks is 2**-6, not 2**-9": _rounded(smallest=2.0**-9),
             "the largest level is 448, not 240": _rounded(top=240.0),
             "the largest level is 448: 480 would be NaN": _rounded(top=480.0),
             "every program does the first one's block: where does yours begin?": _first_only,
@@ -169,6 +186,11 @@ EXERCISES = {
             "16 values share a scale, not 32": _restored(per_scale=32),
             "16 values share a scale, not eight": _restored(per_scale=8),
             "every value gets the first block's scale": _restored(per_scale=2**20),
+            "the sign bit got into the exponent: keep two bits": _restored(_sign_in_exponent),
+            "the magnitudes have halves: an integer can't hold them": _with_magnitudes(
+                lambda e, m: torch.where(e == 0, m / 2, (1 + m / 2) * 2 ** (e - 1)).trunc()
+            ),
+            "from the second program on, these are the first one's scales": _first_scales,
             "the block's scale is missing": _restored(scaled=lambda levels, scale, tensor: levels * tensor),
             "the tensor's scale is missing": _restored(scaled=lambda levels, scale, tensor: levels * scale),
             "these are the levels: multiply by both scales": _restored(scaled=lambda levels, scale, tensor: levels),

@@ -64,10 +64,36 @@ def _of_thirty_two(a, a_scale, b, b_scale, block):
     return scaled.float()
 
 
-def _bound(*case):
-    """Float32 sums of a few hundred products, in any order."""
-    sums, a, b = _sums(*case)
-    return 2e-6 * (sums * a * b).abs().sum(-1)
+def _with_columns(columns):
+    """Multiplies other codes of b: columns(b)."""
+
+    def scaled(a, a_scale, b, b_scale, block):
+        return _by(lambda sums, a, b: (sums * a * b).sum(-1))(a, a_scale, columns(b).contiguous(), b_scale, block)
+
+    return scaled
+
+
+def _scaled_each_time(sums, a, b):
+    """acc is multiplied by a's scale in each step."""
+    acc = torch.zeros_like(sums[..., 0])
+    for step in (sums * b).unbind(-1):
+        acc = (acc + step) * a[..., 0]
+    return acc
+
+
+def _rounded_scales(dtype):
+    """{hint: function}, for a's and for b's scales."""
+    name = str(dtype).removeprefix("torch.")
+    return {
+        f"{name} is too narrow for a's scales": _by(lambda sums, a, b: (sums * a.to(dtype).double() * b).sum(-1)),
+        f"{name} is too narrow for b's scales": _by(lambda sums, a, b: (sums * a * b.to(dtype).double()).sum(-1)),
+    }
+
+
+def _bound(a, a_scale, b, b_scale, block):
+    """Float32 sums of a few hundred scaled products, in any order and in steps of any size."""
+    sums, a, b = _sums(a.abs(), a_scale, b.abs(), b_scale, block)
+    return 1e-6 * (sums * a * b).sum(-1)
 
 
 def _token_cases():
@@ -114,6 +140,10 @@ EXERCISES = {
             "the tile starts at `column`, which may be mid-block; don't count tiles": lambda c, n, q: (
                 c // n + torch.arange(n) // q
             ),
+            "`column` is a column already, not the number of a tile": lambda c, n, q: (c * n + torch.arange(n)) // q,
+            "a shift is right for powers of two only: divide": lambda c, n, q: (
+                c + torch.arange(n) >> q.bit_length() - 1
+            ),
             "a block is QUANT_BLOCK columns long, whatever the tile": lambda c, n, q: (c + torch.arange(n)) // n,
         },
         note="tiles that start anywhere, and tiles and blocks of any width",
@@ -132,6 +162,16 @@ EXERCISES = {
             "only the last block survives: add to acc": _by(lambda sums, a, b: (sums * a * b)[..., -1]),
             "a's scales belong to the rows of the tile: [:, None]": _by(_turned),
             "the last, short block is missing": _without_short,
+            "the first block is missing": _by(lambda sums, a, b: (sums * a * b)[..., 1:].sum(-1)),
+            "the last block is missing": _by(lambda sums, a, b: (sums * a * b)[..., :-1].sum(-1)),
+            "the last column is missing": _with_columns(
+                lambda b: b * (torch.arange(b.shape[1], device=b.device) < b.shape[1] - 1)
+            ),
+            "b is [N, K]: its rows are K long": _with_columns(lambda b: b.flatten().view(b.shape[1], len(b)).T),
+            "a's scale multiplies acc once, not in each step": _by(_scaled_each_time),
+            "int8 can't hold a block's sum": _by(lambda sums, a, b: (((sums + 128) % 256 - 128) * a * b).sum(-1)),
+            **_rounded_scales(torch.float16),
+            **_rounded_scales(torch.bfloat16),
             "a block's sum needs more than 16 bits": _by(
                 lambda sums, a, b: (((sums + 2**15) % 2**16 - 2**15) * a * b).sum(-1)
             ),
@@ -165,6 +205,12 @@ EXERCISES = {
             "the last column is missing": _where(lambda k, K, B: k < K - 1),
             "in a full step, K % BLOCK_K is 0": _where(lambda k, K, B: k % B < K % B),
             "only the last step survives: add them up": _where(lambda k, K, B: k >= (K - 1) // B * B),
+            "masked elements are added, too: which `other` is safe?": lambda x, w, B: (
+                _one_token(x, w, B) + -len(x) % B
+            ).int(),
+            "each step reads w's first columns: where does a step begin?": lambda x, w, B: sum(
+                (part.int() * w[:, : len(part)].int()).sum(1) for part in x.split(B)
+            ).int(),
             "float16 can't hold the sums of a step": lambda x, w, B: sum(
                 _clipped((a.double() * b.double()).sum(1)) for a, b in zip(x.split(B), w.split(B, 1), strict=True)
             ).int(),

@@ -35,7 +35,10 @@ def _softplus_cases():
         values = codes / 127 * tops.repeat_interleave(GROUP)[:N]
         if last == 1e-6:
             values[:] = last
-        yield values.expm1().log().float(), GROUP
+        x = values.expm1().log().float()
+        if N == 64:
+            x[1] = 0.0
+        yield x, GROUP
 
 
 def _softplus(x, GROUP, padding=0.0):
@@ -59,17 +62,27 @@ def _gated_cases():
         codes += torch.where(torch.rand(N, generator=random) < 0.5, -0.3, 0.3)
         codes[::GROUP] = 127 - 254 * (torch.arange(len(codes[::GROUP])) % 2)
         gate = (0.5 + 2 * torch.rand(N, generator=random)) * torch.where(torch.arange(N) % 3 == 0, -1, 1)
+        if N == 150:  # a sigmoid that overflows, and one that is nearly 0
+            gate[:GROUP], gate[GROUP : 2 * GROUP] = 89 + gate[:GROUP].abs(), -38 - gate[GROUP : 2 * GROUP].abs()
         powers = torch.tensor([0.0, -1, -12, 20, -30, 3, 30, -5, 0, 1])[: -(-N // GROUP)]
         size = (10.0**powers).repeat_interleave(GROUP)[:N]
         yield gate, (codes * size / F.silu(gate.double())).float(), GROUP
 
 
-def _gated(gating=lambda gate, up: F.silu(gate) * up, rounding=torch.round, scaling=lambda absmax: absmax / 127):
+def _gated(
+    gating=lambda gate, up: F.silu(gate) * up,
+    rounding=torch.round,
+    scaling=lambda absmax: absmax / 127,
+    largest=lambda values, up: values.abs().amax(1, keepdim=True),
+    padding=0.0,
+):
     def codes_and_scales(gate, up, GROUP):
-        values = F.pad(gating(gate.double(), up.double()), (0, -len(gate) % GROUP)).view(-1, GROUP)
-        absmax = values.abs().amax(1, keepdim=True)
+        N = len(gate)
+        gate, up = (F.pad(x.double(), (0, -len(x) % GROUP), value=padding).view(-1, GROUP) for x in (gate, up))
+        values = gating(gate, up)
+        absmax = largest(values, up)
         codes = rounding(values * (127 / absmax)).clamp(-127, 127)
-        return codes.flatten()[: len(gate)].to(torch.int8), scaling(absmax[:, 0]).float()
+        return codes.flatten()[:N].to(torch.int8), scaling(absmax[:, 0]).float()
 
     return codes_and_scales
 
@@ -106,6 +119,11 @@ EXERCISES = {
             "the next kernel reads what the matmul writes": lambda M, N, b: 3 * M * N + 4 * M * -(-N // b),
             "a short last block has a scale too: round up": lambda M, N, b: 5 * M * N + 4 * M * (N // b),
             "there are scales too": lambda M, N, b: 5 * M * N,
+            "nobody has read the scales yet: they are only written": lambda M, N, b: 5 * M * N + 8 * M * -(-N // b),
+            "each row has its own blocks: round up for each row": lambda M, N, b: 5 * M * N + 4 * -(-M * N // b),
+            "a block is part of one row: blocks lie along N": lambda M, N, b: 5 * M * N + 4 * N * -(-M // b),
+            "bias and GELU are in the same kernel, and move nothing": lambda M, N, b: 13 * M * N + 4 * M * -(-N // b),
+            "one block too many where N is a multiple of block_size": lambda M, N, b: 5 * M * N + 4 * M * (N // b + 1),
             "a scale has four bytes": lambda M, N, b: 5 * M * N + M * -(-N // b),
             "a scale is a float32: four bytes": lambda M, N, b: 5 * M * N + 2 * M * -(-N // b),
             "a scale belongs to a block, not to each value": lambda M, N, b: 9 * M * N,
@@ -114,7 +132,7 @@ EXERCISES = {
             "count each block's scale once, not the values that would fill the last block": lambda M, N, b: (
                 (5 * b + 4) * M * -(-N // b)
             ),
-            "bfloat16 is written and read once; bias and GELU are fused and move nothing": lambda M, N, b: (
+            "bfloat16 has two bytes, is written once and read once; bias and GELU move nothing": lambda M, N, b: (
                 9 * M * N + 4 * M * -(-N // b)
             ),
             "a code has one byte": lambda M, N, b: 6 * M * N + 4 * M * -(-N // b),
@@ -133,6 +151,12 @@ EXERCISES = {
             f"softplus(-1) isn't 0: {_why}": _padded(-1.0),
             f"softplus(-5) isn't 0: {_why}": _padded(-5.0),
             f"softplus(-10) isn't 0: {_why}": _padded(-10.0),
+            "a real input of 0 counts, too: mask by position, not by value": lambda x, GROUP: _softplus(
+                x.where(x != 0, -torch.inf), GROUP
+            ),
+            "all codes are 0: does tl.where keep x where the mask is true?": lambda x, GROUP: torch.zeros_like(
+                x, dtype=torch.int8
+            ),
             "tl.abs turns -1 into 1: use a value that is never the largest magnitude": lambda x, GROUP: _softplus(
                 x, GROUP, 1.0
             ),
@@ -159,6 +183,12 @@ EXERCISES = {
             "that is a GELU: sigmoid's argument is v itself": _gated(
                 gating=lambda gate, up: gate * (1.702 * gate).sigmoid() * up
             ),
+            "multiply by up, don't add it": _gated(gating=lambda gate, up: F.silu(gate) + up),
+            "sigmoid takes the gate with its sign": _gated(gating=lambda gate, up: gate * gate.abs().sigmoid() * up),
+            "that is the sum of the magnitudes, not the largest": _gated(
+                largest=lambda values, up: values.abs().sum(1, keepdim=True)
+            ),
+            "masked elements must not become the absmax: which `other` is safe?": _gated(padding=1.0),
             "up counts once, not squared": _gated(gating=lambda gate, up: F.silu(gate) * up * up),
             "a scale is absmax / 127, not / 128": _gated(scaling=lambda absmax: absmax / 128),
             "absmax is the largest magnitude: abs is missing": _signed,
@@ -168,6 +198,6 @@ EXERCISES = {
         },
         kernel=True,
         bound=[0.0, 1e-5],
-        note="any N and GROUP, negative gates, and groups of huge or tiny values",
+        note="any N and GROUP, gates from -40 to 90, and groups of huge or tiny values",
     ),
 }

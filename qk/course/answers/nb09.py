@@ -86,6 +86,9 @@ _FRACTION = Exercise(
         "return the fraction, not its error": _pick(answer=lambda f, lost: min(lost)),
         "that's always the first fraction: compare their errors": _pick(answer=lambda f, lost: f[0]),
         "that's always the last fraction: compare their errors": _pick(answer=lambda f, lost: f[-1]),
+        "the error can rise and fall again: try all fractions": _pick(
+            answer=lambda f, lost: next((f[i] for i in range(len(f) - 1) if lost[i + 1] > lost[i]), f[-1])
+        ),
         "1 isn't always best, and not always among the fractions": lambda x, counts, fractions: 1.0,
     },
     note="groups of any length, sign and magnitude, counts of 0, and fractions in any order",
@@ -99,10 +102,10 @@ def _stage(x, apart, block=64):
     return torch.stack([a + b, a - b], 1).flatten()
 
 
-def _chosen(x, apart, first):
-    """A stage where first(i) says of element i whether it is the first of its pair."""
+def _chosen(x, apart, first, partner=None):
+    """A stage where first(i) tells whether element i is the first of its pair, and partner(i) where the other is."""
     i = torch.arange(len(x), device=x.device)
-    partner = x[i ^ apart]
+    partner = x[i ^ apart if partner is None else partner(i)]
     return torch.where(first(i), x + partner, partner - x)
 
 
@@ -145,6 +148,15 @@ _STAGE = Exercise(
         ),
         "bit APART of i says which is first, not the place in the block": lambda x, apart, block: _chosen(
             x, apart, lambda i: i % block < block // 2
+        ),
+        "the second's partner comes before it, at offs ^ APART": lambda x, apart, block: _chosen(
+            x, apart, lambda i: i & apart == 0, partner=lambda i: i | apart
+        ),
+        "a run of APART elements is first, not one: test a bit of offs": lambda x, apart, block: _chosen(
+            x, apart, lambda i: i % apart == 0
+        ),
+        "every second run of APART is first, not just the very first": lambda x, apart, block: _chosen(
+            x, apart, lambda i: i < apart
         ),
         "every second run of APART is first, not every third": lambda x, apart, block: _chosen(
             x, apart, lambda i: i // apart % 3 == 0
@@ -212,7 +224,12 @@ _GPTQ = Exercise(
     cases=_steps,
     bound=_bound,
     mistakes={
-        "later columns must make up for the error": _step(spread=lambda e, U, k: 0 * e[:, None]),
+        "each error is divided by U[k, k], for all columns": _step(
+            spread=lambda e, U, k: e[:, None] * U[k, k + 1 :] / U.diagonal()[k + 1 :]
+        ),
+        "later columns must make up for the error: subtract its share, by row k of U": _step(
+            spread=lambda e, U, k: 0 * e[:, None]
+        ),
         "divide the error by U[k, k]": _step(spread=lambda e, U, k: e[:, None] * U[k, k + 1 :]),
         "divide by U[k, k], don't multiply": _step(spread=lambda e, U, k: e[:, None] * U[k, k + 1 :] * U[k, k]),
         "later columns must move the other way: subtract": _step(

@@ -141,6 +141,13 @@ _ROUNDED = Exercise(
         "subtracting 1 from all negative values moves whole numbers too": _rounded(
             lambda x, u, i: (x * i + u).trunc() - (x * i + u < 0).float()
         ),
+        "every program uses the first block's u": lambda x, u, i, block: (
+            (x * i + u[torch.arange(len(x), device=x.device) % block]).floor().to(torch.int8)
+        ),
+        "multiply by inverse: it's 1 / scale already": _rounded(lambda x, u, i: (x / i + u).floor()),
+        "the probabilities are exchanged: 2.9 must mostly become 3": _rounded(
+            lambda x, u, i: (x * i).floor() + (u > x * i - (x * i).floor())
+        ),
         "each program has its own part: where does yours begin?": lambda x, u, i, block: (
             (x * i + u).floor().where(torch.arange(len(x), device=x.device) < block, -128).to(torch.int8)
         ),
@@ -203,7 +210,7 @@ def _of_square(pick):
 
 
 def _gradient_cases():
-    """Scales are powers of two, near each other in one case: all sums are exact, in any order."""
+    """All sums are exact, in any order: scales are powers of two, or there are few tokens."""
     random, cases = torch.Generator().manual_seed(82), []
     sizes = ((64, 32, 64, 32, 0), (50, 40, 33, 32, -50), (3, 70, 65, 64, 40), (130, 5, 4, 64, 0), (257, 131, 2, 128, 6))
     for M, N, K, B, power in sizes:
@@ -213,7 +220,16 @@ def _gradient_cases():
             shape = -(-M // B), -(-columns // B)
             case += [codes, 2.0 ** (power + torch.randint(-1, 2, shape, generator=random))]
         cases.append((*case, B))
+    few = [
+        x
+        for columns in (33, 40)
+        for x in (
+            torch.randint(-127, 128, (16, columns), generator=random, dtype=torch.int8),
+            1 + torch.randint(1, 4, (1, 2), generator=random) / 4,  # with a code, too much for bfloat16
+        )
+    ]
     silent = torch.zeros(33, 8, dtype=torch.int8)
+    cases.append((*few, 32))
     return [*cases, (silent, torch.zeros(2, 1), torch.full_like(silent, 127), torch.ones(2, 1), 32)]
 
 
@@ -238,6 +254,9 @@ _GRADIENT = Exercise(
         ),
         "float16 can't hold the dequantized values": _gradient(
             lambda codes, scale, B: _values(codes, scale, B).half().float()
+        ),
+        "bfloat16 can't hold the dequantized values": _gradient(
+            lambda codes, scale, B: _values(codes, scale, B).bfloat16().float()
         ),
         "B neighbors share a scale: repeat_interleave, not repeat": _gradient(_tiled),
         "each block of B tokens has its own scales": _gradient(_of_square(lambda s: s[:1].expand(len(s), -1))),

@@ -193,6 +193,18 @@ _LOG_PROBABILITIES = Exercise(
         "the largest logit can lie far above the mean or the first: subtract it": lambda logits, BLOCK: _subtracted(
             logits, logits[:, :1]
         ),
+        "subtract the row's largest logit: no fixed number suits all rows": lambda logits, BLOCK: _subtracted(
+            logits, 100.0
+        ),
+        "the largest logit is subtracted twice": lambda logits, BLOCK: (
+            logits.log_softmax(1) - logits.amax(1, keepdim=True)
+        ),
+        "subtract the log of the sum, don't add it": lambda logits, BLOCK: (
+            2 * (logits - logits.amax(1, keepdim=True)) - logits.log_softmax(1)
+        ),
+        "subtract the largest logit: this is a magnitude, or a 0 from past the end": lambda logits, BLOCK: _subtracted(
+            logits, logits.abs().amax(1, keepdim=True)
+        ),
         "subtract the largest logit, not a fixed number": lambda logits, BLOCK: _subtracted(logits, 200.0),
         "a logit above 80 must stay what it is: subtract, don't clamp": lambda logits, BLOCK: (
             logits - logits.clamp(max=80.0).exp().sum(1, keepdim=True).log()
@@ -257,6 +269,7 @@ def _weights():
              case(5, 48, 5, 16), case(2, 12, 3, 4), case(3, 20, 6, 20)]  # fmt: skip
     cases[1][0][1, :64] = 0  # a group of zeros
     cases[2][0][0, 3] = -40.0  # an outlier
+    cases[0][0][1, 32:] *= 1e-12
     return cases
 
 
@@ -264,7 +277,7 @@ _ROUNDED = Exercise(
     expected=round_weights,
     cases=_weights,
     bound=lambda w, bits, group: (1e-5 * _absmax(w.unflatten(1, (-1, group)))).expand(-1, -1, group).flatten(1),
-    note="any number of bits and any group size that divides K; a group may be all zeros",
+    note="any number of bits and any group size that divides K; a group may be all zeros, or tiny",
     mistakes={
         "nothing was rounded": lambda w, bits, group: w.clone(),
         "those are codes: multiply them by their scale": lambda w, *how: _scaled(w, *how, codes_alone=True),
@@ -296,6 +309,12 @@ _ROUNDED = Exercise(
         ),
         "the largest magnitude can belong to a negative weight": lambda w, *how: _scaled(
             w, *how, largest=lambda groups: groups.amax(-1, keepdim=True)
+        ),
+        "a lower bound, or a number added to the scale, turns tiny weights into zeros": lambda w, *how: _scaled(
+            w, *how, least=1e-8
+        ),
+        "a group is neighboring columns: unflatten(1, (-1, group))": lambda w, bits, group: (
+            _scaled(w.unflatten(1, (group, -1)).mT.flatten(1), bits, group).unflatten(1, (-1, group)).mT.flatten(1)
         ),
         "in a group of zeros the scale is 0, and 0 / 0 is NaN": lambda w, *how: _scaled(w, *how, least=0.0),
         "the range is symmetric: scale by absmax, not by (max - min) / 2": lambda w, *how: _scaled(

@@ -156,6 +156,9 @@ _SCORES = Exercise(
         "each token has its own scale, and you took the first one's": lambda q, codes, absmax, BLOCK: _scores(
             q, codes, absmax[:1].expand(len(absmax))
         ),
+        "each token has its own absmax, and you took one for each program": lambda q, codes, absmax, BLOCK: _scores(
+            q, codes, absmax[torch.arange(len(absmax), device=q.device) // BLOCK]
+        ),
         "absmax must be read from the program's first token on, too": lambda q, codes, absmax, BLOCK: _scores(
             q, codes, _first_block(absmax, BLOCK)
         ),
@@ -240,9 +243,14 @@ def _combine(parts, w, power=2.0, unused=0):
     return ((parts.double() * weights[:, : parts.shape[1], None]).sum(1) / weights.sum(1, keepdim=True)).float()
 
 
-def _overflowing(parts, w):
-    weights = torch.exp2(w)
-    return (parts * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
+def _after_subtracting(number):
+    """In float32: number(w) is subtracted from w, in place of each row's largest."""
+
+    def combined(parts, w):
+        weights = torch.exp2(w - number(w))
+        return (parts * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
+
+    return combined
 
 
 def _splits():
@@ -255,6 +263,8 @@ def _splits():
 
     cases = [case(3, 4, 64), case(5, 3, 16, 300), case(1, 1, 64, -500), case(4, 7, 32, -2), case(2, 8, 128, 900)]
     cases[1][1][:, 1] = -1e38  # a split without tokens
+    cases += [case(2, 6, 32, 310), case(3, 5, 16, -250)]
+    cases[-2][1][:, 0] = 10  # far below the largest
     return cases
 
 
@@ -265,7 +275,17 @@ _COMBINE = Exercise(
     bound=lambda parts, w: 1e-5 * _combine(parts.abs(), w).double(),
     note="any number of splits, and w of any size",
     mistakes={
-        "2**w leaves float32's range: subtract the row's largest w first": _overflowing,
+        "2**w leaves float32's range: subtract the row's largest w first": _after_subtracting(lambda w: 0),
+        "subtract the row's largest w; the first split's can be far below it": _after_subtracting(lambda w: w[:, :1]),
+        "lanes beyond the last split must not become the largest w: load it with other=-inf": _after_subtracting(
+            lambda w: w.amax(1, keepdim=True).clamp(min=-torch.inf if w.shape[1] & (w.shape[1] - 1) == 0 else 0)
+        ),
+        "divide by the sum of the weights, not by how many there are": lambda parts, w: (
+            parts * torch.exp2(w - w.amax(1, keepdim=True))[..., None]
+        ).mean(1),
+        "parts is [rows, S, D]: the D numbers of a split are adjacent": lambda parts, w: _combine(
+            parts.flatten().view(len(parts), parts.shape[2], parts.shape[1]).mT, w
+        ),
         "the weights are 2**w, not w": lambda parts, w: (parts * w[..., None]).sum(1) / w.sum(1, keepdim=True),
         "divide by the sum of the weights": lambda parts, w: (
             parts * torch.exp2(w - w.amax(1, keepdim=True))[..., None]

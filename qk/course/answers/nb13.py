@@ -45,6 +45,7 @@ _AWQ_CODES = Exercise(
         "a nibble has four bits, but the mask keeps three": lambda words: _awq_codes(words, keep=7),
         "nibble i begins at bit 4 * i, not at bit i": lambda words: _awq_codes(words, step=1),
         "nibble i begins at bit 4 * i, not at bit 3 * i": lambda words: _awq_codes(words, step=3),
+        "abs changes the bits of a negative word: shift the word itself": lambda words: _awq_codes(words.abs()),
         "the result is [N, K]: transpose it": lambda words: _awq_codes(words).T,
         "these codes stay 0 to 15: don't subtract 8": lambda words: _awq_codes(words) - 8,
         "these codes stay 0 to 15: don't flip their top bit": lambda words: _awq_codes(words) ^ 8,
@@ -89,6 +90,10 @@ _ZERO_POINTS = Exercise(
         ),
         "GPTQ's zero points are in order; this is AWQ's order": lambda qzeros: _zero_points(qzeros, _ROW),
         "the first zero point is in the lowest four bits": lambda qzeros: _zero_points(qzeros, range(7, -1, -1)),
+        "- binds more tightly than &: use parentheses": lambda qzeros: _zero_points(qzeros, wrap=7, signed=0),
+        "one added to a byte changes only one of its zero points: unpack first": lambda qzeros: _zero_points(
+            _plus(qzeros, 0x01010101), add=0
+        ),
         "the result is [N, groups]: transpose it": lambda qzeros: _zero_points(qzeros).T,
         "version 1 stores the zero point minus one, not minus two": lambda qzeros: _zero_points(qzeros, add=2),
         "a word holds eight zero points: one added to the word changes only the first": lambda qzeros: _zero_points(

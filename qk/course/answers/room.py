@@ -46,11 +46,22 @@ _restored = _scaled(lambda j, tile, block: j // block)
 def _restore_cases():
     random = torch.Generator().manual_seed(0)
     sizes = [(3, 384, 64, 64), (5, 300, 128, 64), (2, 330, 256, 64), (3, 200, 32, 64), (2, 130, 64, 32)]
-    for rows, columns, tile, block in [*sizes, (4, 400, 64, 128)]:
+    for rows, columns, tile, block in [*sizes, (4, 400, 64, 128), (3, 400, 64, 48)]:
         codes = torch.randint(-127, 128, (rows, columns), generator=random, dtype=torch.int8)
         shape = rows, -(-columns // block)
         scales = (0.5 + torch.rand(shape, generator=random)) * 10.0 ** torch.randint(-30, 30, shape, generator=random)
         yield codes, scales, tile, block
+
+
+def _restored_flat(first):
+    """Column j of a row has scale number first(row, K, block) + j // block, or what that is a number of."""
+
+    def restored(codes, scales, tile, block):
+        rows, columns = (torch.arange(n, device=codes.device) for n in codes.shape)
+        number = first(rows[:, None], columns[None, :], codes.shape[1], block)
+        return codes.float() * scales.flatten()[number.clamp(max=scales.numel() - 1)]
+
+    return restored
 
 
 def _trips(seen):
@@ -139,13 +150,13 @@ def _absmax_cases():
     ]
 
 
-def _unpacked(shift, low=lambda nibble: (nibble ^ 8) - 8, stride=lambda K: -(-K // 2)):
+def _unpacked(shift, low=lambda nibble: (nibble ^ 8) - 8, stride=lambda K: -(-K // 2), kept=15):
     """The byte of column j is shifted by shift(j)."""
 
     def codes(packed, K):
         j, flat = torch.arange(K, device=packed.device), packed.flatten().int()
         byte = flat[(torch.arange(len(packed), device=packed.device) * stride(K))[:, None] + j // 2]
-        return low(byte >> shift(j) & 15).to(torch.int8)
+        return low(byte >> shift(j) & kept).to(torch.int8)
 
     return codes
 
@@ -174,6 +185,13 @@ EXERCISES = {
             "a lower bound on absmax turns rows of tiny values into zeros": lambda x: (
                 (x.float() * (127 / x.float().abs().amax(1, keepdim=True).clamp(min=1e-6))).round().to(torch.int8)
             ),
+            "nearest rounds already: drop the half": _in_steps(lambda t: (t + 0.5).round()),
+            "the half has the wrong sign: it moves each value toward zero": _in_steps(
+                lambda t: (t + torch.where(t > 0, -0.5, 0.5)).trunc()
+            ),
+            "scale first, and round afterwards": lambda x: (
+                x.float().round() * (127 / x.float().abs().amax(1, keepdim=True))
+            ).to(torch.int8),
             "float16 has too few bits for steps: round them in float32": _in_steps(lambda t: t.half().round()),
             "ties go away from zero, but should go to the even neighbor": _in_steps(
                 lambda t: (t.abs() + 0.5).floor() * t.sign()
@@ -205,6 +223,15 @@ EXERCISES = {
             "float16 can't hold scales as large or as small as these": lambda codes, scales, tile, block: (
                 codes * _restored(torch.ones_like(codes), scales.half().float(), tile, block)
             ),
+            "a short last block has a scale, too: round up to count a row's scales": _restored_flat(
+                lambda row, j, K, block: row * (K // block) + j // block
+            ),
+            "blocks begin anew in each row: divide the column, not the place in the tensor": _restored_flat(
+                lambda row, j, K, block: (row * K + j) // block
+            ),
+            "divide the column by QUANT_BLOCK, not the tile's start and the place in the tile, each alone": _scaled(
+                lambda j, tile, block: j // tile * tile // block + j % tile // block
+            ),
             "each row has its own scales": lambda codes, scales, tile, block: _restored(codes, scales[:1], tile, block),
         },
         kernel=True,
@@ -223,6 +250,9 @@ EXERCISES = {
             "the codes aren't rounded": _rounded_by(lambda steps: steps),
             "a cast drops the fraction: round to nearest": _rounded_by(torch.trunc),
             "absmax is the largest magnitude: abs is missing": _rounded_by(torch.round, lambda part: part.amax()),
+            "the last block's absmax is 0 or infinite: what does its load give?": _trips(
+                lambda row, start, end, block: F.pad(row[start:end], (0, start + block - end), value=-torch.inf)
+            ),
             "masked elements must not become the absmax: which `other` is safe?": _trips(
                 lambda row, start, end, block: F.pad(row[start:end], (0, start + block - end), value=1.0)
             ),
@@ -247,6 +277,7 @@ EXERCISES = {
                 0,
             ),
             "place needs more than 16 bits, signed or not": _gathered(lambda row, K: row * K % (2 * _WRAP)),
+            "an empty slot gets zeros, not another row": _gathered(lambda row, K: row.clamp(min=0) * K),
             "the cast drops the fraction: use nearest": _gathered(lambda row, K: row * K, torch.trunc),
             "row 1 doesn't start at element 1: where does each row start?": _gathered(lambda row, K: row),
         },
@@ -261,6 +292,12 @@ EXERCISES = {
                 lambda tiles: tiles[-1]
             ),
             "the result depends on just one tile of a row": lambda x, order, size: x[:, :size].float().abs().amax(1),
+            "the result depends on just one tile of a row, the last": lambda x, order, size: (
+                x[:, (x.shape[1] - 1) // size * size :].float().abs().amax(1)
+            ),
+            "the short last tile is missing": lambda x, order, size: _combined(lambda tiles: tiles.amax(0))(
+                F.pad(x[:, : x.shape[1] // size * size], (0, size)), order, size
+            ),
             "this is the sum of the tiles' maxima, not the largest of them": _combined(lambda tiles: tiles.sum(0)),
             "absmax starts at 0, so a minimum would stay 0": _combined(lambda tiles: tiles.amin(0) * 0),
             "absmax is the largest magnitude: abs is missing": _combined(
@@ -291,6 +328,15 @@ EXERCISES = {
             ),
             "1111 is -1: subtract 16, not 8": _unpacked(
                 lambda j: j % 2 * 4, low=lambda nibble: nibble - 8 * (nibble > 7)
+            ),
+            "the column decides which nibble, and this takes turns by byte": _unpacked(lambda j: j // 2 % 2 * 4),
+            "shift by 0 or 4: all other columns aren't in this byte": _unpacked(lambda j: (4 * j).clamp(max=31)),
+            "a nibble has four bits: shift by 4, not by 2": _unpacked(lambda j: j % 2 * 2),
+            "two's complement: subtract 16 from nibbles above 7, and nothing from the others": _unpacked(
+                lambda j: j % 2 * 4, low=lambda nibble: nibble - 8
+            ),
+            "the other nibble is still there: keep four bits with & 15": _unpacked(
+                lambda j: j % 2 * 4, low=lambda nibble: nibble - 16 * (nibble > 7), kept=255
             ),
             "a row of odd length ends in half a byte, but occupies the whole byte": _unpacked(
                 lambda j: j % 2 * 4, stride=lambda K: K // 2
