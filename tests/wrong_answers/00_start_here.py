@@ -30,6 +30,9 @@ ANSWERS = {
 
 # kinds that were once called right, or whose words were wrong
 ANSWERS["restore"] += [
+    ("rows of tiny weights", restore("(x.abs().amax(-1, keepdim=True) / 7).clamp(min=1e-3)")),
+    ("rows of tiny weights", restore("x.abs().amax(-1, keepdim=True) / 7 + 1e-8")),
+    ("maximum of each row", restore("x.abs().amax(0, keepdim=True) / 7")),
     ("exit()", "def restore(x):\n    exit()"),
     (
         "`return`",

@@ -200,6 +200,8 @@ ANSWERS["row_absmax"] += [
     ("tl.constexpr", walk(ZERO.replace("float32", "int32"))),
     ("a race", walk(end="tl.store(out_ptr + row + 1, 0.0, mask=row < tl.num_programs(0) - 1)\n    " + END)),
     ("", walk(loop=WALK.replace("columns", "min(columns, 10 * BLOCK)"))),
+    ("start from", walk(ZERO.replace("zeros((BLOCK,)", "full((BLOCK,), 1e-30"))),
+    ("this adds them", walk(end=END.replace("tl.max(", "tl.sum("))),
     ("course.launch", "def row_absmax(x, BLOCK):\n    return x.abs().amax(1)"),
 ]
 
@@ -232,6 +234,24 @@ OTHERS = {
             OFFS,
             "tl.store(out_ptr + offs, x, mask=offs < n)",
         )
+    ],
+    # orders that load as few bytes
+    "grouped_matmul": [
+        tiles(
+            SIZES,
+            FIRST,
+            HEIGHT,
+            INSIDE,
+            "column, row = inside // height, inside % height",
+            "return first + tl.where(column % 2 == 1, height - 1 - row, row), column",
+        ),
+        tiles(
+            SIZES,
+            "first = program // (GROUP * down) * GROUP",
+            "width = tl.minimum(GROUP, across - first)",
+            "inside = program % (GROUP * down)",
+            "return inside // width, first + inside % width",
+        ),
     ],
     "row_max": [longest(MAX, load=ROW_LOAD.replace(f"other={LOWEST}", f"other={LOWEST}").replace("x =", "x = 1.0 *"))],
 }

@@ -90,6 +90,20 @@ ANSWERS = {
 # kinds that were once called right, or whose words were wrong
 ANSWERS["steps_of"] += [
     (
+        "",
+        STEPS
+        + "    good = (absmax > 3.7e-37) & absmax.isfinite()\n    return torch.where(good, x * (127 / absmax), 0)",
+    ),
+    (
+        "keeps its values",
+        STEPS
+        + "    good = (absmax >= 3.8e-37) & absmax.isfinite()\n    return torch.where(good, x * (127 / absmax), 0)",
+    ),
+    (
+        "with torch.where",
+        STEPS + "    inverse = 127 / absmax\n    return x * inverse * (inverse.isfinite() & absmax.isfinite())",
+    ),
+    (
         "absmax may be small",
         STEPS + "    inverse = 127 / absmax\n"
         "    return torch.where((absmax > 1e-8) & absmax.isfinite(), x * inverse, 0)",
@@ -101,6 +115,8 @@ ANSWERS["steps_of"] += [
     ),
 ]
 ANSWERS["round_codes"] += [
+    ("below zero, this ROUNDER", code(MAGIC.replace("12582912.0", "8388608.0"))),
+    ("too large", code(MAGIC.replace("12582912.0", "25165824.0"))),
     ("a race", KERNEL + "    tl.store(q_ptr + offs + BLOCK, (code * 0).to(tl.int8), mask=offs + BLOCK < n)\n"),
     ("course.launch", "import qk\n\n\ndef round_codes(x, BLOCK):\n    return qk.act_quant_ref(x[None], 32)[0][0]"),
     ("", KERNEL.replace("* BLOCK + tl.arange(0, BLOCK)", "* 32 + tl.arange(0, 32)")),

@@ -7,9 +7,9 @@ import torch
 from qk.course.exercises import Exercise
 
 
-def _restored(magnitude=torch.abs, top=7, rounding=torch.round, dims=-1):
+def _restored(magnitude=torch.abs, top=7, rounding=torch.round, dims=-1, least=0.0):
     def result(x):
-        scale = magnitude(x).amax(dims, keepdim=True) / top
+        scale = (magnitude(x).amax(dims, keepdim=True) / top).clamp(min=least)
         return rounding(x / scale) * scale
 
     return result
@@ -43,7 +43,8 @@ def _cases():
     rows = torch.randint(-700, 701, (4, 24), generator=generator) / 100 + 0.003  # no tie, and nothing near one
     rows[:, 5] = torch.tensor([-7.0, 7, -7, 7])
     sizes = torch.tensor([[1.0], [0.02], [30], [1]])
-    return [(rows[:1],), (rows[1:2],), (rows * sizes,), (-rows[:, :6] * sizes,)]
+    tiny = torch.tensor([[1e-20], [1], [30], [1]])
+    return [(rows[:1],), (rows[1:2],), (rows * sizes,), (-rows[:, :6] * sizes,), (rows * tiny,)]
 
 
 EXERCISES = {
@@ -55,6 +56,8 @@ EXERCISES = {
             "these are codes: multiply by the scale to get weights again": _codes,
             "codes alone aren't weights: return codes * scale": lambda x: _codes(x).to(torch.int8),
             "each row has a scale of its own": _restored(dims=(0, 1)),
+            "take the maximum of each row, along the last axis": _restored(dims=0),
+            "a lower bound on the scale, or a number added to it, loses rows of tiny weights": _restored(least=1e-5),
             "rounding down isn't rounding to the nearest: 6.9 becomes 6, and -6.1 becomes -7": _restored(
                 rounding=torch.floor
             ),

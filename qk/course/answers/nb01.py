@@ -17,6 +17,20 @@ def _by_nibble(function):
     return lambda packed: function(torch.stack([packed & 15, packed >> 4], dim=1).int()).to(torch.int8)
 
 
+def _half_signed(signed):
+    """Only the nibbles of column `signed` are read as two's complement."""
+    return lambda packed: torch.where(
+        torch.arange(2, device=packed.device) == signed, _decoded(packed), _decoded(packed) & 15
+    )
+
+
+_ONE_SIGNED = {
+    "negative odd columns come out as 8 to 15: both nibbles can be negative": _half_signed(0),
+    "negative even columns come out as 8 to 15: both nibbles can be negative": _half_signed(1),
+    "flip the top bit first, and subtract 8 after that": _by_nibble(lambda n: (n - 8) ^ 8),
+}
+
+
 def _unpacked(packed, BLOCK):
     return _decoded(packed).flatten()
 
@@ -64,6 +78,7 @@ EXERCISES = {
             "1111 is -1, and 1001 is -7: subtract 16, not 15": _by_nibble(lambda n: n - 15 * (n > 7)),
             "this isn't sign and magnitude: 1111 is -1": _by_nibble(lambda n: (n & 7) * (1 - 2 * (n > 7))),
             "8 means a negative code too: it is above 7": _by_nibble(lambda n: n - 16 * (n > 8)),
+            **_ONE_SIGNED,
         },
         note="any number of bytes, and all 256 of them",
     ),
@@ -99,6 +114,7 @@ EXERCISES = {
                 lambda codes, at, B: codes.where(at // 2 * 2 < len(at) // 2, 99)
             ),
             "1111 is -1, and 1001 is -7: subtract 16, not 15": _changed(lambda codes, at, B: codes + (codes < 0)),
+            **{hint: lambda packed, BLOCK, wrong=wrong: wrong(packed).flatten() for hint, wrong in _ONE_SIGNED.items()},
         },
         kernel=True,
         note="any number of bytes, all 256 of them, and any BLOCK",
@@ -117,6 +133,9 @@ EXERCISES = {
             "that is code * absmax: divide by 7": _restored(top=1),
             "the scale is absmax / 7, since codes end at 7, not 8": _restored(top=8),
             "these are codes: multiply by absmax / 7": lambda packed, absmax, *_: _decoded(packed).flatten().float(),
+            "absmax has a fraction: don't make it an integer": lambda packed, absmax, *sizes: _restored()(
+                packed, absmax.trunc(), *sizes
+            ),
             "all weights get the first group's absmax": _restored(group=lambda at, GROUP: at * 0),
             "a group is GROUP weights long, so weight i's is number i // GROUP": _restored(
                 group=lambda at, GROUP: at // (2 * GROUP)

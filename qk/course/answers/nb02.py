@@ -12,6 +12,7 @@ _BLOCKS = (
     [[1e-37, -1e-37, 0], [127, 5, -5]],
     [[_INF, 1, 2], [_NAN, 1, 2], [2, -_INF, _NAN], [-15.875, 1, 3]],
     [[1e-9, 5e-10, -2e-10, 0], [3e-30, -1e-30, 0, 1e-33], [3e38, -1e38, 5e37, 1]],
+    [[3.72e-37, 1e-37], [3.75e-37, 1e-37]],  # 127 / 3.73e-37 is just infinite
     [[3.6e-37, 1e-37, 0, -1e-38, 2e-38], [3.9e-37, 1e-37, 0, -1e-38, 3e-37], [1e-42, 0, 0, 0, -1e-42]],
 )
 
@@ -113,6 +114,9 @@ EXERCISES = {
                 (127 / x.amax(-1, True)).isfinite() & x.amax(-1, True).isfinite(), x * (127 / x.amax(-1, True)), 0
             ),
             "127, not 128": _with_inverse_of(128),
+            "NaN or infinity times False is NaN: choose with torch.where": lambda x: (
+                x * (127 / _largest(x)) * ((127 / _largest(x)).isfinite() & _largest(x).isfinite())
+            ),
             "raising a tiny absmax gives tiny steps, not zeros": lambda x: torch.where(
                 _largest(x).isfinite(), x * (127 / _largest(x).clamp(min=1e-12)), 0
             ),
@@ -160,6 +164,13 @@ EXERCISES = {
             "count scales, not the matrix's elements": lambda i, j, m, n, b: i * n + j,
             "a row of scales is shorter than a row of elements": lambda i, j, m, n, b: i // b * n + j // b,
             "i counts rows and j columns: you swapped them": lambda i, j, m, n, b: j // b * -(-n // b) + i // b,
+            "% gives the place in a block, and // the block's number": lambda i, j, m, n, b: i % b * -(-n // b) + j % b,
+            "round i and j down: only the number of blocks is rounded up": lambda i, j, m, n, b: (
+                -(-i // b) * -(-n // b) - (-j // b)
+            ),
+            "blocks are squares: divide i and j by block_size, each alone": lambda i, j, m, n, b: (
+                (i * n + j) // (b * b)
+            ),
             "moving down by one block skips a whole row of scales": lambda i, j, m, n, b: i // b + j // b,
         },
         note="any sizes, including those that end in short blocks",
@@ -196,6 +207,17 @@ EXERCISES = {
                 lambda x, a: _steps(x, a.clamp(min=1e-8)).round()
             ),
             "a value from beyond n became the absmax: load those with other=0": _with_other(1.0),
+            "abs of a masked-off minus infinity became the absmax: load 0 there": _with_other(-_INF),
+            "below zero, this ROUNDER keeps halves, since it is a power of two: use 1.5 * 2**23": _rounded(
+                lambda x, a: torch.where(x < 0, (_steps(x, a) * 2).round() / 2, _steps(x, a).round()).trunc()
+            ),
+            "this ROUNDER keeps halves, which the cast drops: use 1.5 * 2**23": _rounded(
+                lambda x, a: ((_steps(x, a) * 2).round() / 2).trunc()
+            ),
+            "all codes are even: this ROUNDER is too large": _rounded(
+                lambda x, a: ((_steps(x, a) / 2).round() * 2).int()
+            ),
+            "scale first, and round afterwards": _rounded(lambda x, a: (x.round() * (127 / a)).trunc()),
         },
         kernel=True,
         note="any length and BLOCK, huge and tiny numbers, and ties",

@@ -62,7 +62,7 @@ def _maximum_cases():
 
 def _absmax_cases():
     x, low, few = _rows()
-    few[1, 33] = float("-inf")
+    few[1, 33], x[8] = float("-inf"), 0
     return [(x[:3, :99], 32), (x[4:8, :256], 32), (x[2:3, :33], 16), (low[:4, :10], 16), (x[6:9], 64), (few / 3, 16)]
 
 
@@ -123,6 +123,10 @@ EXERCISES = {
             "program p begins at p * BLOCK, and BLOCK isn't always 32": _from(32),
             "program p begins at p * BLOCK, and BLOCK isn't always 64": _from(64),
             "that subtracts 1": lambda x, B: x - 1,
+            "that's each position plus 1: add 1 to what you load": lambda x, B: torch.arange(
+                1, len(x) + 1, device=x.device
+            ).to(x.dtype),
+            "that's 99 plus 1, and 99 is what out held before: load from x_ptr": lambda x, B: torch.full_like(x, 100),
             "that adds the program id": lambda x, B: x + torch.arange(len(x), device=x.device) // B,
             "that adds the element's index": lambda x, B: x + torch.arange(len(x), device=x.device),
         },
@@ -158,6 +162,9 @@ EXERCISES = {
                 x + bias[(torch.arange(x.shape[1], device=x.device) - 1).clamp(min=0)]
             ),
             "x isn't always contiguous: use its strides": lambda x, bias, R, C: _packed(x) + bias,
+            "neighbors in a row needn't be neighbors in memory: use stride_c": lambda x, bias, R, C: (
+                x.as_strided(x.shape, (x.stride(0), 1)) + bias
+            ),
             "each program adds the first COLUMNS of the bias": lambda x, bias, R, C: (
                 x + bias[torch.arange(x.shape[1], device=x.device) % C]
             ),
@@ -203,6 +210,13 @@ EXERCISES = {
             "the last tile is missing, even when it is full": lambda x, B: _in_tiles(x, B, slice(0, -1)),
             "the first tile is missing: start at 0": lambda x, B: _in_tiles(x, B, slice(1, None)),
             "every second tile is missing: the step is BLOCK": lambda x, B: _in_tiles(x, B, slice(0, None, 2)),
+            "abs turns a masked-off minus infinity into plus infinity: load 0 there": lambda x, B: (
+                x.abs().amax(1) + (torch.inf if x.shape[1] % B else 0)
+            ),
+            "x * x overflows, or vanishes: take tl.abs": lambda x, B: (x * x).sqrt().amax(1),
+            "at the end, take the largest of the BLOCK results: this adds them": lambda x, B: (
+                torch.nn.functional.pad(x.abs(), (0, -x.shape[1] % B)).view(len(x), -1, B).amax(1).sum(1)
+            ),
             "that is the sum of the tiles' results": lambda x, B: sum(t.abs().amax(1) for t in x.split(B, 1)),
             "rows are `stride` apart, not `columns`": lambda x, B: _packed(x).abs().amax(1),
             "each program took row 0": lambda x, B: x[:1].abs().amax(1).expand(len(x)),
