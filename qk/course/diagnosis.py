@@ -347,13 +347,16 @@ def _of_cases(answer, wrong, right):
         if " of " not in a and len(values) == 1 < len(good) and not values & {1, *(each[a] for each in bad)}:
             return f"right only where {a} is {values.pop()}: is that number hard-coded?"
     for a in bad[0]:
-        some = (16, 32, 64) if len({each[a] for each in good}) > 1 else ()  # one size is right by chance
+        # one size is right by chance
+        some = (16, 32, 64) if len({each[a] for each in good}) > 1 and len(bad) > 1 and not _BLOCK.search(a) else ()
         for b in (*filter(_BLOCK.search, bad[0]), *some):
             step = (lambda each, b=b: each[b]) if isinstance(b, str) else (lambda each, b=b: b)
             if a == b or not all(step(each) > 1 for each in bad + good):
                 continue
             if all(each[a] % step(each) for each in bad) and not any(each[a] % step(each) for each in good):
-                return f"right only where {a} is a multiple of {b}: what about a short last block?"
+                why = "what about a short last block?" if isinstance(b, str) else "is that number hard-coded?"
+                return f"right only where {a} is a multiple of {b}: {why}"
             if all(each[a] > step(each) for each in bad) and all(each[a] <= step(each) for each in good):
-                return f"right only where {a} is at most {b}: what about the blocks after the first?"
+                why = "what about the blocks after the first?" if isinstance(b, str) else "is that number hard-coded?"
+                return f"right only where {a} is at most {b}: {why}"
     return ""
