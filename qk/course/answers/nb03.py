@@ -2,6 +2,7 @@
 
 import torch
 
+from qk.core.numerics import INTERPRETED
 from qk.course.exercises import Exercise
 
 _TILES = (8, 4, 4), (16, 4, 8), (20, 4, 8), (8, 8, 4), (6, 4, 4), (7, 5, 3), (0, 1, 128), (999, 256, 128)
@@ -81,19 +82,42 @@ def _scaled_each_time(sums, a, b):
     return acc
 
 
-def _rounded_scales(dtype):
+def _added_in_float16(sums, a, b):
+    acc = torch.zeros_like(sums[..., 0]).half()
+    for step in (sums * b).unbind(-1):
+        acc = acc + step.half()
+    return acc.double() * a[..., 0]
+
+
+def _bfloat16(x):
+    """As a kernel converts it: Triton's interpreter truncates."""
+    return (x.float().view(torch.int32) & -65536).view(torch.float32) if INTERPRETED.value else x.bfloat16().float()
+
+
+def _rounded_scales(name, rounded):
     """{hint: function}, for a's and for b's scales."""
-    name = str(dtype).removeprefix("torch.")
     return {
-        f"{name} is too narrow for a's scales": _by(lambda sums, a, b: (sums * a.to(dtype).double() * b).sum(-1)),
-        f"{name} is too narrow for b's scales": _by(lambda sums, a, b: (sums * a * b.to(dtype).double()).sum(-1)),
+        f"{name} is too narrow for a's scales": _by(lambda sums, a, b: (sums * rounded(a).double() * b).sum(-1)),
+        f"{name} is too narrow for b's scales": _by(lambda sums, a, b: (sums * a * rounded(b).double()).sum(-1)),
     }
+
+
+def _with_scales_at(place):
+    """Block i of channel n takes b's scale number place(n // block, i, K // block)."""
+
+    def scaled(a, a_scale, b, b_scale, block):
+        sums, a_scale, _ = _sums(a, a_scale, b, b_scale, block)
+        row = torch.arange(len(b), device=b.device)[:, None] // block
+        i = torch.arange(sums.shape[-1], device=b.device)
+        return (sums * a_scale * b_scale.flatten()[place(row, i, a.shape[1] // block)].double()).sum(-1).float()
+
+    return scaled
 
 
 def _bound(a, a_scale, b, b_scale, block):
     """Float32 sums of a few hundred scaled products, in any order and in steps of any size."""
     sums, a, b = _sums(a.abs(), a_scale, b.abs(), b_scale, block)
-    return 1e-6 * (sums * a * b).sum(-1)
+    return 5e-6 * (sums * a * b).sum(-1)
 
 
 def _token_cases():
@@ -170,24 +194,34 @@ EXERCISES = {
             "b is [N, K]: its rows are K long": _with_columns(lambda b: b.flatten().view(b.shape[1], len(b)).T),
             "a's scale multiplies acc once, not in each step": _by(_scaled_each_time),
             "int8 can't hold a block's sum": _by(lambda sums, a, b: (((sums + 128) % 256 - 128) * a * b).sum(-1)),
-            **_rounded_scales(torch.float16),
-            **_rounded_scales(torch.bfloat16),
+            **_rounded_scales("float16", torch.Tensor.half),
+            **_rounded_scales("bfloat16", _bfloat16),
             "a block's sum needs more than 16 bits": _by(
                 lambda sums, a, b: (((sums + 2**15) % 2**16 - 2**15) * a * b).sum(-1)
             ),
             "float16 can't hold a block's sum": _by(lambda sums, a, b: (sums.half().double() * a * b).sum(-1)),
             "bfloat16 rounds a block's sum: it has 8 bits": _by(
-                lambda sums, a, b: (sums.bfloat16().double() * a * b).sum(-1)
+                lambda sums, a, b: (_bfloat16(sums).double() * a * b).sum(-1)
             ),
             "float16 can't hold the scaled sums": _by(lambda sums, a, b: (sums * a * b).half().double().sum(-1)),
+            "acc must be float32: float16 holds neither huge nor tiny sums": _by(_added_in_float16),
             "multiply by both scales, don't add them": _by(lambda sums, a, b: (sums * (a + b)).sum(-1)),
             "each row of a has its own scale; this uses row 0": _by(lambda sums, a, b: (sums * a[:1] * b).sum(-1)),
+            "each row of a has its own scale; this uses its tile's first row": _by(
+                lambda sums, a, b: (sums * a[torch.arange(len(a), device=a.device) // 16 * 16] * b).sum(-1)
+            ),
             "a's scale counts once: in the loop or after it": _by(lambda sums, a, b: (sums * a * a * b).sum(-1)),
             "each block of b has its own scale: its column is the block": _by(
                 lambda sums, a, b: (sums * a * b[..., :1]).sum(-1)
             ),
             "b's scale is in row n // QUANT_BLOCK; this uses row 0": _by(
                 lambda sums, a, b: (sums * a * b[:, :1]).sum(-1)
+            ),
+            "a row of b's scales has one for each block: where does row n // QUANT_BLOCK begin?": _with_scales_at(
+                lambda row, i, whole: row + i
+            ),
+            "a short block has a scale too: a row of b's scales is cdiv(K, QUANT_BLOCK) long": _with_scales_at(
+                lambda row, i, whole: row * whole + i
             ),
             "a block is QUANT_BLOCK columns of K, not always 32": _of_thirty_two,
             "a's scales are truncated to whole numbers": _by(lambda sums, a, b: (sums * a.trunc() * b).sum(-1)),

@@ -81,8 +81,8 @@ def _gated(
         gate, up = (F.pad(x.double(), (0, -len(x) % GROUP), value=padding).view(-1, GROUP) for x in (gate, up))
         values = gating(gate, up)
         absmax = largest(values, up)
-        codes = rounding(values * (127 / absmax)).clamp(-127, 127)
-        return codes.flatten()[:N].to(torch.int8), scaling(absmax[:, 0]).float()
+        codes = rounding(values * (127 / absmax)).clamp(-1e9, 1e9)
+        return codes.flatten()[:N].to(torch.int32).to(torch.int8), scaling(absmax[:, 0]).float()
 
     return codes_and_scales
 
@@ -90,13 +90,6 @@ def _gated(
 def _first_group(gate, up, GROUP):
     codes, scales = _gated()(gate, up, GROUP)
     return codes * (torch.arange(len(codes), device=codes.device) < GROUP), scales[:1].expand(len(scales))
-
-
-def _signed(gate, up, GROUP):
-    values = F.pad(F.silu(gate.double()) * up.double(), (0, -len(gate) % GROUP)).view(-1, GROUP)
-    absmax = values.amax(1, keepdim=True)
-    codes = (values * (127 / absmax)).round().clamp(-1e9, 1e9)
-    return codes.flatten()[: len(gate)].to(torch.int32).to(torch.int8), (absmax[:, 0] / 127).float()
 
 
 def _in_place_of(codes=None, scales=None):
@@ -135,6 +128,10 @@ EXERCISES = {
             "bfloat16 has two bytes, is written once and read once; bias and GELU move nothing": lambda M, N, b: (
                 9 * M * N + 4 * M * -(-N // b)
             ),
+            "a short last block has a whole scale: round up, not to the nearest": lambda M, N, b: (
+                5 * M * N + 4 * M * round(N / b)
+            ),
+            "a short last block has a whole scale: don't leave a fraction": lambda M, N, b: 5 * M * N + 4 * M * N / b,
             "a code has one byte": lambda M, N, b: 6 * M * N + 4 * M * -(-N // b),
             "each row has its own blocks": lambda M, N, b: 5 * M * N + 4 * -(-N // b),
             "that's a fused kernel; here the output is written in bfloat16 and read back": lambda M, N, b: (
@@ -157,12 +154,13 @@ EXERCISES = {
             "all codes are 0: does tl.where keep x where the mask is true?": lambda x, GROUP: torch.zeros_like(
                 x, dtype=torch.int8
             ),
+            "the last, short group is 0: is it stored, or is its largest magnitude infinite?": _padded(torch.inf),
             "tl.abs turns -1 into 1: use a value that is never the largest magnitude": lambda x, GROUP: _softplus(
                 x, GROUP, 1.0
             ),
         },
         kernel=True,
-        note="any N and GROUP, and for softplus values down to a millionth",
+        note="any N and GROUP, inputs of 0, and softplus values down to a millionth",
     ),
     "gated": Exercise(
         expected=_gated(),
@@ -177,7 +175,7 @@ EXERCISES = {
             "a scale is absmax / 127": _gated(scaling=lambda absmax: absmax),
             "a scale is absmax / 127, not its inverse": _gated(scaling=lambda absmax: 127 / absmax),
             "sigmoid(v) is 1 / (1 + exp(-v)): mind the sign": _gated(
-                gating=lambda gate, up: gate * (-gate).sigmoid() * up
+                gating=lambda gate, up: gate / (1 + gate.float().exp()) * up
             ),
             "that is ReLU: silu(v) is v * sigmoid(v)": _gated(gating=lambda gate, up: gate.clamp(min=0) * up),
             "that is a GELU: sigmoid's argument is v itself": _gated(
@@ -191,7 +189,21 @@ EXERCISES = {
             "masked elements must not become the absmax: which `other` is safe?": _gated(padding=1.0),
             "up counts once, not squared": _gated(gating=lambda gate, up: F.silu(gate) * up * up),
             "a scale is absmax / 127, not / 128": _gated(scaling=lambda absmax: absmax / 128),
-            "absmax is the largest magnitude: abs is missing": _signed,
+            "absmax is the largest magnitude: abs is missing": _gated(
+                largest=lambda values, up: values.amax(1, keepdim=True)
+            ),
+            "absmax is the product's: take it after multiplying by up": _gated(
+                largest=lambda values, up: up.abs().amax(1, keepdim=True)
+            ),
+            "exp(gate) overflows from about 89 on, and infinity / infinity is NaN": _gated(
+                gating=lambda gate, up: gate * gate.float().exp() / (1 + gate.float().exp()) * up
+            ),
+            "1 + exp(gate) is rounded to 1 for very negative gates": _gated(
+                gating=lambda gate, up: gate * (1 - 1 / (1 + gate.float().exp())) * up
+            ),
+            "float16 is too narrow for the gated values": _gated(
+                gating=lambda gate, up: (F.silu(gate) * up).half().double()
+            ),
             "the scales are missing": _in_place_of(scales=torch.zeros_like),
             "the codes are missing": _in_place_of(codes=torch.zeros_like),
             "each program has its own group: program_id": _first_group,
