@@ -54,6 +54,11 @@ ANSWERS = {
         ("the last fraction", "def best_fraction(x, counts, fractions):\n    return fractions[-1]"),
         ("not at 8", changed(FRACTION, "clamp(-7, 7)", "clamp(-7, 8)")),
         ("this rounds down", changed(FRACTION, "round()", "floor()")),
+        (
+            "absmax to float16",
+            changed(FRACTION, "fraction * x.abs().max()", "(fraction * x.abs().max()).half().float()"),
+        ),
+        ("a count of 0", changed(FRACTION, "x.abs().max()", "x[counts > 0].abs().max()")),
         ("", changed(FRACTION, "x.abs().max()", "x.abs().max().clamp(min=1e-3)")),
         (
             "",
@@ -99,14 +104,48 @@ ANSWERS = {
             "    return torch.stack([a + b, a - b], 1).flatten()",
         ),
         ("a kernel can use tl", changed(KERNEL, "    x = ", "    import numpy\n    numpy.ones(1)\n    x = ")),
-        ("", changed(KERNEL, "(offs & APART) == 0", "offs < APART")),
+        ("not just the very first", changed(KERNEL, "(offs & APART) == 0", "offs < APART")),
+        ("at offs ^ APART", changed(KERNEL, "(offs ^ APART)", "(offs | APART)")),
+        ("not + APART", changed(KERNEL, "(offs ^ APART), mask=mask", "offs + APART, mask=offs + APART < n")),
+        (
+            "not the place in the block",
+            changed(
+                KERNEL,
+                "partner = tl.load(x_ptr + (offs ^ APART), mask=mask",
+                "lane, start = tl.arange(0, BLOCK), tl.program_id(0) * BLOCK\n    other = start + (lane ^ APART)\n"
+                "    partner = tl.load(x_ptr + other, mask=other < n",
+            ).replace("(offs & APART)", "(lane & APART)"),
+        ),
+        (
+            "don't shift by it",
+            changed(KERNEL, "offs ^ APART), mask=mask", "offs ^ 1 << APART), mask=(offs ^ 1 << APART) < n").replace(
+                "offs & APART", "offs & 1 << APART"
+            ),
+        ),
     ],
     "gptq_step": [
         (
-            "must make up for the error",
+            "later columns don't change",
             changed(STEP, "    now[:, k + 1 :] -= error[:, None] * U[k, k + 1 :] / U[k, k]\n", ""),
         ),
-        ("must make up for the error", changed(STEP, "U[k, k + 1 :]", "U[k + 1 :, k]")),
+        ("U's column used", changed(STEP, "U[k, k + 1 :]", "U[k + 1 :, k]")),
+        (
+            "taken too late",
+            changed(STEP, "w.clone()\n", "w.clone()\n    column = now[:, k]\n").replace(
+                "w[:, k] - now", "column - now"
+            ),
+        ),
+        ("not row k + 1", changed(STEP, "U[k, k + 1 :]", "U[k + 1, k + 1 :]")),
+        ("for all columns", changed(STEP, "U[k, k]", "U.diagonal()[k + 1 :]")),
+        (
+            "aren't rounded yet",
+            changed(
+                STEP,
+                "    return now",
+                "    later = (now[:, k + 1 :] / scale[:, None]).round().clamp(-7, 7)\n"
+                "    now[:, k + 1 :] = later * scale[:, None]\n    return now",
+            ),
+        ),
         ("divide the error by U[k, k]", changed(STEP, " / U[k, k]", "")),
         ("don't multiply", changed(STEP, " / U[k, k]", " * U[k, k]")),
         ("not at -8", changed(STEP, "clamp(-7, 7)", "clamp(-8, 8)")),

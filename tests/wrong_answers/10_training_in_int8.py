@@ -50,6 +50,26 @@ ANSWERS = {
         ("with other=", changed(SCALES, ", other=0.0", "")),
         ("", changed(SCALES, "tl.max(", "tl.sum(")),
         ("not the smallest", changed(SCALES, "other=0.0", "other=1e38").replace("tl.max(", "tl.min(")),
+        ("not the mean", changed(SCALES, "tl.max(scales, 0)", "tl.sum(scales, 0) / B")),
+        (
+            "and program_id(1) the group",
+            changed(SCALES, "group * tl.num_programs(0) + tl.program_id(0)", "group * tl.num_programs(1) + block")
+            .replace(
+                "rows, group = tl.program_id(0) * B",
+                "group, block = tl.program_id(0), tl.program_id(1)\n    rows = block * B",
+            )
+            .replace("tl.arange(0, B), tl.program_id(1)", "tl.arange(0, B)"),
+        ),
+        (
+            "not B columns",
+            changed(SCALES, "rows * groups + group, mask=rows < M", "address, mask=inside")
+            .replace("tl.max(scales, 0)", "tl.max(scales)")
+            .replace(
+                "    scales =",
+                "    columns = group * B + tl.arange(0, B)\n    address = rows[:, None] * groups + columns\n"
+                "    inside = (rows < M)[:, None] & (columns < groups)\n    scales =",
+            ),
+        ),
         ("divided by 127 already", changed(SCALES, "tl.max(scales, 0)", "tl.max(scales, 0) / 127")),
         ("reads the first block", changed(SCALES, "tl.program_id(0) * B + tl.arange", "tl.arange")),
         (
@@ -109,6 +129,19 @@ ANSWERS = {
                 "p, q = p[:1].expand(len(p)), q[:1].expand(len(q))\n        p, q = p.repeat",
             ),
         ),
+        ("exchanged", changed(GRADIENT, "g_scale, x_scale, strict", "x_scale, g_scale, strict")),
+        ("columns of x", changed(GRADIENT, "q.repeat", "q[:1].expand(len(q)).repeat")),
+        ("is left", changed(GRADIENT, "total +=", "total =")),
+        (
+            "not repeat",
+            changed(
+                BFLOAT16,
+                "scale.repeat_interleave(B, 0)[: codes.shape[0]].repeat_interleave(B, 1)",
+                "scale.repeat(B, B)",
+            )
+            .replace("[:, : codes.shape[1]]", "[: len(codes), : codes.shape[1]]")
+            .replace(".bfloat16()", ""),
+        ),
         ("multiply by the scales", changed(GRADIENT, "* p[:, None] * q", "/ p[:, None] / q")),
         (
             "don't fill a block",
@@ -120,7 +153,10 @@ ANSWERS = {
         ("bfloat16", changed(GRADIENT, "a.float().T @ b.float()", "(a.double().T @ b.double()).bfloat16()")),
         ("", changed(GRADIENT, "a.float().T @ b.float()", "(a.half().double().T @ b.double()).clamp(-1e5, 1e5)")),
         ("", changed(GRADIENT, "    total +=", "    p, q = p + 1e-6, q + 1e-6\n        total +=")),
-        ("rounds to float16", changed(GRADIENT, "    total +=", "    p, q = p.half(), q.half()\n        total +=")),
+        (
+            "float16 can't hold the scales",
+            changed(GRADIENT, "    total +=", "    p, q = p.half(), q.half()\n        total +="),
+        ),
         (
             "",
             GRADIENT.replace("split(B)", "split(32)")
@@ -154,6 +190,13 @@ ANSWERS = {
         (
             "moves whole numbers too",
             changed(KERNEL, "tl.floor(value + u)", "((value + u).to(tl.int32) - (value + u < 0))"),
+        ),
+        ("instead of truncating", changed(KERNEL, "tl.floor(value + u)", "(value + u - 0.5)")),
+        ("round the sum, once", changed(KERNEL, "tl.floor(value + u)", "(tl.floor(value) + u)")),
+        ("whole or positive", changed(KERNEL, "tl.floor(value + u)", "((value + u).to(tl.int32) - (value < 0))")),
+        (
+            "value + u, rounded down",
+            changed(KERNEL, "tl.floor(value + u)", "(tl.floor(value) + (u < value - tl.floor(value)))"),
         ),
         ("", changed(KERNEL, "tl.floor(value + u)", "((value + u + 128).to(tl.int32) - 127)")),
         ("", changed(KERNEL, "tl.floor(value + u)", "tl.floor((value + u).to(tl.float16).to(tl.float32))")),

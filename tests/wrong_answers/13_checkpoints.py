@@ -59,10 +59,17 @@ ANSWERS = {
         ("", awq((" & 15", " & 14"))),
         ("bit 3 * i", awq(("4 * torch", "3 * torch"))),
         ("in the wrong places", awq((ORDER, "[4, 0, 5, 1, 6, 2, 7, 3]"))),
-        ("in the wrong places", awq((".flatten(1).T", ".flatten(1).reshape(-1, qweight.shape[0])"))),
+        ("doesn't transpose", awq((".flatten(1).T", ".flatten(1).reshape(-1, qweight.shape[0])"))),
+        ("are neighbors", awq((".flatten(1).T", ".transpose(1, 2).flatten(1).T"))),
+        (
+            "GPTQ's holds",
+            awq((ORDER, "range(8)"), ("qweight[", "qweight.T["), (".flatten(1).T", ".flatten(1)")),
+        ),
+        ("only the first", awq(("qweight[:, :, None]", "qweight[:, :1, None]"))),
+        ("lie along N", awq(("qweight[", "qweight.T["), (".flatten(1).T", ".flatten(1)"))),
         ("in another shape", awq((".flatten(1).T", ".flatten(0, 1)"))),
         ("too many or too few", awq(("6, 3, 7]", "6, 3]"))),
-        ("", awq(("qweight[:, :, None] >>", "qweight.abs()[:, :, None] >>"))),
+        ("abs changes", awq(("qweight[:, :, None] >>", "qweight.abs()[:, :, None] >>"))),
     ],
     "zero_points": [
         ("minus one", zeros(("stored + 1", "stored"))),
@@ -86,6 +93,16 @@ ANSWERS = {
         ("subtract 8 last", zeros(("((stored + 1 & 15) - 8)", "(stored + 1 - 8 & 15)"))),
         ("keep four bits", zeros(("((stored + 1 & 15) - 8)", "(stored + (1 & 15) - 8)"))),
         ("subtract 8 last", zeros((") - 8)", ") ^ 8)"))),
+        ("doesn't transpose", zeros((".flatten(1).T", ".flatten(1).reshape(-1, len(qzeros))"))),
+        ("cut them off", zeros((" & 15).flatten", ").flatten"), ("(stored + 1 & 15)", "stored + 1"))),
+        ("use parentheses", zeros(("((stored + 1 & 15) - 8)", "(stored + 1 & 15 - 8)"))),
+        (
+            "unpack first",
+            zeros(
+                ("qzeros[:, :, None] >>", "(qzeros.view(torch.uint8) + 1).view(torch.int32)[:, :, None] >>"),
+                ("stored + 1", "stored"),
+            ),
+        ),
         ("convert the result", zeros(("torch.int8", "torch.uint8"))),
         ("must stay as it is.", zeros(("    stored", "    qzeros += 0x11111111\n    stored"))),
     ],
@@ -113,6 +130,16 @@ ANSWERS = {
         ("missing or too wide?", kernel(("[:, None] & (w < WORDS)", "[:, None] | (w < WORDS)"))),
         ("missing or too wide?", kernel(("n[:, None] * WORDS + w", "n[:, None] * BLOCK + w"))),
         ("numbers are missing", kernel(("program_id(1)", "program_id(0)"))),
+        (
+            "with its words",
+            kernel(("program_id(0)", "program_id(9)"), ("program_id(1)", "program_id(0)"), ("(9)", "(1)")),
+        ),
+        (
+            "not one",
+            kernel(("tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)", "tl.program_id(1) * BLOCK + tl.arange(0, 1)")),
+        ),
+        ("no tl.trans", kernel(("words ^ FLIP", "tl.trans(words) ^ FLIP"))),
+        ("where does row w begin?", kernel(("w * N + n", "w * WORDS + n"))),
         ("that are tl.constexpr", "BITS = -0x77777778\n\n\n" + kernel(("FLIP", "BITS"))),
     ],
 }

@@ -72,6 +72,12 @@ _FRACTION = Exercise(
         "round to nearest: this rounds down": _pick(_clipped(torch.floor)),
         "codes end at 7, so a step is absmax / 7": _pick(_clipped_at(127)),
         "weights become codes, whole numbers: round, don't only clip": _pick(_only_clipped),
+        "don't round absmax to float16": _pick(
+            lambda x, f: _clipped(largest=lambda x: (f * x.abs().max()).half().double() / f)(x, f)
+        ),
+        "elements with a count of 0 still count for the largest magnitude": lambda x, counts, fractions: _pick(
+            _clipped(largest=lambda _: x[counts > 0].double().abs().max())
+        )(x, counts, fractions),
         "absmax is a fraction of the largest magnitude, not of the mean": _pick(
             _clipped(largest=lambda x: x.abs().mean())
         ),
@@ -103,9 +109,13 @@ def _stage(x, apart, block=64):
 
 
 def _chosen(x, apart, first, partner=None):
-    """A stage where first(i) tells whether element i is the first of its pair, and partner(i) where the other is."""
+    """A stage where first(i) tells whether element i is the first of its pair, and partner(i) where the other is.
+
+    Past the end of x are zeros.
+    """
     i = torch.arange(len(x), device=x.device)
-    partner = x[i ^ apart if partner is None else partner(i)]
+    place = i ^ apart if partner is None else partner(i)
+    partner = x[place.clamp(max=len(x) - 1)].where(place < len(x), 0)
     return torch.where(first(i), x + partner, partner - x)
 
 
@@ -151,6 +161,15 @@ _STAGE = Exercise(
         ),
         "the second's partner comes before it, at offs ^ APART": lambda x, apart, block: _chosen(
             x, apart, lambda i: i & apart == 0, partner=lambda i: i | apart
+        ),
+        "the second's partner comes before it: ^ APART, not + APART": lambda x, apart, block: _chosen(
+            x, apart, lambda i: i & apart == 0, partner=lambda i: i + apart
+        ),
+        "a partner may be in another block: use offs, not the place in the block": lambda x, apart, block: _chosen(
+            x, apart, lambda i: i % block & apart == 0, partner=lambda i: i - i % block + (i % block ^ apart)
+        ),
+        "APART is the distance itself, not a stage's number: don't shift by it": lambda x, apart, block: _chosen(
+            x, apart, lambda i: i & 1 << min(apart, 40) == 0, partner=lambda i: i ^ 1 << min(apart, 40)
         ),
         "a run of APART elements is first, not one: test a bit of offs": lambda x, apart, block: _chosen(
             x, apart, lambda i: i % apart == 0
@@ -227,7 +246,7 @@ _GPTQ = Exercise(
         "each error is divided by U[k, k], for all columns": _step(
             spread=lambda e, U, k: e[:, None] * U[k, k + 1 :] / U.diagonal()[k + 1 :]
         ),
-        "later columns must make up for the error: subtract its share, by row k of U": _step(
+        "later columns don't change: is U's column used, not its row, or the error taken too late?": _step(
             spread=lambda e, U, k: 0 * e[:, None]
         ),
         "divide the error by U[k, k]": _step(spread=lambda e, U, k: e[:, None] * U[k, k + 1 :]),
@@ -238,6 +257,9 @@ _GPTQ = Exercise(
         "codes end at 7: clamp them": _step(end=1e9),
         "divide by U[k, k] once": _step(spread=lambda e, U, k: e[:, None] * U[k, k + 1 :] / U[k, k] ** 2),
         "use row k of U, not row 0": _step(spread=lambda e, U, k: e[:, None] * U[0, k + 1 :] / U[0, 0]),
+        "use row k of U, not row k + 1": _step(
+            spread=lambda e, U, k: e[:, None] * U[min(k + 1, len(U) - 1), k + 1 :] / U[k, k]
+        ),
         "errors of both signs count": _step(spread=lambda e, U, k: e.clamp(min=0)[:, None] * U[k, k + 1 :] / U[k, k]),
         "the error has the weights' unit: don't divide it by the scale": lambda w, U, k, scale: _step(
             spread=lambda e, U, k: (e / scale)[:, None] * U[k, k + 1 :] / U[k, k]
@@ -254,6 +276,11 @@ _GPTQ = Exercise(
         ),
         "all later columns change, not just the next one": _other(
             lambda now, w, k, scale: torch.cat([now[:, : k + 2], w[:, k + 2 :]], 1)
+        ),
+        "later columns aren't rounded yet: only column k is": _other(
+            lambda now, w, k, scale: torch.cat(
+                [now[:, : k + 1], (now / scale).round().clamp(-7, 7)[:, k + 1 :] * scale], 1
+            )
         ),
         "only column k is rounded": _other(
             lambda now, w, k, scale: torch.cat([now[:, : k + 1], (now / scale).round()[:, k + 1 :]], 1)

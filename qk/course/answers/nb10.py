@@ -16,6 +16,14 @@ def _every_nth(scale, B):
     return [scale[i::count] for i in range(count)]
 
 
+def _ids_swapped(scale, B):
+    """Program (i, j) handles group i and token block j."""
+    (M, groups), blocks = scale.shape, -(-len(scale) // B)
+    flat = torch.nn.functional.pad(scale.flatten(), (0, blocks))
+    columns = torch.stack([flat[i::groups][:M] for i in range(blocks)], 1)
+    return torch.nn.functional.pad(_squares()(columns, B), (0, groups - blocks)).reshape(groups, blocks)
+
+
 def _scale_cases():
     random = torch.Generator().manual_seed(77)
     cases = []
@@ -47,7 +55,9 @@ _SCALES = Exercise(
             groups=lambda scale, B: [torch.nn.functional.pad(p, (0, 0, 0, B - len(p)), value=1) for p in scale.split(B)]
         ),
         "take the largest scale of the block, not the smallest": _squares(lambda rows: rows.amin(0)),
-        "take the largest scale of the block, not the mean": _squares(lambda rows: rows.mean(0)),
+        "take the largest scale of the block, not the mean": lambda scale, B: _squares(lambda rows: rows.sum(0) / B)(
+            scale, B
+        ),
         "take the largest scale of the block, not the sum": _squares(lambda rows: rows.sum(0)),
         "a lower bound changes tiny scales: they may be of any size, including 0": _squares(
             lambda rows: rows.amax(0).clamp(min=1e-12)
@@ -69,6 +79,10 @@ _SCALES = Exercise(
         ),
         "every program reads group 0: what is tl.program_id(1)?": lambda scale, B: _squares()(
             scale[:, :1].expand(-1, scale.shape[1]), B
+        ),
+        "program_id(0) is the block of tokens, and program_id(1) the group": _ids_swapped,
+        "a group is one column of `scale`, not B columns": lambda scale, B: _squares()(
+            torch.cat([scale.amax(1, keepdim=True), 0 * scale[:, 1:]], 1), B
         ),
         "one scale for each block, not for each of its rows": lambda scale, B: _squares()(scale, B).repeat_interleave(
             B, 0
@@ -141,6 +155,24 @@ _ROUNDED = Exercise(
         "subtracting 1 from all negative values moves whole numbers too": _rounded(
             lambda x, u, i: (x * i + u).trunc() - (x * i + u < 0).float()
         ),
+        "subtracting 1 goes wrong where value + u is whole or positive: round it down instead": _rounded(
+            lambda x, u, i: (x * i + u).trunc() - (x * i < 0).float()
+        ),
+        "u is between 0 and 1: don't subtract 0.5, and round down instead of truncating": _rounded(
+            lambda x, u, i: (x * i + u - 0.5).trunc()
+        ),
+        "value is rounded down before u is added: round the sum, once": _rounded(
+            lambda x, u, i: ((x * i).floor() + u).trunc()
+        ),
+        "value and u are rounded one by one: round their sum down": _rounded(
+            lambda x, u, i: (x * i).floor() + (u + 0.5).floor()
+        ),
+        "unbiased, but this exercise wants value + u, rounded down": _rounded(
+            lambda x, u, i: (x * i).floor() + (u < x * i - (x * i).floor())
+        ),
+        "truncated, a negative value leaves a negative fraction: round value + u down": _rounded(
+            lambda x, u, i: (x * i).trunc() + (u < x * i - (x * i).trunc())
+        ),
         "every program uses the first block's u": lambda x, u, i, block: (
             (x * i + u[torch.arange(len(x), device=x.device) % block]).floor().to(torch.int8)
         ),
@@ -205,6 +237,16 @@ def _tiled(codes, scale, B):
     return codes * scale.repeat_interleave(B, 0)[: len(codes)].repeat(1, B)[:, : codes.shape[1]]
 
 
+def _enough(scale):
+    """Scales for as many columns as any case has."""
+    return torch.nn.functional.pad(scale, (0, 8), value=1.0)
+
+
+def _of_other(change):
+    """The gradient of other codes and scales, and with another B."""
+    return lambda *case: _gradient()(*change(*case))
+
+
 def _of_square(pick):
     return lambda codes, scale, B: _values(codes, pick(scale), B)
 
@@ -212,7 +254,7 @@ def _of_square(pick):
 def _gradient_cases():
     """All sums are exact, in any order: scales are powers of two, or there are few tokens."""
     random, cases = torch.Generator().manual_seed(82), []
-    sizes = ((64, 32, 64, 32, 0), (50, 40, 33, 32, -50), (3, 70, 65, 64, 40), (130, 5, 4, 64, 0), (257, 131, 2, 128, 6))
+    sizes = ((50, 40, 33, 32, -50), (3, 70, 65, 64, 40), (64, 32, 64, 32, 0), (130, 5, 4, 64, 0), (257, 131, 2, 128, 6))
     for M, N, K, B, power in sizes:
         case = []
         for columns in (N, K):
@@ -249,9 +291,11 @@ _GRADIENT = Exercise(
         "multiply by both scales, don't add them": _by_blocks(lambda sums, p, q: sums * (p[:, None] + q)),
         "multiply by x's scale once, not twice": _by_blocks(lambda sums, p, q: sums * p[:, None] * q * q),
         "the fraction is lost: sum in float32": _by_blocks(lambda sums, p, q: (sums * p[:, None] * q).trunc()),
-        "only the first block of tokens is added": lambda g, g_scale, x, x_scale, B: _gradient()(
-            g[:B], g_scale, x[:B], x_scale, B
+        "only the first block of tokens is added": _of_other(lambda g, p, x, q, B: (g[:B], p, x[:B], q, B)),
+        "only the last block of tokens is left: add all blocks up": _of_other(
+            lambda g, p, x, q, B: (g.split(B)[-1], p[-1:], x.split(B)[-1], q[-1:], B)
         ),
+        "float16 can't hold the scales": _by_blocks(lambda sums, p, q: sums * p.half()[:, None] * q.half()),
         "float16 can't hold the dequantized values": _gradient(
             lambda codes, scale, B: _values(codes, scale, B).half().float()
         ),
@@ -259,15 +303,28 @@ _GRADIENT = Exercise(
             lambda codes, scale, B: _values(codes, scale, B).bfloat16().float()
         ),
         "B neighbors share a scale: repeat_interleave, not repeat": _gradient(_tiled),
+        "B x B codes that are neighbors share a scale: repeat_interleave, not repeat": _gradient(
+            lambda codes, scale, B: codes * scale.repeat(B, B)[: len(codes), : codes.shape[1]]
+        ),
+        "each block of B columns of x has its own scale": _of_other(
+            lambda g, p, x, q, B: (g, p, x, q[:, :1].expand_as(q), B)
+        ),
+        "each block of B columns of g has its own scale": _of_other(
+            lambda g, p, x, q, B: (g, p[:, :1].expand_as(p), x, q, B)
+        ),
+        "g_scale belongs to g's codes, and x_scale to x's: they're exchanged": _of_other(
+            lambda g, p, x, q, B: (g, _enough(q), x, _enough(p), B)
+        ),
         "each block of B tokens has its own scales": _gradient(_of_square(lambda s: s[:1].expand(len(s), -1))),
         "each block of B columns has its own scales": _gradient(_of_square(lambda s: s[:, :1].expand(-1, s.shape[1]))),
         "multiply by the scales": _gradient(lambda codes, scale, B: codes / _spread(scale, codes.shape, B)),
-        "the last tokens count, though they don't fill a block": lambda g, g_scale, x, x_scale, B: _gradient()(
-            g[: len(g) // B * B], g_scale, x[: len(x) // B * B], x_scale, B
+        "the last tokens count, though they don't fill a block": _of_other(
+            lambda g, p, x, q, B: (g[: len(g) // B * B], p, x[: len(x) // B * B], q, B)
         ),
-        "B isn't always 32": lambda g, g_scale, x, x_scale, B: _gradient()(g, g_scale, x, x_scale, 32),
+        "B isn't always 32": _of_other(lambda g, p, x, q, B: (g, p, x, q, 32)),
+        "B isn't always 128": _of_other(lambda g, p, x, q, B: (g, p, x, q, 128)),
     },
-    note="sizes that aren't multiples of B, codes up to 127, and scales from 2**-50 to 2**40",
+    note="sizes that aren't multiples of B, codes up to 127, and scales from 2**-50 to 2**40, not only powers of two",
 )
 
 EXERCISES = {

@@ -47,6 +47,15 @@ _AWQ_CODES = Exercise(
         "nibble i begins at bit 4 * i, not at bit 3 * i": lambda words: _awq_codes(words, step=3),
         "abs changes the bits of a negative word: shift the word itself": lambda words: _awq_codes(words.abs()),
         "the result is [N, K]: transpose it": lambda words: _awq_codes(words).T,
+        "a reshape doesn't transpose: use .T": lambda words: _awq_codes(words).T.reshape(-1, len(words)),
+        "a word's eight rows are neighbors in the result": lambda words: torch.cat(
+            [_awq_codes(words)[i::8] for i in range(8)]
+        ),
+        "a word holds eight rows of one column; GPTQ's holds eight columns of one row": lambda words: (
+            _awq_codes(words.T, range(8)).T
+        ),
+        "a word's eight codes lie along N: unpack the words, then transpose": lambda words: _awq_codes(words.T).T,
+        "there are N/8 words for each column: this unpacks only the first": lambda words: _awq_codes(words[:, :1]),
         "these codes stay 0 to 15: don't subtract 8": lambda words: _awq_codes(words) - 8,
         "these codes stay 0 to 15: don't flip their top bit": lambda words: _awq_codes(words) ^ 8,
     },
@@ -55,8 +64,8 @@ _AWQ_CODES = Exercise(
 # zero_points(qzeros)
 
 
-def _zero_points(qzeros, order=range(8), add=1, wrap=15, signed=8):
-    return ((_nibbles(qzeros, order) + add & wrap) - signed).to(torch.int8)
+def _zero_points(qzeros, order=range(8), add=1, wrap=15, signed=8, **how):
+    return ((_nibbles(qzeros, order, **how) + add & wrap) - signed).to(torch.int8)
 
 
 def _plus(qzeros, number):
@@ -92,9 +101,13 @@ _ZERO_POINTS = Exercise(
         "the first zero point is in the lowest four bits": lambda qzeros: _zero_points(qzeros, range(7, -1, -1)),
         "- binds more tightly than &: use parentheses": lambda qzeros: _zero_points(qzeros, wrap=7, signed=0),
         "one added to a byte changes only one of its zero points: unpack first": lambda qzeros: _zero_points(
-            _plus(qzeros, 0x01010101), add=0
+            (qzeros.view(torch.uint8) + 1).view(torch.int32), add=0
+        ),
+        "a shift leaves the nibbles above: cut them off with & 15": lambda qzeros: _zero_points(
+            qzeros, wrap=-1, keep=-1
         ),
         "the result is [N, groups]: transpose it": lambda qzeros: _zero_points(qzeros).T,
+        "a reshape doesn't transpose: use .T": lambda qzeros: _zero_points(qzeros).T.reshape(-1, len(qzeros)),
         "version 1 stores the zero point minus one, not minus two": lambda qzeros: _zero_points(qzeros, add=2),
         "a word holds eight zero points: one added to the word changes only the first": lambda qzeros: _zero_points(
             _plus(qzeros, 1), add=0
@@ -115,24 +128,40 @@ def _repack(qweight, BLOCK=None):
     return qweight.T ^ _FLIP
 
 
-def _written(rows, columns):
-    """A wrong repack: only words [N, K / 8] whose row and column pass are written, given the size of a tile."""
+def _written(kept):
+    """A wrong repack: word w of row n is written only if kept(n, w, size of a tile, tiles of rows, tiles of words)."""
 
     def answer(qweight, BLOCK):
         N, words = qweight.T.shape
-        row, column = torch.arange(N)[:, None], torch.arange(words)
-        kept = (rows(row, BLOCK) & columns(column, BLOCK)).to(qweight.device)
-        return torch.where(kept, _repack(qweight), 0)
+        tiles = -(-N // BLOCK), -(-words // BLOCK)
+        n, w = torch.arange(N, device=qweight.device)[:, None], torch.arange(words, device=qweight.device)
+        return torch.where(kept(n, w, BLOCK, *tiles), _repack(qweight), 0)
 
     return answer
 
 
-def _any(place, BLOCK):
-    return place >= 0
+def _begins(step):
+    """Tile i begins at i * step."""
+
+    def covers(place, BLOCK, tiles):
+        return (place % step < BLOCK) & (place < step * (tiles - 1) + BLOCK)
+
+    return _written(lambda n, w, BLOCK, rows, columns: covers(n, BLOCK, rows) & covers(w, BLOCK, columns))
 
 
-def _first(place, BLOCK):
-    return place < BLOCK
+def _transposed_twice(qweight, BLOCK):
+    """The words of each tile, which is filled up with zeros, at transposed places."""
+    N, words = qweight.T.shape
+    tiles = torch.nn.functional.pad(qweight.T, (0, -words % BLOCK, 0, -N % BLOCK))
+    tiles = tiles.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).transpose(1, 3)
+    return tiles.flatten(2).flatten(0, 1)[:N, :words] ^ _FLIP
+
+
+def _wrong_rows(qweight, BLOCK):
+    """Row w of qweight begins at w * WORDS."""
+    words, N = qweight.shape
+    places = words * torch.arange(words, device=qweight.device) + torch.arange(N, device=qweight.device)[:, None]
+    return qweight.flatten()[places] ^ _FLIP
 
 
 _REPACK = Exercise(
@@ -167,9 +196,24 @@ _REPACK = Exercise(
         "adding 8 to each nibble carries into the next one: use ^": lambda qweight, BLOCK: (
             qweight.T.long() + 0x88888888
         ).to(torch.int32),
-        "only the first tile is written: where does yours begin?": _written(_first, _first),
-        "all tiles begin at row 0: use tl.program_id(0)": _written(_first, _any),
-        "all tiles begin at word 0: use tl.program_id(1)": _written(_any, _first),
+        "only the first tile is written: where does yours begin?": _written(
+            lambda n, w, BLOCK, *tiles: (n < BLOCK) & (w < BLOCK)
+        ),
+        "all tiles begin at row 0: use tl.program_id(0)": _written(lambda n, w, BLOCK, *tiles: (n < BLOCK) & (w >= 0)),
+        "all tiles begin at word 0: use tl.program_id(1)": _written(lambda n, w, BLOCK, *tiles: (n >= 0) & (w < BLOCK)),
+        "program_id(0) goes with the rows of out, and program_id(1) with its words": _written(
+            lambda n, w, BLOCK, rows, columns: (n < BLOCK * columns) & (w < BLOCK * rows)
+        ),
+        "a program writes BLOCK words of each row, not one: w needs a tl.arange": _written(
+            lambda n, w, BLOCK, *tiles: (n >= 0) & (w % BLOCK == 0)
+        ),
+        "only the diagonal of each tile is written: n[:, None] and w[None, :] span a tile": _written(
+            lambda n, w, BLOCK, *tiles: n % BLOCK == w % BLOCK
+        ),
+        "a tile begins at program_id * BLOCK, not at program_id": _begins(1),
+        "a tile begins at program_id * BLOCK: BLOCK isn't always 16": _begins(16),
+        "transposed twice: loads that put n first need no tl.trans": _transposed_twice,
+        "a row of `qweight` has N words, not WORDS: where does row w begin?": _wrong_rows,
     },
 )
 
