@@ -226,18 +226,19 @@ def _read(file, view, start):
 
     size = max(-(-len(view) // 4), _PIECE)
     parts = range(0, len(view), size)
-    list((_threads(os.getpid()).map if len(parts) > 1 else map)(read, parts))
+    list((_threads(os.getpid(), "pieces").map if len(parts) > 1 else map)(read, parts))
 
 
 @functools.cache
-def _threads(process):
+def _threads(process, purpose):
     """Each process has its own: those of its parent don't run in a fork."""
-    return ThreadPoolExecutor(4, "qk-read")
+    return ThreadPoolExecutor(4, f"qk-{purpose}")
 
 
 def in_background(function, *args):
     """Call a function in another thread. Returns a Future."""
-    return _threads(os.getpid()).submit(function, *args)
+    # not one of the threads that read pieces: it may wait for those
+    return _threads(os.getpid(), "background").submit(function, *args)
 
 
 class _Bytes:

@@ -11,6 +11,7 @@ import pickle
 import re
 import struct
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import qk
-from qk.nn import Int4Linear, Int8Linear, dequantize_, formats, load, quantize_, save
+from qk.nn import Int4Linear, Int8Linear, checkpoint, dequantize_, formats, load, quantize_, save
 
 HALF, BFLOAT16 = torch.float16, torch.bfloat16
 
@@ -671,6 +672,21 @@ def test_tensors_go_to_a_gpu_in_pieces(tmp_path, name, monkeypatch):
         assert len(set(early)) > 10 and any(start for _, start in read)
         save(again, tmp_path / "own")
         read.clear()
+
+
+def test_reading_in_the_background_never_waits_for_itself(tmp_path, monkeypatch):
+    """Several loads at once: each of their threads waits for others, which read the pieces."""
+    monkeypatch.setattr(checkpoint, "_PIECE", 1000)
+    save_file({"x": torch.arange(10_000)}, tmp_path / "model.safetensors")
+    entry = checkpoint.open_checkpoint(tmp_path).tensors["x"]
+    together = threading.Barrier(4)
+
+    def read():
+        together.wait(60)
+        return entry.read()
+
+    for future in [checkpoint.in_background(read) for _ in range(4)]:
+        assert same(future.result(60), torch.arange(10_000))
 
 
 def good(folder):
