@@ -884,11 +884,12 @@ def test_a_learner_s_kernel_may_forget_its_masks():
     spread = torch.zeros(80, dtype=torch.int32, device=DEVICE)
     double_strided = spread[::2]
     course.launch(_add_largest, (2,), x, double_strided, 20, 20, 0, BLOCK=32)
+    why = "is the address wrong, or the {}'s mask missing or too wide?".format
     for refused, message in (
-        ({"stored": 1000}, "it wrote 24 elements past the end of out_ptr: is the address wrong, or the store's mask"),
+        ({"stored": 1000}, f"it wrote 24 elements past the end of out_ptr: {why('store')}"),
         ({"shift": 1}, "it wrote 1 element before the start of out_ptr"),
         ({"stored": 1000, "shift": 3}, "21 elements past the end and 3 elements before the start of out_ptr"),
-        ({"loaded": 1000}, "it reads past the end of x_ptr: is the address wrong, or the load's mask"),
+        ({"loaded": 1000}, f"it reads past the end of x_ptr: {why('load')}"),
     ):
         out = torch.zeros_like(x)
         with pytest.raises(course.OutOfBounds, match=re.escape(message)):
