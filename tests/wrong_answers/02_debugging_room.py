@@ -94,8 +94,10 @@ ANSWERS = {
         ("with other=", changed(TRIP, ", other=0.0", "")),
         ("past the end of out_ptr", changed(TRIP, *MASKS)),
         ("past the end of out_ptr", changed(TRIP, ", offs < K)", ")")),
-        ("", changed(TRIP, "offs < K, other", "row * K + offs < tl.num_programs(0) * K, other")),
-        ("", changed(TRIP, "offs < K, other", "offs < K - 1, other")),
+        ("into the next row", changed(TRIP, "offs < K, other", "row * K + offs < tl.num_programs(0) * K, other")),
+        ("it is K - 1", changed(TRIP, "offs < K, other", "offs < K - 1, other")),
+        ("blocks after the first", changed(TRIP, "offs < K, other", "offs < BLOCK, other")),
+        ("rows after the first", changed(TRIP, "offs < K, other", "row * K + offs < K, other")),
     ],
     "gather_codes": [
         ("multiply its number by K", changed(GATHER, ".to(tl.int64)", "")),
@@ -157,11 +159,16 @@ ANSWERS["restore"] += [
 ]
 PLACES = "tile * TILE // QUANT_BLOCK + tl.arange(0, TILE) // QUANT_BLOCK"
 ANSWERS["restore"] += [
-    ("each alone", changed(RESTORE, "offs // QUANT_BLOCK", PLACES)),
+    ("separately", changed(RESTORE, "offs // QUANT_BLOCK", PLACES)),
+    (
+        "is 0 where a tile",
+        changed(RESTORE, "offs // QUANT", "tile * (TILE // QUANT_BLOCK) + tl.arange(0, TILE) // QUANT"),
+    ),
     ("begin anew in each row", changed(RESTORE, "row * blocks + offs // QUANT", "(row * K + offs) // QUANT")),
 ]
 ANSWERS["token_codes"] += [
     ("drop the half", changed(TOKEN, NEAREST, "nearest(x * inverse + 0.5)")),
+    ("largest magnitude", changed(TOKEN, "tl.abs(x)", "x")),
     ("scale first", changed(TOKEN, NEAREST, "nearest(x) * inverse")),
     ("the largest code is 127", changed(TOKEN, "127.0", "128.0")),
 ]
@@ -180,6 +187,7 @@ ANSWERS["row_absmax"] += [
 ]
 ANSWERS["unpack"] += [
     ("takes turns by byte", changed(UNPACK, "(offs % 2)", "(offs // 2 % 2)")),
+    ("begins with a low nibble", changed(UNPACK, "(offs % 2)", "((row * K + offs) % 2)")),
     ("the other nibble", changed(UNPACK, " & 15", "")),
 ]
 ANSWERS["round_trips"] += [

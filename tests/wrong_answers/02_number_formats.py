@@ -9,6 +9,7 @@ def e4m3_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     tl.store(out_ptr + offs, (x + rounder) - rounder, mask=offs < n)
 """
 LEVEL = "tl.where(exponent == 0, fraction / 2, ((2 + fraction) << exponent) / 4)"
+IN_BLOCKS = "tl.program_id(0) * (BLOCK // 16) + tl.arange(0, BLOCK) // 16"
 CLAMP = "    x = tl.minimum(tl.maximum(x, -448.0), 448.0)\n"
 
 
@@ -50,6 +51,15 @@ ANSWERS = {
             "at 448: clamp",
             changed(CLAMP, "    x = tl.where(tl.abs(x) < 2.0**100, x, tl.where(x < 0, -1.0, 1.0) * 2.0**100)\n"),
         ),
+        ("clamp on both sides", changed("tl.minimum(tl.maximum(x, -448.0), 448.0)", "tl.minimum(x, 448.0)")),
+        (
+            "before the clamp",
+            changed(
+                CLAMP, "", "(x + rounder) - rounder", "tl.minimum(tl.maximum(x + rounder - rounder, -448.0), 448.0)"
+            ),
+        ),
+        ("the step of the value", changed(CLAMP, "", "    step =", f"{CLAMP}    step =")),
+        ("without the 1.5", changed("1.5 * ", "")),
         ("where it is 2**-9", changed("2.0**-6", "2.0**-100")),
         ("where it is 2**-9", changed("tl.maximum(power, 2.0**-6)", "power")),
         ("drops what is left", rounded("tl.where(x < 0, -1.0, 1.0) * tl.floor(tl.abs(x) / step) * step")),
@@ -80,6 +90,10 @@ ANSWERS = {
         ("exponent is e - 1", restored("exponent) / 4", "exponent) / 2")),
         ("one half, not 1", restored(LEVEL, "tl.where(exponent == 0, fraction, ((1 + fraction) << exponent) / 2)")),
         ("are 00, too", restored("fraction / 2", "fraction")),
+        ("aren't 00, too", restored("(2 + fraction)", "((1 + fraction) * 2)")),
+        ("several scales", restored("scale_ptr + offs // 16", "scale_ptr + offs * 0 + tl.program_id(0) * BLOCK // 16")),
+        ("BLOCK // 16 is 0", restored("ptr + offs // 16", f"ptr + {IN_BLOCKS}")),
+        ("first one's scales", restored("ptr + offs // 16", "ptr + tl.arange(0, BLOCK) // 16")),
         ("not 32", restored("offs // 16", "offs // 32")),
         ("not eight", restored("scale_ptr + offs // 16", "scale_ptr + tl.minimum(offs // 8, n // 16 - 1)")),
         ("first block's scale", restored("scale_ptr + offs // 16", "scale_ptr + offs * 0")),

@@ -148,6 +148,17 @@ ANSWERS["sliced"] += [
     ("", kernel(out="(g * tl.load(a_ptr + row)).to(tl.float16)")),
     ("", kernel(out="g * tl.load(a_ptr + row).to(tl.int32)")),
 ]
+ANSWERS["held"] += [
+    (
+        "can't hold g's sums",
+        rows().replace("g_ptr + places, mask=mask, other=0)", "g_ptr + places, mask=mask, other=0).to(tl.float16)"),
+    ),
+    (
+        "narrow for scale_a",
+        rows(a="tl.load(a_ptr + row, mask=row < M, other=0.0).to(tl.bfloat16).to(tl.float32)[:, None]"),
+    ),
+]
+ANSWERS["sliced"] += [("squares of large numbers", kernel(top="tl.sqrt(tl.max(out * out, 0))"))]
 ANSWERS["break_even"] += [("exit()", "def break_even(N, tb, launch):\n    quit()")]
 OTHERS = {
     "break_even": [

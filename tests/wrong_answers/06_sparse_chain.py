@@ -146,5 +146,6 @@ ANSWERS = {
             kernel(before="tl.store(out_ptr + (row + 1) * C + position, code, mask=position + row * C < C)"),
         ),
         ("the last column", kernel("offs < K - 1", "column < K - 1")),
+        ("ties go up", kernel(code="tl.floor(again * inverse + 0.5).to(tl.int8)")),
     ],
 }

@@ -62,6 +62,10 @@ ANSWERS = {
         ("three integers", size("N * (-(-K // 2) + 2 * groups + 4) + 3")),
         ("eight codes", size("N * (-(-K // 8) + 2 * groups + 4) + 12")),
         ("only the codes", size("N * -(-K // 2)")),
+        (
+            "needn't begin with a new byte",
+            size("N * (K // group_size * -(-group_size // 2) + -(-K % group_size // 2) + 2 * groups + 4) + 12"),
+        ),
         ("", size("N * K * 4 / 8")),
         ("", size("math.ceil(N * (K / 2 + 2 * groups + 4) + 12.5)")),
     ],
@@ -99,6 +103,10 @@ ANSWERS = {
         ("the first sentence", moment("x = x[0][mask[0].bool()]", "return x.T @ x")),
         ("subtract the mean", moment("x = x[mask.bool()]", "x = x - x.mean(0)", "return x.T @ x")),
         ("", moment("x = x.sum(1)", "return x.T @ x")),
+        (
+            "padding can come first",
+            moment("x = torch.cat([row[: int(m.sum())] for row, m in zip(x, mask)])", "return x.T @ x"),
+        ),
         ("must stay as it is.", moment("x[mask == 0] = 0", "x = x.flatten(0, 1)", "return x.T @ x")),
         ("", moment("x = x[mask.bool()].half()", "return (x.T @ x).float()")),
     ],
@@ -132,5 +140,6 @@ ANSWERS = {
         ("", plan("return set(names[:enough])")),
         ("", plan("return names[:next(n for n in range(len(names)) if left(n) <= budget)]")),
         ("", plan("return names[:2]")),
+        ("layers of no cost", plan("return names[:enough] if budget else names")),
     ],
 }

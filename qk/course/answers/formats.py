@@ -2,6 +2,7 @@
 
 import torch
 
+from qk.course.answers import as_bfloat16
 from qk.course.exercises import Exercise
 
 
@@ -25,9 +26,10 @@ def _levels(x, BLOCK):
     return x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
 
 
-def _not_clamped(x, BLOCK):
+def _by_rounder(x, value):
+    """Round a value by the step of x."""
     rounder = 1.5 * 2**23 * _power(x).clamp(min=2.0**-6) / 8  # infinite where x is very large
-    return (x + rounder) - rounder
+    return (value + rounder) - rounder
 
 
 def _first_only(x, BLOCK):
@@ -85,10 +87,15 @@ def _sign_in_exponent(nibble):
     return torch.where(e == 0, m / 2, (1 + m / 2) * 2 ** (e - 1)) * (1 - 2 * (nibble >> 3))
 
 
-def _first_scales(packed, scale, tensor_scale, BLOCK):
-    place = torch.arange(2 * len(packed), device=packed.device) % BLOCK // 16
-    levels = _restored()(packed, torch.ones_like(scale), 1.0, BLOCK)
-    return levels * scale[place.clamp(max=len(scale) - 1)] * tensor_scale
+def _with_scales(number):
+    """Value i has the scale number(i, BLOCK)."""
+
+    def result(packed, scale, tensor_scale, BLOCK):
+        place = number(torch.arange(2 * len(packed), device=packed.device), BLOCK)
+        levels = _restored()(packed, torch.ones_like(scale), 1.0, BLOCK)
+        return levels * scale[place.clamp(max=len(scale) - 1)] * tensor_scale
+
+    return result
 
 
 def _first_block(packed, scale, tensor_scale, BLOCK):
@@ -122,8 +129,20 @@ EXERCISES = {
         expected=_levels,
         cases=_cases,
         mistakes={
-            "nothing stops it at 448: clamp first": _not_clamped,
+            "nothing stops it at 448: clamp first": lambda x, B: _by_rounder(x, x),
             "nothing stops it at 448: clamp": _rounded(top=2.0**100),
+            "nothing stops it at -448: clamp on both sides": lambda x, B: torch.where(
+                x < 0, _by_rounder(x, x), _levels(x, B)
+            ),
+            "very large values overflow before the clamp: clamp first": lambda x, B: (
+                _by_rounder(x, x).nan_to_num(-448.0).clamp(-448, 448)
+            ),
+            "this is the step of the value before the clamp: clamp first": lambda x, B: _by_rounder(
+                x, x.clamp(-448, 448)
+            ),
+            "without the 1.5, the sums of negative values fall below 2**23 steps: half steps are left": (
+                lambda x, B: torch.where(x < 0, _rounded(fraction=4)(x, B), _levels(x, B))
+            ),
             "the step stops shrinking below 2**-6, where it is 2**-9": _rounded(smallest=0.0),
             "nothing stops it at 448, and the step stops shrinking below 2**-6": _rounded(smallest=0.0, top=2.0**100),
             "this drops what is left of a step; round to the nearest level": _rounded(rounding=torch.trunc),
@@ -147,6 +166,10 @@ EXERCISES = {
             "the last power of two whose step shrinks is 2**-6": _rounded(smallest=2.0**-7),
             "the step already stops shrinking above 2**-6": _rounded(smallest=2.0**-5),
             "this rounds twice, first to float16": lambda x, B: _levels(x.clamp(-448, 448).half().float(), B),
+            "this rounds twice, first to bfloat16": lambda x, B: _levels(as_bfloat16(x), B),
+            "below 2**-6, this rounds twice: round once, to multiples of 2**-9": lambda x, B: (
+                (_rounded(smallest=0.0)(x, B) * 512).round() / 512
+            ),
             "the sign bit is still in the power: clear it": lambda x, B: torch.where(
                 x < 0, x.clamp(-448), _levels(x, B)
             ),
@@ -168,6 +191,9 @@ EXERCISES = {
             "a nibble's top bit is a sign; these aren't two's complement codes": _restored(
                 lambda nibble: (nibble ^ 8) - 8
             ),
+            "the top bit is a sign and nothing else: the lower three bits stay as they are": _restored(
+                lambda nibble: _level(torch.where(nibble > 8, 24 - nibble, nibble))
+            ),
             "the lower three bits are an exponent and a fraction, not a number": _restored(
                 lambda nibble: _level(nibble, lambda bits: bits)
             ),
@@ -183,6 +209,9 @@ EXERCISES = {
             "the fraction bit is worth one half where the exponent bits are 00, too": _with_magnitudes(
                 lambda e, m: torch.where(e == 0, m, (1 + m / 2) * 2 ** (e - 1))
             ),
+            "the fraction bit is worth one half where the exponent bits aren't 00, too": _with_magnitudes(
+                lambda e, m: torch.where(e == 0, m / 2, (1 + m) * 2 ** (e - 1))
+            ),
             "16 values share a scale, not 32": _restored(per_scale=32),
             "16 values share a scale, not eight": _restored(per_scale=8),
             "every value gets the first block's scale": _restored(per_scale=2**20),
@@ -190,7 +219,15 @@ EXERCISES = {
             "the magnitudes have halves: an integer can't hold them": _with_magnitudes(
                 lambda e, m: torch.where(e == 0, m / 2, (1 + m / 2) * 2 ** (e - 1)).trunc()
             ),
-            "from the second program on, these are the first one's scales": _first_scales,
+            "from the second program on, these are the first one's scales": _with_scales(
+                lambda i, BLOCK: i % BLOCK // 16
+            ),
+            "a program's values need several scales, one for each 16 values": _with_scales(
+                lambda i, BLOCK: i // BLOCK * BLOCK // 16
+            ),
+            "BLOCK // 16 is 0 for programs of 8 values: where in the tensor is each value?": _with_scales(
+                lambda i, BLOCK: i // BLOCK * (BLOCK // 16) + i % BLOCK // 16
+            ),
             "the block's scale is missing": _restored(scaled=lambda levels, scale, tensor: levels * tensor),
             "the tensor's scale is missing": _restored(scaled=lambda levels, scale, tensor: levels * scale),
             "these are the levels: multiply by both scales": _restored(scaled=lambda levels, scale, tensor: levels),
@@ -201,6 +238,6 @@ EXERCISES = {
         },
         kernel=True,
         bound=1e-6,
-        note="any length that is a multiple of 16, any BLOCK, and all 256 bytes",
+        note="any length that is a multiple of 16, any BLOCK (even below 16), and all 256 bytes",
     ),
 }

@@ -2,7 +2,7 @@
 
 import torch
 
-from qk.core.numerics import INTERPRETED
+from qk.course.answers import as_bfloat16
 from qk.course.exercises import Exercise
 
 _TILES = (8, 4, 4), (16, 4, 8), (20, 4, 8), (8, 8, 4), (6, 4, 4), (7, 5, 3), (0, 1, 128), (999, 256, 128)
@@ -87,11 +87,6 @@ def _added_in_float16(sums, a, b):
     for step in (sums * b).unbind(-1):
         acc = acc + step.half()
     return acc.double() * a[..., 0]
-
-
-def _bfloat16(x):
-    """As a kernel converts it: Triton's interpreter truncates."""
-    return (x.float().view(torch.int32) & -65536).view(torch.float32) if INTERPRETED.value else x.bfloat16().float()
 
 
 def _rounded_scales(name, rounded):
@@ -195,13 +190,13 @@ EXERCISES = {
             "a's scale multiplies acc once, not in each step": _by(_scaled_each_time),
             "int8 can't hold a block's sum": _by(lambda sums, a, b: (((sums + 128) % 256 - 128) * a * b).sum(-1)),
             **_rounded_scales("float16", torch.Tensor.half),
-            **_rounded_scales("bfloat16", _bfloat16),
+            **_rounded_scales("bfloat16", as_bfloat16),
             "a block's sum needs more than 16 bits": _by(
                 lambda sums, a, b: (((sums + 2**15) % 2**16 - 2**15) * a * b).sum(-1)
             ),
             "float16 can't hold a block's sum": _by(lambda sums, a, b: (sums.half().double() * a * b).sum(-1)),
             "bfloat16 rounds a block's sum: it has 8 bits": _by(
-                lambda sums, a, b: (_bfloat16(sums).double() * a * b).sum(-1)
+                lambda sums, a, b: (as_bfloat16(sums).double() * a * b).sum(-1)
             ),
             "float16 can't hold the scaled sums": _by(lambda sums, a, b: (sums * a * b).half().double().sum(-1)),
             "acc must be float32: float16 holds neither huge nor tiny sums": _by(_added_in_float16),

@@ -5,15 +5,21 @@ import math
 import torch
 import torch.nn.functional as F
 
+from qk.course.answers import as_bfloat16
 from qk.course.exercises import Exercise
 
 
 def _held_cases():
-    """(g, scale_a, scale_b, bias, BLOCK, HELD): small integers and halves, so that float32 is exact in any order."""
+    """(g, scale_a, scale_b, bias, BLOCK, HELD): few bits, so that float32 is exact in any order.
+
+    In one case, g has too many for float16, in another the vectors for bfloat16.
+    """
     random = torch.Generator().manual_seed(6)
-    for M, N, BLOCK, HELD in ((8, 64, 32, 4), (7, 50, 16, 2), (5, 33, 32, 4), (1, 20, 16, 8), (9, 70, 64, 8)):
-        g, a, b, bias = (torch.randint(1, 200, size, generator=random) for size in ((M, N), (M, 1), (1, N), (N,)))
-        yield g.to(torch.int32) - 100, a / 4, b / 8, bias / 2, BLOCK, HELD
+    sizes = (8, 64, 32, 4), (7, 50, 16, 2), (5, 33, 32, 4), (1, 20, 16, 8), (9, 70, 64, 8)
+    for (M, N, BLOCK, HELD), top, most in zip(sizes, (100, 4095, 7, 100, 100), (200, 32, 512, 200, 200), strict=True):
+        a, b, bias = (torch.randint(1, most, size, generator=random) for size in ((M, 1), (1, N), (N,)))
+        g = torch.randint(-top, top + 1, (M, N), generator=random, dtype=torch.int32)
+        yield g, a / 4, b / 8, bias / 2, BLOCK, HELD
 
 
 def _held(g, a, b, bias, BLOCK, HELD, rows=None, of_a=None, vectors=2, late=0):
@@ -38,7 +44,9 @@ def _sliced_cases():
     random = torch.Generator().manual_seed(5)
     sizes = (3, 5, 9, 8), (2, 4, 4, 4), (1, 6, 7, 16), (5, 37, 70, 64), (4, 16, 24, 32), (3, 130, 131, 256)
     for rows, N, width, BLOCK in sizes:
-        g = torch.randn(rows, width, generator=random) * 10.0 ** torch.randint(-15, 16, (rows, 1), generator=random)
+        powers = torch.randint(-15, 16, (rows, 1), generator=random)
+        powers[0], powers[-1] = -30, 30
+        g = torch.randn(rows, width, generator=random) * 10.0**powers
         g[:, 0] = -3 * g[:, :N].abs().amax(1)  # the largest is negative
         g[:, N:] *= 100
         yield g, torch.randn(rows, generator=random), N, BLOCK
@@ -86,6 +94,11 @@ EXERCISES = {
                 *case, rows=_rows_from_one_apart(*case)
             ),
             "each row has its own scale_a": lambda *case: _held(*case, of_a=lambda row, HELD: row // HELD * HELD),
+            "float16 can't hold g's sums: float32 can": lambda g, *case: _held(g.half(), *case),
+            "bfloat16 is too narrow for scale_a": lambda g, a, *case: _held(g, as_bfloat16(a), *case),
+            "bfloat16 is too narrow for scale_b and bias": lambda g, a, b, bias, *sizes: _held(
+                g, a, as_bfloat16(b), as_bfloat16(bias), *sizes
+            ),
             "the bias is missing": lambda g, a, b, bias, *sizes: _held(g, a, b, 0 * bias, *sizes),
             "right, but scale_b and bias are loaded again for each row: once per program is enough": lambda *case: (
                 _held(*case, vectors=2 * case[-1])
@@ -112,6 +125,9 @@ EXERCISES = {
             "top is the largest magnitude: mind the sign": _signed,
             "top is taken of what is stored, after the multiplication": lambda g, a, N, BLOCK: _with_top(
                 _scaled(g, a, N, BLOCK), g[:, :N].abs().amax(1)
+            ),
+            "squares of large numbers are infinite, and of small ones 0: use tl.abs": lambda *case: _with_top(
+                _scaled(*case), _scaled(*case).square().amax(1).sqrt()
             ),
             "top is the largest magnitude, not the sum": lambda *case: _with_top(
                 _scaled(*case), _scaled(*case).abs().sum(1)

@@ -56,11 +56,11 @@ def _words():
     return [case(64, 64), case(1, 16), case(37, 16), case(100, 32), case(129, 128), case(300, 64)]
 
 
-def _ragged_codes(x, end=None, absmax=lambda part: part.abs().amax(1, keepdim=True)):
+def _ragged_codes(x, end=None, absmax=lambda part: part.abs().amax(1, keepdim=True), rounding=torch.round):
     part = x[:, :end]
     codes = torch.zeros_like(x)
     if part.shape[1]:
-        codes[:, :end] = (part * (torch.full_like(part[:, :1], 127) / absmax(part))).round()
+        codes[:, :end] = rounding(part * (torch.full_like(part[:, :1], 127) / absmax(part)))
     return qk.slide(codes.to(torch.int32).to(torch.int8), 8)
 
 
@@ -80,6 +80,7 @@ def _rows():
     return [
         case(3, 16, (0, 3)), case(4, 12, (-1, 2)), case(2, 13, (-6, 4)), case(5, 31, (3, -3)), case(1, 5, (0, 0)),
         case(3, 100, (-20, 20)), case(2, 129, (30, 31)), case(3, 1, (-25, -20)),
+        (torch.tensor([[0.5, 1.5, 127, 2.5, -0.5, -1.5, -2.5, 3, 4.5], [-127, 6.5, 7.5, -6.5, 0, 1, -7.5, 2, 8.5]]),),
     ]  # fmt: skip
 
 
@@ -191,7 +192,7 @@ EXERCISES = {
         expected=_ragged_codes,
         cases=_rows,
         kernel=True,
-        note="rows of any length, values of any size, and all C columns of the output",
+        note="rows of any length, values of any size, ties, and all C columns of the output",
         mistakes={
             "the last group is cut off: its columns up to K belong to this row": lambda x: _ragged_codes(
                 x, x.shape[1] // 8 * 8
@@ -203,6 +204,9 @@ EXERCISES = {
             ),
             "absmax is the largest magnitude, not the largest number": lambda x: _ragged_codes(
                 x, absmax=lambda part: part.amax(1, keepdim=True)
+            ),
+            "ties go up, but should go to the even neighbor": lambda x: _ragged_codes(
+                x, rounding=lambda codes: (codes + 0.5).floor()
             ),
             "a lower bound on absmax turns rows of small values into zeros": lambda x: _ragged_codes(
                 x, absmax=lambda part: part.abs().amax(1, keepdim=True).clamp(min=1e-8)

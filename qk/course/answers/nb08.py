@@ -15,7 +15,7 @@ def _int4_bytes(N, K, group_size, **wrong):
 def _layers():
     return [
         (384, 384, 128), (3, 129, 64), (5, 7, 32), (2, 255, 256), (10, 96, 32), (1, 1, 256), (7, 1001, 128),
-        (14336, 4096, 64), (1000, 4097, 32),
+        (14336, 4096, 64), (1000, 4097, 32), (5, 20, 3),
     ]  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def _plans():
     many = {f"layer {i}": cost**2 for i, cost in enumerate(numbers[:60])}
     return [
         (few, 5), (few, 22), (more, 12), (more, 29), (few, 0), (few, 21), ({}, 3), ({"one": 7}, 6), ({"one": 7}, 7),
-        (many, sum(many.values()) // 10), (many, 10**12),
+        (many, sum(many.values()) // 10), (many, 10**12), ({"a": 3, "b": 0}, 0),
     ]  # fmt: skip
 
 
@@ -113,16 +113,18 @@ def _of_masked(x, mask):
 
 
 def _moments():
-    def case(lengths, K, seed, size=1.0, pad=None):
-        """Eighths times a power of two, so that sums are exact in any order."""
+    def case(lengths, K, seed, size=1.0, pad=None, left=False):
+        """Eighths times a power of two, so that sums are exact in any order. left: padding comes first."""
         numbers = torch.Generator().manual_seed(seed)
         x = torch.randint(-31, 32, (len(lengths), max(lengths), K), generator=numbers).float() / 8 * size
         mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+        mask = mask.flip(1) if left else mask
         return (x if pad is None else x.masked_fill(mask[..., None] == 0, pad)), mask
 
     return [
         case([3, 5, 2], 4, 0), case([4, 1], 3, 1, 2.0**40), case([2, 2, 3, 1], 2, 2, 2.0**-40), case([6], 5, 3),
         case([1, 7, 3], 33, 4), case([5, 2], 6, 5, pad=torch.nan), case([2, 9], 3, 6, pad=torch.inf),
+        case([1, 4, 2], 5, 7, left=True),
     ]  # fmt: skip
 
 
@@ -132,6 +134,9 @@ EXERCISES = {
         cases=_layers,
         note="any N, K and group size",
         mistakes={
+            "codes of a row follow each other: a group needn't begin with a new byte": lambda N, K, g: _int4_bytes(
+                N, K, g, codes=N * (K // g * -(-g // 2) + -(-K % g // 2))
+            ),
             "a row with an odd number of codes leaves half a byte empty": lambda N, K, g: _int4_bytes(
                 N, K, g, codes=N * (K // 2)
             ),
@@ -222,6 +227,7 @@ EXERCISES = {
             "sort by cost, not by name": lambda c, b: sorted(_keep(c, b)),
             "one fewer is enough": lambda c, b: _ordered(c)[: _needed(c, b) + 1],
             "one more is needed": lambda c, b: _ordered(c)[: max(_needed(c, b) - 1, 0)],
+            "layers of no cost fit into any budget, even into 0": lambda c, b: _keep(c, b) if b else _ordered(c),
             "return names, not how many": _needed,
             "return a list": lambda c, b: tuple(_keep(c, b)),
             "return the names, not their costs": lambda c, b: [c[name] for name in _keep(c, b)],
@@ -232,9 +238,12 @@ EXERCISES = {
     "second_moment": Exercise(
         expected=_second_moment,
         cases=_moments,
-        note="values of any size, and padding that holds NaN or infinity",
+        note="values of any size, and padding at either end, which may hold NaN or infinity",
         mistakes={
             "padding was counted: use the mask": _of_all,
+            "padding can come first: the mask says where it is": lambda x, mask: _second_moment(
+                x, mask.sort(1, descending=True).values
+            ),
             "0 times NaN is NaN: select the tokens instead of multiplying by the mask": _of_masked,
             "padding is where the mask is 0": lambda x, mask: _second_moment(x, 1 - mask),
             "the sum, not the mean": lambda x, mask: _second_moment(x, mask) / mask.sum(),

@@ -269,7 +269,7 @@ def _weights():
              case(5, 48, 5, 16), case(2, 12, 3, 4), case(3, 20, 6, 20)]  # fmt: skip
     cases[1][0][1, :64] = 0  # a group of zeros
     cases[2][0][0, 3] = -40.0  # an outlier
-    cases[0][0][1, 32:] *= 1e-12
+    cases[0][0][1, 32:] *= 1e-20
     return cases
 
 

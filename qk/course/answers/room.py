@@ -79,6 +79,9 @@ def _trips(seen):
     return trips
 
 
+_tripped = _trips(lambda row, start, end, block: row[start:end])
+
+
 def _rounded_by(function, absmax=lambda part: part.abs().amax()):
     """A round trip with another rounding, or another absmax."""
 
@@ -193,6 +196,9 @@ EXERCISES = {
                 x.float().round() * (127 / x.float().abs().amax(1, keepdim=True))
             ).to(torch.int8),
             "float16 has too few bits for steps: round them in float32": _in_steps(lambda t: t.half().round()),
+            "absmax is the largest magnitude: abs is missing": lambda x: (
+                (x.float() * (127 / x.float().amax(1, keepdim=True))).round().to(torch.int8)
+            ),
             "ties go away from zero, but should go to the even neighbor": _in_steps(
                 lambda t: (t.abs() + 0.5).floor() * t.sign()
             ),
@@ -229,7 +235,10 @@ EXERCISES = {
             "blocks begin anew in each row: divide the column, not the place in the tensor": _restored_flat(
                 lambda row, j, K, block: (row * K + j) // block
             ),
-            "divide the column by QUANT_BLOCK, not the tile's start and the place in the tile, each alone": _scaled(
+            "TILE // QUANT_BLOCK is 0 where a tile is smaller than a block: divide the column": _scaled(
+                lambda j, tile, block: j // tile * (tile // block) + j % tile // block
+            ),
+            "a block can start inside a tile: divide the whole column, not its two parts separately": _scaled(
                 lambda j, tile, block: j // tile * tile // block + j % tile // block
             ),
             "each row has its own scales": lambda codes, scales, tile, block: _restored(codes, scales[:1], tile, block),
@@ -238,7 +247,7 @@ EXERCISES = {
         note="tiles larger or smaller than a block, any block size, and rows that end in short blocks",
     ),
     "round_trips": Exercise(
-        expected=_trips(lambda row, start, end, block: row[start:end]),
+        expected=_tripped,
         cases=_trip_cases,
         mistakes={
             "the last block is wrong: what lies beyond the last column of a row?": _trips(
@@ -246,6 +255,18 @@ EXERCISES = {
             ),
             "this reads one column too many: the last one is K - 1": _trips(
                 lambda row, start, end, block: row[start : min(end + 1, start + block)]
+            ),
+            "the last block reads into the next row: where does its own row end?": lambda batch, tokens, block: _trips(
+                lambda row, start, end, block: row[start : start + block]
+            )(batch[:tokens], tokens, block),
+            "the last column of a row isn't loaded: it is K - 1": lambda batch, tokens, block: F.pad(
+                _tripped(batch[:, :-1], tokens, block), (0, 1)
+            ),
+            "blocks after the first load nothing: where does a row end?": _trips(
+                lambda row, start, end, block: row[start:end] * (start == 0)
+            ),
+            "rows after the first load nothing: a column counts from its row's start": lambda batch, tokens, block: (
+                F.pad(_tripped(batch, 1, block), (0, 0, 0, tokens - 1), value=torch.nan)
             ),
             "the codes aren't rounded": _rounded_by(lambda steps: steps),
             "a cast drops the fraction: round to nearest": _rounded_by(torch.trunc),
@@ -330,6 +351,9 @@ EXERCISES = {
                 lambda j: j % 2 * 4, low=lambda nibble: nibble - 8 * (nibble > 7)
             ),
             "the column decides which nibble, and this takes turns by byte": _unpacked(lambda j: j // 2 % 2 * 4),
+            "each row begins with a low nibble: the column decides, not the place in the tensor": lambda packed, K: (
+                _unpacked(lambda j: (torch.arange(len(packed), device=j.device)[:, None] * K + j) % 2 * 4)(packed, K)
+            ),
             "shift by 0 or 4: all other columns aren't in this byte": _unpacked(lambda j: (4 * j).clamp(max=31)),
             "a nibble has four bits: shift by 4, not by 2": _unpacked(lambda j: j % 2 * 2),
             "two's complement: subtract 16 from nibbles above 7, and nothing from the others": _unpacked(
