@@ -27,7 +27,7 @@ from .layers import Int8Linear
 
 __all__ = ["QuantizedExperts"]
 
-_FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 _PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 _NAMES = re.compile(rf"(.+)[.](\d+)[.]({'|'.join(_PARTS)})|(.+)[.](gate_up|down)[.](\d+)")
 
@@ -37,9 +37,10 @@ def is_experts(module):
     kind = type(module)
     if kind.__module__.partition(".")[0] != "transformers" or not hasattr(kind, "_apply_gate"):
         return False
-    if not all(flag in module.__dict__ for flag in _FLAGS) or not module.has_gate or module.has_post_expert_norm:
+    if not all(flag in module.__dict__ for flag in _FLAGS) or not module.has_gate:
         return False
-    if getattr(module, "_is_expert_parallel", False):  # its tensors are parts
+    # not in every release; where experts are parallel, the tensors are parts
+    if any(getattr(module, flag, False) for flag in ("has_post_expert_norm", "_is_expert_parallel")):
         return False
     names = {"gate_up_proj", "down_proj"} | ({"gate_up_proj_bias", "down_proj_bias"} if module.has_bias else set())
     dims = {name: parameter.ndim for name, parameter in module.named_parameters()}
