@@ -311,8 +311,8 @@ def _hint(exercise, cases, results):
                 given[hint, i] = mistake(*case)
     # numbers of a few cases are alike by chance
     often = isinstance(wants[0], torch.Tensor | list | tuple) or len(bad) > max(2, len(cases) / 2)
-    for like in (lambda got, want: _difference(got, want, 1e-5) is None), _alike:
-        for places in (range(len(cases)), bad if often else range(len(cases))):
+    for places in (range(len(cases)), bad if often else range(len(cases))):
+        for like in (lambda got, want: _difference(got, want, 1e-5) is None), _alike:
             for hint in exercise.mistakes:
                 wrong = {i: given[hint, i] for i in places if (hint, i) in given}
                 if len(wrong) == len(places) and all(like(results[i], wrong[i]) for i in places):
