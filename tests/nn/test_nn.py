@@ -653,7 +653,7 @@ def test_what_is_missing_is_said():
 
 def test_codes_without_a_format_are_refused():
     """Also with strict=False, which allows keys to be missing: these codes may be of any kind."""
-    layer, other = Int8Linear(70, 40), Int8Linear.from_linear(PLAIN, block_size=64).state_dict()
+    layer, other = Int8Linear(70, 40).to(DEVICE), Int8Linear.from_linear(PLAIN, block_size=64).state_dict()
     del other["format"]
     with pytest.raises(
         RuntimeError, match="expects int8 codes in blocks of 128, but the state dict has codes and no format"
