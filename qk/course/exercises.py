@@ -258,7 +258,7 @@ def _run(answer, exercise, cases, session):
         return None
     if unanswered := _unanswered(answer, name, results, session):
         return unanswered
-    hint = _hint(exercise, cases, results)
+    hint = _hint(exercise, cases, results) or session.launches and _unscaled(session.launches[-1][0])
     if exercise.kernel and not session.launches:
         hint = _LAUNCH
     elif not hint and session.launches and not session.stored:
@@ -266,6 +266,18 @@ def _run(answer, exercise, cases, session):
     near = [(case, _without_noise(got, want, _bound(exercise, case)), want) for case, got, want in wrong]
     hint = hint or diagnosis(answer, wrong, right) or diagnosis(answer, near, right)
     return _refused(failure, exercise, hint)
+
+
+def _unscaled(kernel):
+    """What to say if a kernel adds the number of its program to a tile's offsets, as if it counted elements."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # no source
+        source = inspect.getsource(kernel.fn)
+        programs = re.findall(r"^ +(\w+) = tl\.program_id\(\d\)$", source, re.MULTILINE)
+        number = "|".join([r"tl\.program_id\(\d\)", *programs])
+        # but with a step between its elements, a tile may well begin one element further
+        if re.search(rf"(?<!\* )\b({number}) \+ tl\.arange\(0, (?!1\))\w+\)(?! *[*[])", source):
+            return "program_id counts programs, not elements: multiply it by the size of a block"
+    return None
 
 
 def _refused(failure, exercise, hint):

@@ -55,6 +55,7 @@ ANSWERS = {
         ("in the high half, too", changed(UNPACK, ("0x000F000F", "0x0000000F"))),
         ("side by side, not n apart", changed(UNPACK, ("4 * offs + p", "p * n + offs"))),
         ("where does yours begin?", changed(UNPACK, ("tl.program_id(0) * BLOCK + ", ""))),
+        ("counts programs", changed(UNPACK, ("tl.program_id(0) * BLOCK + ", "tl.program_id(0) + "))),
         (BEYOND, changed(UNPACK, (", mask=offs < n, other=0", ""))),
         ("past the end of pairs_ptr", changed(UNPACK, ("pair, mask=offs < n)", "pair)"))),
         ("past the end of pairs_ptr", changed(UNPACK, ("pair, mask=offs < n)", "pair, mask=offs < 4 * n)"))),

@@ -65,6 +65,7 @@ ANSWERS = {
             changed(UNPACK, ("out_ptr + 2 * offs, ", "out_ptr + offs, "), ("2 * offs + 1", "n + offs")),
         ),
         ("where does yours begin?", changed(UNPACK, ("tl.program_id(0) * BLOCK + ", ""))),
+        ("counts programs", changed(UNPACK, ("tl.program_id(0) * BLOCK + ", "tl.program_id(0) + "))),
         ("load's mask", changed(UNPACK, ("words_ptr + offs, mask=mask, other=0", "words_ptr + offs"))),
         (
             "past the end of out_ptr",
