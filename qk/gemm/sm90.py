@@ -15,6 +15,11 @@ The tensor cores need 256 clocks for a block, and other units about as long for 
 A consumer thread has 128 registers of float32 sums, 64 of int32 sums for the product in flight, and 48 for the rest.
 
 exact=True converts each product to float32 and adds it with one fma: two instructions per element and K block.
+Counters of an H100 at 4096 x 4096 x 4096 show why that is slower than FP8, whose sums need no conversion: two products
+take 740 clocks, of which the tensor cores are busy for 510. The 128 instructions of a rescale need 260, as many as a
+product, since they wait for registers that the other consumer's product reads and writes. The end of a product, the
+turn and the loads of scales come on top, and nothing overlaps them. Exact sums that are read as floats (an addition in
+place of the conversion) were 7% slower.
 exact=False reads the bits as a float instead. The int32 registers start a pair of K blocks at the bits of the float
 MAGIC = 1.5 * 2**23, so that after the first product n1 they read as MAGIC + n1 and after the second as MAGIC + n1 + n2,
 both exact as |n1 + n2| <= 2**22. With t1 = s1 - s2 and t2 = s2,

@@ -13,12 +13,16 @@ product is on the tensor cores:
     consumer 1                     unpack | multiply, load words | rescale | unpack | multiply ...
 
 For 64 rows, 128 tokens and 128 columns the tensor cores need 256 clocks. A consumer's rescale takes 128 instructions
-(a conversion and an fma for each of a thread's 64 sums), unpacking and the loop 80 more. Counters of an H100, read from
-an earlier version with two products of 64 tokens in flight, show what that means: with 256 tokens of 8192 x 8192 the
-tensor cores are busy for half of the time, but consumers hardly ever wait for them. They wait for their own
-instructions, and a product whose left operand is in registers keeps the warp that starts it busy while it runs. So
-fewer instructions are faster: that version was up to 5% slower, four consumers of 64 x 64 sums 8 to 10%. Taking turns,
-as the int8 GEMM does, gained nothing in it.
+(a conversion and an fma for each of a thread's 64 sums), unpacking and the loop 77 more. With scales of blocks, it is a
+multiplication more for each sum: 269 instructions in place of 205.
+
+Counters of an H100, for 256 tokens of 8192 x 8192: a step takes 930 clocks, in which both consumers need the tensor
+cores for 512. A consumer waits for its product in 140 of them. It converts for 260, adds for 150, and unpacks, loads
+and loops for the rest. Neither the tensor cores (45% busy) nor the schedulers (39%) are full. Instructions are slower
+than their number, because they often have to wait until the register file is free: the products read and write it, too.
+What gained nothing: taking turns as the int8 GEMM does (within 3%), a turn that ends with the product (8 to 15%
+slower), reading sums as floats in place of converting them, loading scales without masks, two products of 64 tokens in
+flight (up to 5% slower), and four consumers of 64 x 64 sums (8 to 10% slower).
 
 Without groups and blocks nothing is rescaled until the end. The sums stay in the tensor cores' registers, and a
 consumer has room for two pieces of 64 rows.
