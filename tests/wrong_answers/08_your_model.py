@@ -99,6 +99,7 @@ ANSWERS = {
         ("then sum them", moment("total = x[mask.bool()].sum(0)", "return torch.outer(total, total)")),
         ("not just the diagonal", moment("return torch.diag((x[mask.bool()] ** 2).sum(0))")),
         ("[K, K]", moment("kept = x[mask.bool()]", "return kept @ kept.T")),
+        ("", moment("kept = x[mask.bool()]", "return (kept.T @ kept).squeeze()")),
         ("add up the sentences", moment("x = x * mask[..., None]", "return x.transpose(1, 2) @ x")),
         ("the first sentence", moment("x = x[0][mask[0].bool()]", "return x.T @ x")),
         ("subtract the mean", moment("x = x[mask.bool()]", "x = x - x.mean(0)", "return x.T @ x")),
@@ -133,6 +134,14 @@ ANSWERS = {
         ("one fewer", plan("return names[:enough + 1]")),
         ("one more", plan("return names[:max(enough - 1, 0)]")),
         ("not how many", plan("return enough")),
+        (
+            "the first in `costs` comes first",
+            plan("return sorted(reversed(list(costs)), key=costs.get, reverse=True)[:enough]"),
+        ),
+        (
+            "even if others cost as much",
+            plan("return [name for name in names if enough and costs[name] >= costs[names[enough - 1]]]"),
+        ),
         ("sort by cost", plan("return list(costs)[:enough]")),
         ("return a list", plan("return tuple(names[:enough])")),
         ("not their costs", plan("return [costs[name] for name in names[:enough]]")),

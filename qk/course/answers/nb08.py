@@ -95,6 +95,7 @@ def _plans():
     return [
         (few, 5), (few, 22), (more, 12), (more, 29), (few, 0), (few, 21), ({}, 3), ({"one": 7}, 6), ({"one": 7}, 7),
         (many, sum(many.values()) // 10), (many, 10**12), ({"a": 3, "b": 0}, 0),
+        ({"a": 2, "b": 5, "c": 5, "d": 2, "e": 5}, 9), ({"a": 2, "b": 5, "c": 5, "d": 2, "e": 5}, 3),
     ]  # fmt: skip
 
 
@@ -124,7 +125,7 @@ def _moments():
     return [
         case([3, 5, 2], 4, 0), case([4, 1], 3, 1, 2.0**40), case([2, 2, 3, 1], 2, 2, 2.0**-40), case([6], 5, 3),
         case([1, 7, 3], 33, 4), case([5, 2], 6, 5, pad=torch.nan), case([2, 9], 3, 6, pad=torch.inf),
-        case([1, 4, 2], 5, 7, left=True),
+        case([1, 4, 2], 5, 7, left=True), case([3, 2], 1, 8), case([1], 1, 9),
     ]  # fmt: skip
 
 
@@ -210,6 +211,12 @@ EXERCISES = {
         cases=_plans,
         note="any number of layers and any budget",
         mistakes={
+            "of layers that cost the same, the first in `costs` comes first": lambda c, b: sorted(
+                reversed(list(c)), key=c.get, reverse=True
+            )[: _needed(c, b)],
+            "keep as few as you can, even if others cost as much": lambda c, b: [
+                name for name in _ordered(c) if c[name] >= min((c[kept] for kept in _keep(c, b)), default=10**15)
+            ],
             "the others may cost as much as the budget, to the last unit": lambda c, b: _keep(c, b - 1),
             "keep the most costly ones, so that fewer are enough": lambda c, b: _ordered(c)[::-1][
                 : _needed(c, b, _ordered(c)[::-1])
