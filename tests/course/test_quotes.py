@@ -88,7 +88,7 @@ NUMBERS = [
     ),
     (
         "02_block_quantization",
-        r"(\d+) µs (?:to make the call )?for `qk` and (\d+) µs for `torch.compile`",
+        r"(\d+) µs (?:for|with) `qk` and (\d+) µs (?:for|with) `torch.compile`",
         lambda: [times("act_quant", "wall_us")[1, 8192][name] for name in ("qk", "compile")],
     ),
     (
