@@ -4,10 +4,10 @@
 
 or with an x_scale[m, block] for each block of columns.
 
-One CTA per SM computes tile after tile of 128 tokens x 128 rows of the weight. A producer warp fills a ring in shared
-memory by TMA with packed words and x. Two consumer warpgroups own 64 rows each. They unpack codes in registers, as
-`sm90.py` describes, multiply them by all 128 tokens, and rescale the sums. A consumer loads its next words while a
-product is on the tensor cores:
+One CTA per SM computes tile after tile of 128 tokens (or 64) x 128 rows of the weight. A producer warp fills a ring in
+shared memory by TMA with packed words and x. Two consumer warpgroups own 64 rows each. They unpack codes in registers,
+as `sm90.py` describes, multiply them by all tokens of the tile, and rescale the sums. A consumer loads its next words
+while a product is on the tensor cores:
 
     consumer 0    unpack | multiply, load words | rescale | unpack | multiply, load words | rescale |
     consumer 1                     unpack | multiply, load words | rescale | unpack | multiply ...
@@ -64,8 +64,6 @@ from .sm90 import (
 
 __all__ = []
 
-_BLOCK_M = tl.constexpr(128)  # tokens of a tile
-
 
 class _Tile(NamedTuple):
     """How the kernel is launched."""
@@ -74,6 +72,7 @@ class _Tile(NamedTuple):
     columns: int  # columns of a stage
     stages: int
     group_m: int  # tile rows in a group, which is multiplied column by column
+    block_m: int = 128  # tokens
 
 
 _CONFIGS = {
@@ -112,8 +111,7 @@ def _load_scales(of_rows, piece: tl.constexpr, column, N, K, GROUP: tl.constexpr
     """Load one absmax or zero point for each row of a piece, 0 outside the matrix."""
     ptrs, stride_n, stride_g, rows = of_rows
     ptrs += (piece * WG_N * stride_n).to(gl.int64) if piece > 0 else 0
-    if GROUP > 0:
-        ptrs += (column // GROUP).to(gl.int64) * stride_g
+    ptrs += (column // GROUP).to(gl.int64) * stride_g if GROUP > 0 else 0
     return gl.load(ptrs, mask=(rows < N - piece * WG_N) & (column < K), other=0)
 
 
@@ -165,14 +163,15 @@ def _sum_steps(
     WG: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr,
     layout: tl.constexpr,
 ):  # fmt: skip
-    """Multiply all of K. Returns the sums [64, 128] of each piece, the next stage, and its phase."""
+    """Multiply all of K. Returns the sums [64, tokens] of each piece, the next stage, and its phase."""
     x_bufs, w_bufs, scale_bufs, full, empty = ring
+    BLOCK_M: tl.constexpr = x_bufs.shape[1]
     DOT_K: tl.constexpr = x_bufs.shape[2]
     WHOLE: tl.constexpr = GROUP == 0 and len(scale_bufs) == 0
     sums = ()
     for _ in gl.static_range(PIECES):
-        sums += (gl.full([WG_N, _BLOCK_M], 0, gl.int32 if WHOLE else gl.float32, layout),)
-    product = gl.full([WG_N, _BLOCK_M], 0, gl.int32, layout)
+        sums += (gl.full([WG_N, BLOCK_M], 0, gl.int32 if WHOLE else gl.float32, layout),)
+    product = gl.full([WG_N, BLOCK_M], 0, gl.int32, layout)
     steps = gl.cdiv(K, DOTS * DOT_K)
     scales = _scales(weights, 0, N, K, GROUP, DOT_K, PIECES, DOTS)
     mbarrier.wait(full.index(stage), phase)
@@ -210,7 +209,7 @@ def _sum_steps(
                 if GROUP > 0:
                     scale = (half_of(scales[d][0]),)
                 if len(scale_bufs) > 0:
-                    buf = scale_bufs[0].index(stage * DOTS + d).reshape([_BLOCK_M])
+                    buf = scale_bufs[0].index(stage * DOTS + d).reshape([BLOCK_M])
                     x_scale = (buf.load(gl.SliceLayout(0, layout)),)
             if d == DOTS - 1:
                 mbarrier.arrive(empty.index(stage), count=1)
@@ -241,14 +240,15 @@ def _consume(
 ):  # fmt: skip
     ring, out, absmax_ptr, zero_ptr, x_scale_ptr, bias_ptr, M, N, K = operands[:9]
     stride_an, stride_ag, stride_zn, stride_zg, stride_xs = operands[9:]
+    BLOCK_M: tl.constexpr = ring[0].shape[1]
     DOT_K: tl.constexpr = ring[0].shape[2]
-    layout: tl.constexpr = sums_layout(_BLOCK_M, gl.int8)
+    layout: tl.constexpr = sums_layout(BLOCK_M, gl.int8)
     words_layout: tl.constexpr = words_layout_of(DOT_K // 8, gl.int8)
     FACTOR: tl.constexpr = 1.0 / 64 if zero_ptr is None else 0.25
     ROWS: tl.constexpr = 2 * PIECES * WG_N
     if WAITS:
         gdc_wait()
-    tiles_m = gl.cdiv(M, _BLOCK_M)
+    tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(N, ROWS)
     never = M < 0
     stage = 0
@@ -265,8 +265,8 @@ def _consume(
             ring, weights, stage, phase, N, K, never, WG, GROUP, PIECES, DOTS, STAGES, layout
         )  # fmt: skip
         for i in gl.static_range(PIECES):
-            row = tile_m * _BLOCK_M
-            offs_m = row + gl.arange(0, _BLOCK_M, gl.SliceLayout(0, layout))
+            row = tile_m * BLOCK_M
+            offs_m = row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
             offs_n = first + i * WG_N + gl.arange(0, WG_N, gl.SliceLayout(1, layout))
             absmax_ptrs = absmax_ptr + gl.minimum(offs_n, N - 1).to(gl.int64) * stride_an
             x = finished(sums[i], absmax_ptrs, x_scale_ptr, stride_xs, offs_m, M, GROUP, FACTOR)
@@ -292,6 +292,7 @@ def _int4_gemm_sm90_int8_kernel(
     M, N, K, stride_an, stride_ag, stride_zn, stride_zg, stride_xs,
     GROUP: tl.constexpr,  # columns that share an absmax; 0: the row
     SCALED_DOTS: tl.constexpr,  # products that share a scale of x
+    BLOCK_M: tl.constexpr,  # tokens of a tile
     PIECES: tl.constexpr,  # pieces of 64 rows that a consumer owns
     DOT_K: tl.constexpr,  # columns of a product
     DOTS: tl.constexpr,  # products of a stage
@@ -301,15 +302,15 @@ def _int4_gemm_sm90_int8_kernel(
 ):  # fmt: skip
     if EARLY:
         gdc_launch_dependents()
-    x_bufs = gl.allocate_shared_memory(gl.int8, [STAGES * DOTS, _BLOCK_M, DOT_K], x_desc.layout)
+    x_bufs = gl.allocate_shared_memory(gl.int8, [STAGES * DOTS, BLOCK_M, DOT_K], x_desc.layout)
     w_bufs = gl.allocate_shared_memory(gl.int32, [STAGES, 2 * PIECES * WG_N, DOTS * DOT_K // 8], w_desc.layout)
     x_scales = ()
     if scale_desc is not None:
-        scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES * DOTS, 1, _BLOCK_M], scale_desc.layout)
+        scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES * DOTS, 1, BLOCK_M], scale_desc.layout)
         x_scales = (scale_desc, scale_bufs, SCALED_DOTS)
     outs = (out,)
     if TMA_OUT:
-        outs += (gl.allocate_shared_memory(out.dtype, [2, _BLOCK_M, WG_N], out.layout),)
+        outs += (gl.allocate_shared_memory(out.dtype, [2, BLOCK_M, WG_N], out.layout),)
     full = barriers(STAGES, 1)
     empty = barriers(STAGES, 2)
     consume = (
@@ -327,13 +328,20 @@ def _int4_gemm_sm90_int8_kernel(
     )  # fmt: skip
 
 
-def _choose(p, multiprocessors):
-    """Choose the wide tile where nothing is rescaled, unless it would leave more of the GPU idle."""
-    M, N = p.out.shape
-    wide, narrow = (cdiv(cdiv(M, 128) * cdiv(N, rows), multiprocessors) for rows in (256, 128))
-    if p.group_size is None and p.block_size is None and 2 * wide <= narrow:
-        return "wide"
-    return "groups of 128" if min(p.group_size or 128, p.block_size or 128) >= 128 else "small groups"
+def _choose(p):
+    """Choose a config. All give the same bits.
+
+    The wide tile where nothing is rescaled, unless it would leave more of the GPU idle. Otherwise, a tile of 64 tokens
+    takes two thirds of the time of one of 128, so it is chosen where its rounds are few.
+    """
+
+    def rounds(tokens, rows):
+        return cdiv(cdiv(p.out.shape[0], tokens) * cdiv(p.out.shape[1], rows), gpu(p.x.device).multiprocessors)
+
+    if p.group_size is None and p.block_size is None and 2 * rounds(128, 256) <= rounds(128, 128):
+        return _CONFIGS["wide"]
+    c = _CONFIGS["groups of 128" if min(p.group_size or 128, p.block_size or 128) >= 128 else "small groups"]
+    return c._replace(block_m=64) if 2 * rounds(64, 128) <= 3 * rounds(128, 128) else c
 
 
 def supports_int4_sm90_int8(problem):
@@ -348,22 +356,19 @@ def int4_gemm_sm90_int8(problem, config=None):
     """
     p = problem
     (M, N), K = p.out.shape, p.x.shape[1]
-    multiprocessors = gpu(p.x.device).multiprocessors
-    config = config or _choose(p, multiprocessors)
-    c = _CONFIGS[config] if isinstance(config, str) else config
+    c = _CONFIGS[config] if isinstance(config, str) else config or _choose(p)
     dot_k = min(p.group_size or 128, p.block_size or 128, 128)
-    x, stride, token_scale, stride_xs, scale_desc, waits = order_and_scales(p, 128, dot_k, True)
+    x, stride, token_scale, stride_xs, scale_desc, waits = order_and_scales(p, c.block_m, dot_k, True)
     rows, out, tma_out = 128 * c.pieces, p.out, False
-    stride_zn, stride_zg = p.zero_strides
     if N * out.itemsize % 16 == 0 and out.data_ptr() % 16 == 0:
-        out, tma_out = descriptor(out, M, N, N, (128, 64)), True
+        out, tma_out = descriptor(out, M, N, N, (c.block_m, 64)), True
     launch(
-        x.device, _int4_gemm_sm90_int8_kernel, (min(multiprocessors, cdiv(M, 128) * cdiv(N, rows)),),
-        descriptor(x, M, x.shape[1], stride, (128, dot_k)),
+        x.device, _int4_gemm_sm90_int8_kernel,
+        (min(gpu(x.device).multiprocessors, cdiv(M, c.block_m) * cdiv(N, rows)),),
+        descriptor(x, M, x.shape[1], stride, (c.block_m, dot_k)),
         descriptor(p.words, N, cdiv(K, 8), p.words.stride(0), (rows, c.columns // 8)), scale_desc, out,
-        p.absmax, p.zero_point, token_scale, p.bias, M, N, K,
-        p.absmax.stride(0), p.group_stride, stride_zn, stride_zg, stride_xs,
-        GROUP=p.group_size or 0, SCALED_DOTS=(p.block_size or dot_k) // dot_k, PIECES=c.pieces, DOT_K=dot_k,
-        DOTS=c.columns // dot_k, STAGES=c.stages, GROUP_M=c.group_m, TMA_OUT=tma_out,
+        p.absmax, p.zero_point, token_scale, p.bias, M, N, K, p.absmax.stride(0), p.group_stride, *p.zero_strides,
+        stride_xs, GROUP=p.group_size or 0, SCALED_DOTS=(p.block_size or dot_k) // dot_k, BLOCK_M=c.block_m,
+        PIECES=c.pieces, DOT_K=dot_k, DOTS=c.columns // dot_k, STAGES=c.stages, GROUP_M=c.group_m, TMA_OUT=tma_out,
         WAITS=waits, early=True, num_warps=4,
     )  # fmt: skip

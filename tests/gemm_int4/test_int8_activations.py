@@ -10,6 +10,7 @@ from cases import DEVICE, randn, same
 import qk
 from qk import gemm_int4
 from qk.core.matrices import put_evens_first, undo_evens_first
+from qk.gemm_int4 import sm90_int8
 from qk.gemm_int4.problem import Int4Problem
 
 NAN = math.nan
@@ -224,3 +225,23 @@ def test_16_bit_activations_refuse_what_int8_has():
             qk.int4_gemm(x.half(), packed, absmax, None, 64, **{name: value})
     with pytest.raises(ValueError, match="evens_first is True"):
         qk.act_quant(randn(3, 100), evens_first=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("group_size", "block_size"), SCALES)
+@pytest.mark.parametrize(("M", "N", "K"), [(130, 384, 512), (129, 72, 200), (255, 333, 1000)])
+def test_tiles_of_64_tokens_give_the_bits_of_128(M, N, K, group_size, block_size, zeros):
+    x, packed, absmax, options = operands(M, N, K, group_size, block_size, zeros=zeros)
+    problem = Int4Problem(
+        x, gemm_int4._as_words(packed), absmax, None, torch.empty(M, N, device=DEVICE), group_size, **options
+    )
+    if not gemm_int4.supports_int4_sm90(problem):
+        pytest.skip("needs Hopper")
+    small = min(group_size or 128, block_size or 128) < 128
+    config = sm90_int8._CONFIGS["small groups" if small else "groups of 128"]
+    outs = [torch.full_like(problem.out, NAN) for _ in range(2)]
+    for out, tokens in zip(outs, (128, 64), strict=True):
+        sm90_int8.int4_gemm_sm90_int8(problem._replace(out=out), config._replace(block_m=tokens))
+    assert same(*outs)
+    assert not outs[0].isnan().any()

@@ -287,6 +287,12 @@ def _gemm_int4_sm90_int8_cases(arch):
         for M, out in (1000, "bf16"), (300, "f32"):
             products = {"wgmma": 8 if block == 32 else 16}  # a step has 128 columns, or twice as many sums or columns
             yield f"int4_gemm_sm90_int8({_int8_problem(M, group, block, zero, True, out)})", products
+    for config, group, block in ("groups of 128", 128, None), ("groups of 128", 128, 128), ("small groups", 64, 32):
+        problem, config = (
+            _int8_problem(200, group, block, block == 32, True),
+            f"_CONFIGS['{config}']._replace(block_m=64)",
+        )
+        yield f"int4_gemm_sm90_int8({problem}, {config})", {"wgmma": 8 if block == 32 else 16}
 
 
 def _hadamard_cases(arch):
