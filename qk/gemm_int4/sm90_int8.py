@@ -17,12 +17,12 @@ For 64 rows, 128 tokens and 128 columns the tensor cores need 256 clocks. A cons
 multiplication more for each sum: 269 instructions in place of 205.
 
 Counters of an H100, for 256 tokens of 8192 x 8192: a step takes 930 clocks, in which both consumers need the tensor
-cores for 512. A consumer waits for its product in 140 of them. It converts for 260, adds for 150, and unpacks, loads
-and loops for the rest. Neither the tensor cores (45% busy) nor the schedulers (39%) are full. Instructions are slower
-than their number, because they often have to wait until the register file is free: the products read and write it, too.
-What gained nothing: taking turns as the int8 GEMM does (within 3%), a turn that ends with the product (8 to 15%
-slower), reading sums as floats in place of converting them, loading scales without masks, two products of 64 tokens in
-flight (up to 5% slower), and four consumers of 64 x 64 sums (8 to 10% slower).
+cores for 512. A consumer waits for its product for 140 of them, converts for 260, and adds for 150. The rest goes into
+unpacking, loads and the loop. The tensor cores are busy 45% of the time, the schedulers 39%. An instruction often waits
+for the register file, which the products read and write, too. These were not faster: taking turns as the int8 GEMM
+does (within 3%), a turn that ends with the product (8 to 15% slower), reading sums as floats in place of converting
+them, loading scales without masks, two products of 64 tokens in flight (up to 5% slower), and four consumers of 64 x 64
+sums (8 to 10% slower).
 
 Without groups and blocks nothing is rescaled until the end. The sums stay in the tensor cores' registers, and a
 consumer has room for two pieces of 64 rows.
@@ -331,8 +331,8 @@ def _int4_gemm_sm90_int8_kernel(
 def _choose(p):
     """Choose a config. All give the same bits.
 
-    The wide tile where nothing is rescaled, unless it would leave more of the GPU idle. Otherwise, a tile of 64 tokens
-    takes two thirds of the time of one of 128, so it is chosen where its rounds are few.
+    The wide tile where nothing is rescaled, unless it would leave more of the GPU idle. Otherwise, tiles of 64 tokens
+    where they need at most one and a half times as many rounds: each takes two thirds of the time of one of 128.
     """
 
     def rounds(tokens, rows):

@@ -13,7 +13,7 @@ import qk
 from qk.tools import aot
 from qk.tools.aot import __main__ as command
 
-# A fifth of each function's cases for Hopper. For the oldest, and for one between with little shared memory, of the
+# A third of each function's cases for Hopper. For the oldest, and for one between with little shared memory, of the
 # GEMMs: the others' kernels are alike there. Continuous integration compiles all for all, in a job of its
 # own.
 SWEEPS = {"90": ".", "75,89": "gemm"}
@@ -100,7 +100,7 @@ def sweeps(tmp_path_factory):
     found = []
     for archs, only in SWEEPS.items():
         file = tmp_path_factory.mktemp("aot") / "rows.json"
-        done = _run(["-m", "qk", "aot", "--arch", archs, "--only", only, "--every", "5", "--json", str(file)])
+        done = _run(["-m", "qk", "aot", "--arch", archs, "--only", only, "--every", "3", "--json", str(file)])
         assert file.exists(), done.stderr
         found.append((archs, done, json.loads(file.read_text())))
     return found

@@ -55,8 +55,11 @@ def int4_gemm(M):
 
 
 def int4_int8_gemm(M):
-    """The same with int8 activations: a scale per token and per block, zero points, both orders of columns."""
-    for (N, K), evens_first in itertools.product(((70, 288), (256, 2048)), (False, True)):
+    """The same with int8 activations: a scale per token and per block, zero points, both orders of columns.
+
+    300 tokens get tiles of 64 if the weight has 256 rows, and of 128 if it has 3400.
+    """
+    for (N, K), evens_first in itertools.product(((70, 288), (256, 2048), (3400, 288)), (False, True)):
         for group_size, block_size in (128, None), (None, None), (32, 64):
             packed, absmax = qk.quantize_int4(randn(N, K), group_size)
             if block_size is None:

@@ -288,11 +288,8 @@ def _gemm_int4_sm90_int8_cases(arch):
             products = {"wgmma": 8 if block == 32 else 16}  # a step has 128 columns, or twice as many sums or columns
             yield f"int4_gemm_sm90_int8({_int8_problem(M, group, block, zero, True, out)})", products
     for config, group, block in ("groups of 128", 128, None), ("groups of 128", 128, 128), ("small groups", 64, 32):
-        problem, config = (
-            _int8_problem(200, group, block, block == 32, True),
-            f"_CONFIGS['{config}']._replace(block_m=64)",
-        )
-        yield f"int4_gemm_sm90_int8({problem}, {config})", {"wgmma": 8 if block == 32 else 16}
+        problem, products = _int8_problem(200, group, block, block == 32, True), {"wgmma": 8 if block == 32 else 16}
+        yield f"int4_gemm_sm90_int8({problem}, _CONFIGS['{config}']._replace(block_m=64))", products
 
 
 def _hadamard_cases(arch):
