@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Checkpoint", "Entry", "in_background", "new_memory", "open_checkpoint"]
+__all__ = ["Checkpoint", "Entry", "in_background", "in_threads", "new_memory", "open_checkpoint"]
 
 _TAKES = "expected a folder with safetensors files, a .safetensors file or a .gguf file"
 _DTYPES = {
@@ -38,6 +38,7 @@ _GGUF_VALUES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 
 _STRING, _ARRAY = 8, 9
 _HUGE = 2**21  # bytes of a huge page
 _PIECE = 2**21  # bytes of a file for which another thread pays off
+_ADVICE = 2**19  # bytes that Linux agrees to read ahead at a time
 
 
 def new_memory(size, device="cpu"):
@@ -62,6 +63,7 @@ class Entry(NamedTuple):
         size: in bytes.
         fill: takes memory, uint8 on the CPU, and a number of bytes (0), and reads what follows so many of the tensor's
             bytes into the memory.
+        start: where its bytes begin in the file.
     """
 
     name: str
@@ -69,6 +71,8 @@ class Entry(NamedTuple):
     dtype: object
     size: int
     fill: Callable
+    file: Path
+    start: int
 
     def read(self, memory=None):
         """Read the tensor to the CPU. Of a dtype without a torch.dtype it returns the bytes, uint8 [size].
@@ -79,6 +83,13 @@ class Entry(NamedTuple):
         memory = new_memory(self.size) if memory is None else memory
         self.fill(memory)
         return self.of_bytes(memory)
+
+    def read_ahead(self):
+        """Ask the system to bring the tensor from its disk to the file cache, and don't wait for it."""
+        if hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError), open(self.file, "rb", buffering=0) as opened:
+                for at in range(self.start, self.start + self.size, _ADVICE):
+                    os.posix_fadvise(opened.fileno(), at, _ADVICE, os.POSIX_FADV_WILLNEED)
 
     def of_bytes(self, memory):
         """Returns the tensor whose bytes are in memory, uint8 [size]."""
@@ -194,8 +205,9 @@ def _open_safetensors(file):
     entries = {}
     for name, tensor in header.items():
         begin, end = tensor["data_offsets"]
-        dtype, fill = _DTYPES.get(tensor["dtype"], tensor["dtype"]), _filler(file, name, 8 + size + begin)
-        entries[name] = Entry(name, tuple(tensor["shape"]), dtype, end - begin, fill)
+        dtype, start = _DTYPES.get(tensor["dtype"], tensor["dtype"]), 8 + size + begin
+        fill = _filler(file, name, start)
+        entries[name] = Entry(name, tuple(tensor["shape"]), dtype, end - begin, fill, file, start)
     return entries, metadata
 
 
@@ -226,13 +238,18 @@ def _read(file, view, start):
 
     size = max(-(-len(view) // 4), _PIECE)
     parts = range(0, len(view), size)
-    list((_threads(os.getpid(), "pieces").map if len(parts) > 1 else map)(read, parts))
+    in_threads(read, parts)
 
 
 @functools.cache
 def _threads(process, purpose):
     """Each process has its own: those of its parent don't run in a fork."""
-    return ThreadPoolExecutor(4, f"qk-{purpose}")
+    return ThreadPoolExecutor(min(os.cpu_count() or 1, 8), f"qk-{purpose}")
+
+
+def in_threads(function, parts):
+    """Call a function with each of these parts, in several threads if there are several."""
+    list((_threads(os.getpid(), "pieces").map if len(parts) > 1 else map)(function, parts))
 
 
 def in_background(function, *args):
@@ -314,7 +331,8 @@ def _open_gguf(file):
         if name in found or start + offset < end or start + offset + size > len(data):
             raise ValueError(f"{file.name} is damaged: {name} is there twice, or overlaps another, or passes the end")
         end = start + offset + size
-        found[name] = Entry(name, shape, dtype, size, _filler(file, name, start + offset))
+        fill = _filler(file, name, start + offset)
+        found[name] = Entry(name, shape, dtype, size, fill, file, start + offset)
     return Checkpoint(file.parent, found, {}, metadata, True)
 
 

@@ -24,7 +24,7 @@ import torch
 
 from ..core.checks import BLOCKS, listed
 from ..core.launch import cdiv
-from .checkpoint import in_background, new_memory
+from .checkpoint import in_background, in_threads, new_memory
 from .weights import to_int8
 
 __all__ = ["FORMATS", "MARKS", "Format", "Refused", "Scratch", "check_entry", "dequantized"]
@@ -129,8 +129,11 @@ class Scratch:
         return self._memory[number][:size]
 
     def read_early(self, entries, device):
-        """Start reading the largest of the tensors that `read` or `lend` will be asked for next, if it's for a GPU."""
-        if torch.device(device).type == "cuda" and entries:
+        """Start reading the tensors that `read` or `lend` are asked for next; for a GPU, only the largest of them."""
+        if torch.device(device).type != "cuda":
+            for entry in entries:
+                entry.read_ahead()
+        elif entries:
             entry = max(entries, key=lambda entry: entry.size)
             # what is older than the tensor before this one isn't asked for any more
             self._early = dict([*[*self._early.items()][-1:], (entry, in_background(_pinned, entry, 0))])
@@ -185,10 +188,32 @@ def _collect(out, rows):
         rows: a function of a start and an end that returns these rows of [B, N], contiguous.
     """
     step = _STEP // out.element_size() if out.is_cpu else max(out.shape[-1], 1)
-    for start in range(0, out.shape[-1], step):
+
+    def transpose(start):
         end = min(start + step, out.shape[-1])
         out[..., start:end] = _transposed(rows(start, end)).view(*out.shape[:-1], end - start)
+
+    in_threads(transpose, range(0, out.shape[-1], step))
     return out
+
+
+def _halves(codes, pairs, dim):
+    """Fill codes [2, A, B] with the low and the high nibbles of bytes [A, B].
+
+    Args:
+        pairs: a function of a start and an end that returns these rows of bytes (dim is 1) or columns (dim is -1).
+    """
+    size = codes.shape[dim]
+    step = _STEP if codes.is_cpu else max(size, 1)
+
+    def split(start):
+        end = min(start + step, size)
+        low, high = codes.narrow(dim, start, end - start)
+        found = pairs(start, end)
+        torch.bitwise_and(found, 15, out=low)
+        torch.bitwise_right_shift(found, 4, out=high)
+
+    in_threads(split, range(0, size, step))
 
 
 def _disordered(groups, columns, size):
@@ -261,9 +286,7 @@ def _pack_quantized(parts, shape, config):
         else:
             words = scratch.lend(parts["weight_packed"], device).view(torch.uint8)
             codes = scratch.empty((2, words.shape[1], N), device)
-            _collect(codes[1], lambda start, end: words[start:end])
-            torch.bitwise_and(codes[1], 15, out=codes[0])
-            codes[1].bitwise_right_shift_(4)
+            _halves(codes, lambda start, end: _transposed(words[start:end]), -1)
             packed = _ordered(codes, on, new_memory(N * cdiv(K, 2), device).view(N, cdiv(K, 2)))
         zeros = None if zero is None else _nibbles(scratch.read(zero, device).t()).t()[:N]
         return _int4(_even(packed, K), scratch.read(parts["weight_scale"], device), zeros, on)
@@ -297,12 +320,9 @@ def _gptq(parts, shape, config):
             _collect(packed.view(torch.int32), lambda start, end: _signed(words[start:end]))
         else:
             codes = scratch.empty((2, K // 2, N), device)
-            step = _STEP if words.is_cpu else max(K // 2, 1)
-            for part, low, high in zip(words.split(step // 4), *(x.split(step) for x in codes), strict=True):
-                # the four bytes of a word become four rows
-                pairs = _transposed(part.view(torch.uint8).view(len(part), N, 4)).view(low.shape)
-                torch.bitwise_and(pairs, 15, out=low)
-                torch.bitwise_right_shift(pairs, 4, out=high)
+            # the four bytes of a word become four rows
+            bytes_of = words.view(torch.uint8).view(K // 8, N, 4)
+            _halves(codes, lambda start, end: _transposed(bytes_of[start // 4 : end // 4]).view(-1, N), 1)
             _ordered(codes, on, packed)
         zero = _nibbles(scratch.read(parts["qzeros"], device)).t()
         zero = zero.add_(1).bitwise_and_(15) if version == "gptq" else zero
