@@ -373,7 +373,7 @@ def _unchanged(arg, before):
         return len(arg) == len(before) and all(map(_unchanged, arg, before))
     if isinstance(arg, dict):
         return [*arg] == [*before] and all(map(_unchanged, arg.values(), before.values()))
-    return not isinstance(arg, set) or arg == before
+    return not isinstance(arg, set | int | float | str) or arg == before or arg != arg
 
 
 def _parameter(function, number):
@@ -422,7 +422,7 @@ def _difference(got, want, bound=0.0):
         if (
             isinstance(got, numbers.Real)
             and not isinstance(got, bool)
-            and math.isclose(got, want, rel_tol=bound or 1e-9)
+            and (math.isclose(got, want, rel_tol=bound or 1e-9) or math.isnan(got) and math.isnan(want))
         ):
             return None
     elif isinstance(got, bool) == isinstance(want, bool) and bool(got == want):

@@ -121,6 +121,12 @@ class Ledger:
         book[kind][elements] = torch.where((taken == self.NOBODY) | (taken == me), me, self.SEVERAL)
         return done
 
+    def repeated(self):
+        """Whether several programs ran, and each element that was stored was stored by more than one of them."""
+        stored = [book["store"][book["store"] != self.NOBODY] for book in self.books.values()]
+        stored = torch.cat(stored) if stored else torch.zeros(0)
+        return len(stored) > 0 and bool((stored == self.SEVERAL).all())
+
     def _race(self, program, kind, name, element, other, words):
         verb = {"load": "reads", "store": "writes", "atomic": "changes"}[kind]
         several = min(self.launch, 1), program  # of them, one may be of another launch
@@ -162,6 +168,7 @@ def watching(kernel, windows, hear, unset=0, ledger=None, order=None):
     named = {name: window for name, window in zip(kernel.arg_names, windows, strict=False) if window}
     load, store, place = builder.create_masked_load, builder.create_masked_store, builder.set_grid_idx
     atomic, swap = builder.create_atomic_rmw, builder.create_atomic_cas
+    convert = builder.create_fp_to_ui
     guessed = []
 
     def note(kind, pointers, mask, change, value=None):
@@ -203,6 +210,10 @@ def watching(kernel, windows, hear, unset=0, ledger=None, order=None):
     def noted_swap(pointers, *others):
         return note("atomic", pointers, None, lambda: swap(pointers, *others))
 
+    def unsigned(source, kind):
+        """As a GPU does it: 0 for negative numbers. NumPy's result wraps around."""
+        return convert(type(source)(np.maximum(source.data, 0), source.dtype), kind)
+
     def ordered(x, y, z):
         sizes = builder.grid_dim
         number = order((x * sizes[1] + y) * sizes[2] + z, math.prod(sizes))
@@ -210,6 +221,7 @@ def watching(kernel, windows, hear, unset=0, ledger=None, order=None):
 
     hooks = {"create_masked_load": noted_load, "create_masked_store": noted_store, "create_atomic_rmw": noted_atomic}
     hooks |= {"create_atomic_cas": noted_swap, "set_grid_idx": ordered if order else place}
+    hooks |= {"create_fp_to_ui": unsigned}
     try:
         with interpreter.interpreting(), mock.patch.multiple(builder, **hooks):
             yield guessed
@@ -322,6 +334,11 @@ def _interpreted(kernel, grid, args, options):
             raise _read_beyond(name, side)
     if race:
         raise race
+    if ledger and ledger.repeated():
+        session.race = session.race or Race(
+            "right, but several programs do the same work: each element is stored by more than one of them. "
+            "Which part is a program's own? tl.program_id says"
+        )
     # large and small in int8, in float16 (61280, -61280), in float32 (1.3e36, -1.3e36)
     for unset in (0x7B, 0x84, 0xFB) if guessed else ():
         if not _same_bits(windows, run(unset, 10 * accesses)[0]):

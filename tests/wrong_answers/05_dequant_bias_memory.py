@@ -83,7 +83,7 @@ def slice_kernel(g_ptr, a_ptr, out_ptr, top_ptr, N, stride, BLOCK: tl.constexpr)
 
 
 def tokens(expression):
-    return f"def break_even(N, tb, launch):\n    return {expression}"
+    return f"def break_even(N, tb, launch, cpu):\n    return {expression}"
 
 
 ANSWERS = {
@@ -119,15 +119,18 @@ ANSWERS = {
         ("", kernel("tl.load(g_ptr + row * (stride - N) + n, mask=n < N, other=0.0)")),
     ],
     "break_even": [
-        ("round up", tokens("launch * tb * 10**6 // (4 * N)")),
-        ("round up", tokens("int(launch * tb * 1e6 / (4 * N))")),
-        ("don't add one", tokens("launch * tb * 10**6 // (4 * N) + 1")),
-        ("reads 2 bytes, and writes 2", tokens("-(-launch * tb * 10**6 // (2 * N))")),
-        ("of the eager line", tokens("-(-launch * tb * 10**6 // (36 * N))")),
-        ("the faster the memory", tokens("-(-launch * 10**6 // (4 * N * tb))")),
-        ("an integer", tokens("launch * tb * 1e6 / (4 * N)")),
-        ("a million bytes", tokens("-(-launch * tb * 10**12 // (4 * N))")),
-        ("", tokens("round(launch * tb * 10**6 / (4 * N))")),
+        ("round up", tokens("(cpu - launch) * tb * 10**6 // (4 * N)")),
+        ("round up", tokens("int((cpu - launch) * tb * 1e6 / (4 * N))")),
+        ("don't add one", tokens("(cpu - launch) * tb * 10**6 // (4 * N) + 1")),
+        ("reads 2 bytes, and writes 2", tokens("-(-(cpu - launch) * tb * 10**6 // (2 * N))")),
+        ("of the eager line", tokens("-(-(cpu - launch) * tb * 10**6 // (36 * N))")),
+        ("the faster the memory", tokens("-(-(cpu - launch) * 10**6 // (4 * N * tb))")),
+        ("an integer", tokens("(cpu - launch) * tb * 1e6 / (4 * N)")),
+        ("a million bytes", tokens("-(-(cpu - launch) * tb * 10**12 // (4 * N))")),
+        ("", tokens("round((cpu - launch) * tb * 10**6 / (4 * N))")),
+        ("have cpu - launch left", tokens("-(-cpu * tb * 10**6 // (4 * N))")),
+        ("subtract it", tokens("-(-(cpu + launch) * tb * 10**6 // (4 * N))")),
+        ("not the launch", tokens("-(-launch * tb * 10**6 // (4 * N))")),
     ],
 }
 
@@ -159,11 +162,11 @@ ANSWERS["held"] += [
     ),
 ]
 ANSWERS["sliced"] += [("squares of large numbers", kernel(top="tl.sqrt(tl.max(out * out, 0))"))]
-ANSWERS["break_even"] += [("exit()", "def break_even(N, tb, launch):\n    quit()")]
+ANSWERS["break_even"] += [("exit()", "def break_even(N, tb, launch, cpu):\n    quit()")]
 OTHERS = {
     "break_even": [
         "import numpy as np\n\n\n"
-        "def break_even(N, tb, launch):\n    return np.int64(-(-launch * tb * 10**6 // (4 * N)))",
+        "def break_even(N, tb, launch, cpu):\n    return np.int64(-(-(cpu - launch) * tb * 10**6 // (4 * N)))",
     ],
     "held": [TWO_LOOPS],
 }

@@ -11,8 +11,21 @@ def column(expression):
     return f"def column_at(p, L):\n    return {expression}"
 
 
-def windows(expression):
-    return f"def windows_over(column, L):\n    half = column % L // 2\n    return {expression}"
+def fill(
+    take="left[first + j] and sum(v != 0 for v in window) < 2", taken="left[first + j] = 0",
+    firsts="range(0, L - 2, 2)", place="window[j]", order="range(4)", result="windows", append="window",
+):  # fmt: skip
+    return f"""def fill_windows(values, L):
+    left, windows = list(values), []
+    for first in {firsts}:
+        window = [0] * 4
+        for j in {order}:
+            if {take}:
+                {place} = left[first + j]
+                {taken}
+        windows.append({append})
+    return {result}
+"""
 
 
 def words(
@@ -86,23 +99,35 @@ ANSWERS = {
         ("", column("p % (2 * L - 4)")),
         ("", "def column_at(p, L):\n    raise SystemExit"),
     ],
-    "windows_over": [
-        ("no window to their left", windows("[half - 1, half]")),
-        ("there are only L / 2 - 1 windows", windows("[w for w in (half - 1, half) if w >= 0]")),
-        ("there is no window -1", windows("[w for w in (half - 1, half) if w < L // 2 - 1]")),
-        ("start over", windows("[w for w in range(L // 2 - 1) if 2 * w <= column < 2 * w + 4]")),
-        ("in the group", windows("[column // L * (L // 2 - 1) + w for w in (half - 1, half) if 0 <= w < L // 2 - 1]")),
-        ("begin two columns apart", windows("[column % L // 4]")),
-        ("may have two windows", windows("[max(half - 1, 0)]")),
-        ("returns only the right one", windows("[min(half, L // 2 - 2)]")),
-        ("from left to right", windows("[w for w in (half, half - 1) if 0 <= w < L // 2 - 1]")),
-        ("return a list", windows("tuple(w for w in (half - 1, half) if 0 <= w < L // 2 - 1)")),
-        ("is number 0", windows("[w + 1 for w in (half - 1, half) if 0 <= w < L // 2 - 1]")),
-        ("return their numbers", windows("sum(0 <= w < L // 2 - 1 for w in (half - 1, half))")),
-        ("not their numbers", windows("[2 * w for w in (half - 1, half) if 0 <= w < L // 2 - 1]")),
-        ("right for L = 8", windows("[w for w in (column % 8 // 2 - 1, column % 8 // 2) if 0 <= w < 3]")),
-        ("", windows("(half - 1, half)")),
-        ("at the column or after it", windows("[w for w in (half, half + 1) if w < L // 2 - 1]")),
+    "fill_windows": [
+        ("must not be taken again", fill(taken="pass")),
+        ("two slots, not four", fill(take="True")),
+        ("two slots, not three", fill(take="left[first + j] and sum(v != 0 for v in window) <= 2")),
+        ("two slots, not one", fill(take="left[first + j] and not any(window)")),
+        ("windows overlap", fill(firsts="range(0, L, 4)", take="first + j < L and left[first + j]")),
+        (
+            "windows overlap",
+            fill(firsts="range(0, L, 4)", take="first + j < L and left[first + j] and sum(map(bool, window)) < 2"),
+        ),
+        ("two columns apart, not one", fill(firsts="range(L // 2 - 1)")),
+        ("not the last two", fill(order="(3, 2, 1, 0)")),
+        ("", fill(firsts="range(L - 4, -1, -2)")),
+        ("from left to right", fill(firsts="range(L - 4, -1, -2)", order="(3, 2, 1, 0)", result="windows[::-1]")),
+        ("a zero takes no slot", fill(order="range(2)")),
+        ("its column's place", fill(place="window[sum(v != 0 for v in window)]")),
+        ("the last window is missing", fill(firsts="range(0, L - 4, 2)")),
+        (
+            "there are only L / 2 - 1",
+            fill(firsts="range(0, L, 2)", take="first + j < L and left[first + j] and sum(map(bool, window)) < 2"),
+        ),
+        ("not one list", fill(result="sum(windows, [])")),
+        ("not tuples", fill(append="tuple(window)")),
+        ("return a list", fill(result="tuple(windows)")),
+        ("not where they are", fill(append="[int(v != 0) for v in window]")),
+        ("negative values", fill(take="left[first + j] > 0 and sum(v != 0 for v in window) < 2")),
+        ("not one list", fill(result="[v for w in windows for v in w]")),
+        ("", "def fill_windows(values, L):\n    return [values[i:i + 4] for i in range(0, L - 2, 2)]"),
+        ("", "def fill_windows(values, L):\n    raise SystemExit"),
     ],
     "slide_words": [
         ("fills in ones", words("(a >> 16) | (b << 16)")),

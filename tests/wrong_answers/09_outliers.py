@@ -1,10 +1,8 @@
-FRACTION = """def best_fraction(x, counts, fractions):
-    def lost(fraction):
-        absmax = fraction * x.abs().max()
-        restored = (x * (7 / absmax)).round().clamp(-7, 7) * (absmax / 7)
-        return (counts * (restored - x) ** 2).sum().item()
-
-    return min(fractions, key=lost)
+SCALE = """def best_scale(x, codes, counts):
+    x, codes, counts = x.double(), codes.double(), counts.double()
+    above = (counts * codes * x).sum().item()
+    below = (counts * codes**2).sum().item()
+    return above / below if below else 0.0
 """
 KERNEL = """@triton.jit
 def stage_kernel(x_ptr, out_ptr, n, APART: tl.constexpr, BLOCK: tl.constexpr):
@@ -29,46 +27,36 @@ def changed(answer, old, new):
 
 
 ANSWERS = {
-    "best_fraction": [
-        ("by its entry in counts", changed(FRACTION, "counts * (restored", "(restored")),
-        ("clamp them", changed(FRACTION, ".clamp(-7, 7)", "")),
-        ("not at -8", changed(FRACTION, "clamp(-7", "clamp(-8")),
-        ("this truncates", changed(FRACTION, "round()", "trunc()")),
-        ("square the errors", changed(FRACTION, "(restored - x) ** 2", "(restored - x).abs()")),
-        ("isn't squared itself", changed(FRACTION, "counts * (restored - x) ** 2", "(counts * (restored - x)) ** 2")),
+    "best_scale": [
+        ("by its entry in counts", SCALE.replace("counts * codes", "codes")),
+        ("in both sums", changed(SCALE, "counts * codes**2", "codes**2")),
+        ("in both sums, above", changed(SCALE, "counts * codes * x", "codes * x")),
+        ("aren't squared", SCALE.replace("counts * codes", "counts**2 * codes")),
+        ("takes their root", SCALE.replace("counts * codes", "counts.sqrt() * codes")),
+        ("that is absmax / 7", "def best_scale(x, codes, counts):\n    return x.abs().max().item() / 7"),
+        ("multiplies the codes", changed(SCALE, "counts * codes**2", "counts * x**2")),
+        ("signs cancel", SCALE.replace("codes * x)", "x)").replace("codes**2", "codes")),
+        ("ratio of magnitudes", changed(SCALE, "counts * codes * x", "counts * (codes * x).abs()")),
+        ("mean magnitudes", SCALE.replace("codes * x)", "x.abs())").replace("codes**2", "codes.abs()")),
         (
-            "both signs cancel",
-            changed(FRACTION, "(counts * (restored - x) ** 2).sum()", "(counts * (restored - x)).sum().abs()"),
+            "mean of the ratios",
+            "def best_scale(x, codes, counts):\n    some = codes != 0\n"
+            "    return ((counts * x / codes)[some].sum() / counts[some].sum()).item()",
         ),
-        ("the largest alone", changed(FRACTION, ".sum()", ".max()")),
-        ("have a magnitude too", changed(FRACTION, "x.abs().max()", "x.max()")),
-        ("with the largest error", changed(FRACTION, "return min(", "return max(")),
         (
-            "not its index",
-            changed(FRACTION, "return min(fractions, key=lost)", "return fractions.index(min(fractions, key=lost))"),
-        ),
-        ("not its error", changed(FRACTION, "return min(fractions, key=lost)", "return min(map(lost, fractions))")),
-        ("1 isn't always best", "def best_fraction(x, counts, fractions):\n    return 1.0"),
-        ("not its root", changed(FRACTION, "counts * (restored", "counts.sqrt() * (restored")),
-        ("the first fraction", "def best_fraction(x, counts, fractions):\n    return fractions[0]"),
-        ("the last fraction", "def best_fraction(x, counts, fractions):\n    return fractions[-1]"),
-        ("not at 8", changed(FRACTION, "clamp(-7, 7)", "clamp(-7, 8)")),
-        ("this rounds down", changed(FRACTION, "round()", "floor()")),
-        (
-            "absmax to float16",
-            changed(FRACTION, "fraction * x.abs().max()", "(fraction * x.abs().max()).half().float()"),
-        ),
-        ("a count of 0", changed(FRACTION, "x.abs().max()", "x[counts > 0].abs().max()")),
-        ("", changed(FRACTION, "x.abs().max()", "x.abs().max().clamp(min=1e-3)")),
-        (
-            "",
-            changed(FRACTION, ".clamp(-7, 7)", ".clamp(-7, 7).to(torch.int8)").replace(
-                "* (7 / absmax)", "* (7 / absmax).half()"
+            "ratio of the norms",
+            changed(SCALE, "counts * codes * x).sum().item()", "counts * x**2).sum().item()").replace(
+                "above / below", "(above / below) ** 0.5"
             ),
         ),
-        ("", changed(FRACTION, "    def lost", "    x = x[:64]\n    counts = counts[:64]\n\n    def lost")),
-        ("", changed(FRACTION, ".sum()", ".half().sum()")),
-        ("", changed(FRACTION, "absmax = fraction * x.abs().max()", "absmax = fraction * x.std()")),
+        ("the sign is wrong", changed(SCALE, "return above", "return -above")),
+        ("twice the best", changed(SCALE, "return above", "return 2 * above")),
+        ("float16", changed(SCALE, "return above / below if", "return torch.tensor(above / below).half().item() if")),
+        ("return 0.0", changed(SCALE, "else 0.0", "else float('nan')")),
+        ("raised ZeroDivisionError", changed(SCALE, " if below else 0.0", "")),
+        ("", changed(SCALE, "return above / below", "return abs(above / below)")),
+        ("", changed(SCALE, "below = (", "below = 1e-8 + (")),
+        ("", changed(SCALE, "return above / below", "return max(above / below, 1e-6)")),
     ],
     "stage": [
         ("missing or too wide?", KERNEL.replace(", mask=mask, other=0.0", "").replace(", mask=mask)", ")")),

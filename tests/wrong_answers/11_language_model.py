@@ -32,17 +32,17 @@ def kernel(old, new):
     return KERNEL.replace(old, new)
 
 
-ROUNDED = """def rounded(w, bits, group):
-    qmax = 2 ** ((bits - 1)) - 1
-    groups = w.unflatten(1, (-1, group))
-    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-30) / qmax
-    return ((groups / scale).round() * scale).flatten(1)
+DRAW = """def draw(logits, temperature, number):
+    if temperature == 0:
+        return logits.argmax().item()
+    ends = (logits.double() / temperature).softmax(0).cumsum(0)
+    chosen = (ends <= number).sum()
+    return chosen.clamp(max=len(logits) - 1).item()
 """
-SPAN = "((groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / 2)"
 
 
-def rounded(*pairs):
-    code = ROUNDED
+def draw(*pairs):
+    code = DRAW
     for old, new in pairs:
         assert code.count(old) == 1, old
         code = code.replace(old, new)
@@ -116,50 +116,65 @@ ANSWERS = {
             "def log_probabilities(logits, BLOCK):\n    return torch.log_softmax(logits, 1)",
         ),
     ],
-    "rounded": [
-        ("tiny weights", rounded(("min=1e-30", "min=1e-5"))),
-        ("tiny weights", rounded((".clamp(min=1e-30) / qmax", " / qmax + 1e-8"))),
-        ("neighboring columns", rounded(("(-1, group)", "(group, -1)"), ("amax(-1", "amax(1"))),
-        ("nothing was rounded", rounded((".round()", ""))),
-        ("those are codes", rounded((".round() * scale)", ".round())"))),
-        ("for the whole row", rounded(("(-1, group)", "(-1, w.shape[1])"))),
-        ("for the whole matrix", rounded(("amax(-1, keepdim=True)", "amax()"))),
-        ("each row has its own", rounded(("amax(-1", "amax((0, -1)"))),
-        ("", rounded(("w.unflatten", "w.T.unflatten"), (".flatten(1)", ".flatten(1).T"))),
-        ("one less", rounded((" - 1)) - 1", " - 1))"))),
-        ("one bit is the sign", rounded(("(bits - 1)", "bits"))),
-        ("only for 4", rounded(("2 ** ((bits - 1)) - 1", "7"))),
-        ("not absmax itself", rounded((" / qmax", ""))),
-        ("cut off the fraction", rounded((".round()", ".int()"))),
-        ("always round down", rounded((".round()", ".floor()"))),
-        ("below zero", rounded(("(groups / scale).round()", "(groups / scale + 0.5).int()"))),
-        ("negative weight", rounded((".abs()", ""))),
-        ("0 / 0 is NaN", rounded((".clamp(min=1e-30)", ""))),
-        ("not by (max - min) / 2", rounded(("groups.abs().amax(-1, keepdim=True)", SPAN))),
-        ("must stay as it is.", rounded(("    scale", "    groups *= 1.5\n    scale"))),
-        ("convert the result", rounded((".flatten(1)", ".flatten(1).half()"))),
-        ("in another shape", rounded((".flatten(1)", ""))),
-        ("", rounded(("1e-30", "1.0"))),
-        ("", rounded(("scale).round()", "scale).round().clamp(-1, 1)"))),
+    "draw": [
+        ("always the most likely", "def draw(logits, temperature, number):\n    return logits.argmax().item()"),
+        ("divide the logits by", draw((" / temperature", ""))),
+        ("this multiplies", draw((" / temperature", " * temperature"))),
+        (
+            "not the probabilities",
+            draw(("(logits.double() / temperature).softmax(0)", "(logits.double().softmax(0) / temperature)")),
+        ),
+        ("but not its end", draw(("ends <= number", "ends < number"))),
+        (
+            "not of the probabilities",
+            draw(
+                ("    ends", "    order = logits.argsort(descending=True)\n    ends"),
+                ("(logits.double() /", "(logits[order].double() /"),
+                (
+                    "return chosen.clamp(max=len(logits) - 1)",
+                    "return order[chosen.clamp(max=len(logits) - 1)]",
+                ),
+            ),
+        ),
+        ("sums of all probabilities", draw((".cumsum(0)", ""))),
+        (
+            "the first token is number 0",
+            draw(("- 1).item()", "- 1).item() + 1"), (".argmax().item()", ".argmax().item() + 1")),
+        ),
+        (
+            "the token before",
+            draw(("- 1).item()", "- 1).item() - 1"), (".argmax().item()", ".argmax().item() - 1")),
+        ),
+        ("at temperature 0", draw(("return logits.argmax().item()", "return 0"))),
+        ("the smallest logit", draw((".argmax()", ".argmin()"))),
+        ("", draw(("    if temperature == 0:\n        return logits.argmax().item()\n", ""))),
+        ("", draw((".clamp(max=len(logits) - 1)", ""))),
+        ("", draw((".argmax().item()", ".argmax()"), ("- 1).item()", "- 1)"))),
+        ("softmax is missing", draw((".softmax(0)", ".nan_to_num(neginf=0)"))),
+        ("", draw(("    ends", "    logits = logits.exp()\n    ends"))),
     ],
 }
 
 OTHERS = {
-    "rounded": [
-        "def rounded(w, bits, group):\n"
-        "    out = torch.zeros_like(w)\n"
-        "    for n in range(w.shape[0]):\n"
-        "        for k in range(0, w.shape[1], group):\n"
-        "            part = w[n, k : k + group]\n"
-        "            if part.any():\n"
-        "                scale = part.abs().max() / (2 ** (bits - 1) - 1)\n"
-        "                out[n, k : k + group] = torch.round(part / scale) * scale\n"
-        "    return out",
-        "def rounded(w, bits, group):\n"
-        "    groups = w.reshape(len(w), -1, group)\n"
-        "    step = groups.abs().amax(2, True) / (2 ** (bits - 1) - 1)\n"
-        "    codes = torch.where(step == 0, 0, torch.round(groups / step))\n"
-        "    return (codes * step).reshape(w.shape)",
+    "draw": [
+        "def draw(logits, temperature, number):\n"
+        "    if not temperature:\n"
+        "        return int(logits.argmax())\n"
+        "    p = torch.exp((logits.double() - logits.max()) / temperature)\n"
+        "    p /= p.sum()\n"
+        "    total, last = 0.0, 0\n"
+        "    for i, width in enumerate(p.tolist()):\n"
+        "        total += width\n"
+        "        if number < total:\n"
+        "            return i\n"
+        "        last = i if width else last\n"
+        "    return last",
+        "def draw(logits, temperature, number):\n"
+        "    if temperature == 0:\n"
+        "        return torch.argmax(logits).item()\n"
+        "    ends = torch.softmax(logits.double() / temperature, 0).cumsum(0)\n"
+        "    inside = (ends > number * ends[-1]).nonzero()\n"
+        "    return inside[0].item()",
     ],
     "log_probabilities": [
         kernel('-float("inf")', "-1e30"),

@@ -56,11 +56,11 @@ def _restore_cases():
     return [
         (
             torch.tensor((_ALL + _ALL[::-1])[:count], dtype=torch.uint8),
-            torch.rand(2 * count // GROUP, generator=generator) + 0.1,
+            (torch.rand(2 * count // GROUP, generator=generator) + 0.1) * 10.0**power,
             GROUP,
             BLOCK,
         )
-        for count, GROUP, BLOCK in sizes
+        for power, (count, GROUP, BLOCK) in zip((0, -9, 3, -30, 0, 30), sizes, strict=True)
     ]
 
 

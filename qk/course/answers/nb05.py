@@ -12,12 +12,15 @@ from qk.course.exercises import Exercise
 def _held_cases():
     """(g, scale_a, scale_b, bias, BLOCK, HELD): few bits, so that float32 is exact in any order.
 
-    In one case, g has too many for float16, in another the vectors for bfloat16.
+    In one case, g has too many for float16, in another the vectors for bfloat16, in two a vector for float16.
     """
     random = torch.Generator().manual_seed(6)
-    sizes = (8, 64, 32, 4), (7, 50, 16, 2), (5, 33, 32, 4), (1, 20, 16, 8), (9, 70, 64, 8)
-    for (M, N, BLOCK, HELD), top, most in zip(sizes, (100, 4095, 7, 100, 100), (200, 32, 512, 200, 200), strict=True):
-        a, b, bias = (torch.randint(1, most, size, generator=random) for size in ((M, 1), (1, N), (N,)))
+    for M, N, BLOCK, HELD, top, *most in (
+        (8, 64, 32, 4, 100, 200, 200, 200), (7, 50, 16, 2, 4095, 32, 32, 32), (5, 33, 32, 4, 7, 512, 512, 512),
+        (1, 20, 16, 8, 100, 200, 200, 200), (9, 70, 64, 8, 7, 40, 8000, 8000), (6, 40, 16, 4, 7, 8000, 40, 8000),
+    ):  # fmt: skip
+        sizes = zip(most, ((M, 1), (1, N), (N,)), strict=True)
+        a, b, bias = (torch.randint(1, limit, size, generator=random) for limit, size in sizes)
         g = torch.randint(-top, top + 1, (M, N), generator=random, dtype=torch.int32)
         yield g, a / 4, b / 8, bias / 2, BLOCK, HELD
 
@@ -78,8 +81,8 @@ def _taken_for_dense(g, a, N, BLOCK):
     return _with_top(g.as_strided((len(g), N), (N, 1)) * a[:, None])
 
 
-def _break_even(N, tb, launch):
-    return math.ceil(launch * tb * 10**6 / (4 * N))
+def _break_even(N, tb, launch, cpu):
+    return math.ceil((cpu - launch) * tb * 10**6 / (4 * N))
 
 
 EXERCISES = {
@@ -141,24 +144,52 @@ EXERCISES = {
     ),
     "break_even": Exercise(
         expected=_break_even,
-        cases=lambda: [(2560, 4, 2), (13824, 4, 2), (2500, 4, 2), (3840, 1, 10), (1, 3, 1), (7, 8, 50), (10**8, 1, 1)],
+        cases=lambda: [
+            (2560, 4, 2, 13),
+            (13824, 4, 2, 20),
+            (2500, 4, 2, 4),
+            (3840, 1, 10, 20),
+            (1, 3, 1, 2),
+            (7, 8, 50, 99),
+            (10**8, 1, 1, 2),
+            (1000, 2, 3, 4),
+        ],
         mistakes={
-            "round up: with one token fewer, the bytes take less time": lambda N, tb, launch: (
-                launch * tb * 10**6 // (4 * N)
+            "a call's GPU time starts with the launch: the bytes have cpu - launch left": lambda N, tb, launch, cpu: (
+                math.ceil(cpu * tb * 10**6 / (4 * N))
             ),
-            "as long as the launch is enough: where the division is exact, don't add one": lambda N, tb, launch: (
-                launch * tb * 10**6 // (4 * N) + 1
+            "the launch is on the GPU's side: subtract it": lambda N, tb, launch, cpu: math.ceil(
+                (cpu + launch) * tb * 10**6 / (4 * N)
             ),
-            "one pass reads 2 bytes, and writes 2": lambda N, tb, launch: math.ceil(launch * tb * 10**6 / (2 * N)),
-            "those are the bytes of the eager line": lambda N, tb, launch: math.ceil(launch * tb * 10**6 / (36 * N)),
-            "the faster the memory, the more tokens": lambda N, tb, launch: math.ceil(launch * 10**6 / (4 * N * tb)),
-            "1 TB/s is a million bytes per µs": lambda N, tb, launch: math.ceil(launch * tb * 10**12 / (4 * N)),
-            "1 TB/s is a million bytes per µs, not a thousand": lambda N, tb, launch: (
-                -(-launch * tb * 10**3 // (4 * N))
+            "from which M on is the GPU time at least the CPU time, not the launch": lambda N, tb, launch, cpu: (
+                math.ceil(launch * tb * 10**6 / (4 * N))
             ),
-            "bandwidth is in bytes already": lambda N, tb, launch: -(-launch * tb * 8 * 10**6 // (4 * N)),
-            "those are the bytes of one launch's time; a token has 4 N": lambda N, tb, launch: launch * tb * 10**6,
-            "a number of tokens is an integer": lambda N, tb, launch: launch * tb * 10**6 / (4 * N),
+            "round up: with one token fewer, the bytes take less time": lambda N, tb, launch, cpu: (
+                (cpu - launch) * tb * 10**6 // (4 * N)
+            ),
+            "as long as the CPU time is enough: if the division is exact, don't add one": lambda N, tb, launch, cpu: (
+                (cpu - launch) * tb * 10**6 // (4 * N) + 1
+            ),
+            "one pass reads 2 bytes, and writes 2": lambda N, tb, launch, cpu: math.ceil(
+                (cpu - launch) * tb * 10**6 / (2 * N)
+            ),
+            "those are the bytes of the eager line": lambda N, tb, launch, cpu: math.ceil(
+                (cpu - launch) * tb * 10**6 / (36 * N)
+            ),
+            "the faster the memory, the more tokens": lambda N, tb, launch, cpu: math.ceil(
+                (cpu - launch) * 10**6 / (4 * N * tb)
+            ),
+            "1 TB/s is a million bytes per µs": lambda N, tb, launch, cpu: math.ceil(
+                (cpu - launch) * tb * 10**12 / (4 * N)
+            ),
+            "1 TB/s is a million bytes per µs, not a thousand": lambda N, tb, launch, cpu: (
+                -(-(cpu - launch) * tb * 10**3 // (4 * N))
+            ),
+            "bandwidth is in bytes already": lambda N, tb, launch, cpu: -(-(cpu - launch) * tb * 8 * 10**6 // (4 * N)),
+            "those are the bytes of one launch's time; a token has 4 N": lambda N, tb, launch, cpu: (
+                (cpu - launch) * tb * 10**6
+            ),
+            "a number of tokens is an integer": lambda N, tb, launch, cpu: (cpu - launch) * tb * 10**6 / (4 * N),
         },
         note="any sizes, including exact divisions and less than one token",
     ),

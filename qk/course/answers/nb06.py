@@ -1,4 +1,4 @@
-"""The exercises of notebook 6: columns and windows, a kernel that slides words, and a kernel with a bug."""
+"""The exercises of notebook 6: columns, windows, a kernel that slides words, and a kernel with a bug."""
 
 import torch
 
@@ -18,19 +18,53 @@ def _positions():
     return places + [(1_000_003 + 7 * L, L) for L in (4, 6, 8, 10)]
 
 
-def _windows_over(column, L):
-    half = column % L // 2
-    return [w for w in (half - 1, half) if 0 <= w < L // 2 - 1]
+def _fill(values, L, takes=2, step=2, again=False, order=lambda columns: columns):
+    left, windows = list(values), []
+    for first in range(0, L - 2, 2):
+        window, start = [0] * 4, first // 2 * step
+        for j in order(range(4)):
+            if start + j < L and left[start + j] and sum(v != 0 for v in window) < takes:
+                window[j] = left[start + j]
+                left[start + j] *= again
+        windows.append(window)
+    return windows
 
 
-def _both(c, L, first=0, last=99):
-    """The windows whose right and left half a column is in, if there were windows from first to last."""
-    return [w for w in (c % L // 2 - 1, c % L // 2) if first <= w <= last]
+def _side_by_side(values, L, takes=2):
+    padded = [*values, 0, 0]
+    return [_fill(padded[first : first + 4], 4, takes)[0] for first in range(0, L, 4)]
 
 
-def _columns():
-    places = [(3, 8), (0, 8), (7, 8), (2, 4), (11, 8), (14, 10), (9, 6), (17, 8), (18, 10), (5, 8), (4, 10), (2, 6)]
-    return places + [(1_000_003 + 3 * L, L) for L in (4, 6, 8, 10)]
+def _packed_to_the_left(values, L):
+    return [sorted(window, key=lambda value: value == 0) for window in _fill(values, L)]
+
+
+def _from_the_right(values, L):
+    return [window[::-1] for window in _fill(values[::-1], L)][::-1]
+
+
+def _zeros_count(values, L):
+    """A column that holds a zero takes a place."""
+    windows = _fill([value or 0.5 for value in values], L)
+    return [[0 if value == 0.5 else value for value in window] for window in windows]
+
+
+def _places(windows):
+    """1 where a window has a value."""
+    return [[int(value != 0) for value in window] for window in windows]
+
+
+def _groups():
+    patterns = [
+        ("11111100", 8), ("00111111", 8), ("11", 4), ("0110", 4), ("1001", 4), ("0011", 4), ("0000", 4), ("111100", 6),
+        ("010111", 6), ("011011", 6), ("11011011", 8), ("01110111", 8), ("10101010", 8), ("00011100", 8),
+        ("01111011", 8), ("1111011110", 10), ("0111111011", 10), ("0000000001", 10), ("00000000", 8),
+    ]  # fmt: skip
+    alike = ([2, 2, 0, 2, 2, 0, 2, 2], 8), ([0.25, -0.25, 0.25, 0, 0, 0.25], 6), ([1, -2, 3, 4, -5, 6, 0, 0], 8)
+    return [*alike] + [
+        ([(-1) ** i * (L * L - i) if mark == "1" else 0 for i, mark in enumerate(marks.ljust(L, "0"))], L)
+        for marks, L in patterns
+    ]
 
 
 def _slide_words(words, BLOCK=None, middle=lambda a, b: ((a >> 16) & 0xFFFF) | (b << 16)):
@@ -116,36 +150,35 @@ EXERCISES = {
             ),
         },
     ),
-    "windows_over": Exercise(
-        expected=_windows_over,
-        cases=_columns,
-        note=_EVERY_L,
+    "fill_windows": Exercise(
+        expected=_fill,
+        cases=_groups,
+        note=_EVERY_L + ", and values of any sign",
         mistakes={
-            "a group's first two columns have no window to their left, its last two none to their right": (
-                lambda c, L: _both(c, L, first=-1)
+            "a value that an earlier window has taken must not be taken again": lambda values, L: _fill(
+                values, L, again=True
             ),
-            "there are only L / 2 - 1 windows: the last two columns of a group lie in one": _both,
-            "there is no window -1: the first two columns of a group lie in one": lambda c, L: _both(
-                c, L, -1, L // 2 - 2
+            "a window has two slots, not four": lambda values, L: _fill(values, L, takes=4),
+            "a window has two slots, not three": lambda values, L: _fill(values, L, takes=3),
+            "a window has two slots, not one": lambda values, L: _fill(values, L, takes=1),
+            "windows overlap: each begins two columns after the one before": lambda values, L: _fill(values, L, step=4),
+            "windows overlap: the next one begins two columns later": _side_by_side,
+            "windows overlap, and each has two slots": lambda values, L: _side_by_side(values, L, 4),
+            "windows begin two columns apart, not one": lambda values, L: _fill(values, L, step=1),
+            "the first two that are left, not the last two": lambda values, L: _fill(
+                values, L, order=lambda columns: columns[::-1]
             ),
-            "windows start over in each group": lambda c, L: [w for w in range(L // 2 - 1) if 2 * w <= c < 2 * w + 4],
-            "return their numbers within the group": lambda c, L: [
-                c // L * (L // 2 - 1) + w for w in _windows_over(c, L)
-            ],
-            "windows begin two columns apart, and overlap": lambda c, L: [c % L // 4],
-            "a column may have two windows": lambda c, L: _windows_over(c, L)[:1],
-            "a column may have two windows; this returns only the right one": lambda c, L: _windows_over(c, L)[-1:],
-            "from left to right": lambda c, L: _windows_over(c, L)[::-1],
-            "return a list": lambda c, L: tuple(_windows_over(c, L)),
-            "that is how many there are; return their numbers": lambda c, L: len(_windows_over(c, L)),
-            "the first window is number 0": lambda c, L: [w + 1 for w in _windows_over(c, L)],
-            "that's right for L = 8; use L": lambda c, L: _windows_over(c, 8),
-            "those are the windows that begin at the column or after it": lambda c, L: [
-                w for w in (c % L // 2, c % L // 2 + 1) if w < L // 2 - 1
-            ],
-            "those are the columns where the windows begin, not their numbers": lambda c, L: [
-                2 * w for w in _windows_over(c, L)
-            ],
+            "fill the windows from left to right": _from_the_right,
+            "a zero takes no slot": _zeros_count,
+            "in its window, a value keeps its column's place": _packed_to_the_left,
+            "the last window is missing: there are L / 2 - 1": lambda values, L: _fill(values, L)[:-1],
+            "there are only L / 2 - 1 windows": lambda values, L: [*_fill(values, L), [0] * 4],
+            "return a list of windows, not one list of numbers": lambda values, L: sum(_fill(values, L), []),
+            "windows are lists, not tuples": lambda values, L: [tuple(window) for window in _fill(values, L)],
+            "return a list": lambda values, L: tuple(_fill(values, L)),
+            "return the values, not where they are": lambda values, L: _places(_fill(values, L)),
+            "negative values are values, too": lambda values, L: _fill([max(value, 0) for value in values], L),
+            "from left to right": lambda values, L: _fill(values, L)[::-1],
         },
     ),
     "slide_words": Exercise(

@@ -4,100 +4,78 @@ import torch
 
 from qk.course.exercises import Exercise
 
-# best_fraction(x, counts, fractions)
+# best_scale(x, codes, counts)
 
 
-def _clipped(rounded=torch.round, low=-7, high=7, largest=lambda x: x.abs().max()):
-    return lambda x, f: rounded(x * (7 / (f * largest(x)))).clamp(low, high) * (f * largest(x) / 7)
-
-
-def _clipped_at(top):
-    """Codes up to `top`, of steps of absmax / top."""
-
-    def restored(x, f):
-        absmax = f * x.abs().max()
-        return (x * (top / absmax)).round().clamp(-top, top) * (absmax / top)
-
-    return restored
-
-
-def _only_clipped(x, f):
-    return x.clamp(-f * x.abs().max(), f * x.abs().max())
-
-
-def _pick(restored=None, loss=lambda error, counts: counts * error**2, answer=lambda fractions, lost: None):
-    restored = restored or _clipped()
-
-    def answered(x, counts, fractions):
-        x, counts = x.double(), counts.double()
-        lost = [loss(restored(x, f) - x, counts).sum().abs().item() for f in fractions]
-        other = answer(fractions, lost)
-        return fractions[lost.index(min(lost))] if other is None else other
+def _scale(above=lambda x, q, c: c * q * x, below=lambda x, q, c: c * q * q):
+    def answered(x, codes, counts):
+        x, codes, counts = x.double(), codes.double(), counts.double()
+        total = below(x, codes, counts).sum().item()
+        return above(x, codes, counts).sum().item() / total if total else 0.0
 
     return answered
 
 
 def _groups():
-    """Groups whose best fraction is clearly ahead of the others, whatever the order of the operations."""
+    """(x, codes, counts): clipped codes, codes of other signs than x, counts of 0, and groups without a scale."""
     random = torch.Generator().manual_seed(65)
-    calm, wild = torch.randn(32, generator=random), torch.randn(64, generator=random)
-    wild[5], wild[6] = 3, -5
-    silent = (4 * torch.rand(64, generator=random)).scatter(0, torch.tensor([6]), 0)
-    loud, steps = silent.scatter(0, torch.tensor([6]), 20), [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3]
-    odd = torch.randn(101, generator=random) * torch.rand(101, generator=random)
+
+    def case(n, size=1.0, clip=0.8, counts=None):
+        x = torch.randn(n, generator=random)
+        codes = (x * 7 / (clip * x.abs().max())).round().clamp(-7, 7).to(torch.int8)
+        return size * x, codes, torch.rand(n, generator=random) if counts is None else counts
+
     few = (torch.arange(101) % 10 == 3).float()
-    peak = torch.randn(48, generator=torch.Generator().manual_seed(6))
-    peak[7], four = 4, torch.ones(48).scatter(0, torch.tensor([7]), 4)
-    random = torch.Generator().manual_seed(57)
-    mixed = torch.randn(40, generator=random) * (1 + 2 * (torch.rand(40, generator=random) < 0.1))
-    weights = torch.rand(40, generator=random)
+    x, codes, counts = case(40)
     return [
-        (calm, torch.ones(32), steps), (wild, silent, steps[::-1]), (-wild, loud, steps),
-        (1e-10 * wild, silent, steps), (1e10 * calm, 1e-3 * torch.ones(32), steps), (odd, few, steps[1:] + [1.0]),
-        (-odd.abs(), torch.rand(101, generator=random), [0.95, 0.65, 0.85, 0.75]),
-        (torch.tensor([-2.5]), few[3:4], steps), (peak, four, steps), (mixed, weights, steps[::-1]),
+        case(32), case(64, -1.0), case(128, 1e-12, 0.5), case(101, 1e15, 0.6, few), case(50, counts=torch.ones(50)),
+        case(36, counts=1e-9 * torch.rand(36, generator=random)),
+        (x, codes, counts * (codes == 0)), (x + 3, codes, 1000 * counts), (x, torch.zeros_like(codes), counts),
+        (torch.tensor([-2.5]), torch.tensor([7], dtype=torch.int8), torch.tensor([3.0])),
     ]  # fmt: skip
 
 
-_FRACTION = Exercise(
-    expected=_pick(),
+_SCALE = Exercise(
+    expected=_scale(),
     cases=_groups,
     bound=1e-5,
     mistakes={
-        "each squared error is weighted by its entry in counts": _pick(loss=lambda e, counts: e**2),
-        "codes end at 7 and -7: clamp them": _pick(_clipped(low=-1e9, high=1e9)),
-        "codes end at -7, not at -8": _pick(_clipped(low=-8)),
-        "codes end at 7, not at 8": _pick(_clipped(high=8)),
-        "round to nearest: this truncates": _pick(_clipped(torch.trunc)),
-        "round to nearest: this rounds down": _pick(_clipped(torch.floor)),
-        "codes end at 7, so a step is absmax / 7": _pick(_clipped_at(127)),
-        "weights become codes, whole numbers: round, don't only clip": _pick(_only_clipped),
-        "don't round absmax to float16": _pick(
-            lambda x, f: _clipped(largest=lambda x: (f * x.abs().max()).half().double() / f)(x, f)
+        "each squared error is weighted by its entry in counts": _scale(lambda x, q, c: q * x, lambda x, q, c: q * q),
+        "counts are in both sums": _scale(below=lambda x, q, c: q * q),
+        "counts are in both sums, above, too": _scale(lambda x, q, c: q * x),
+        "counts multiply the square; they aren't squared themselves": _scale(
+            lambda x, q, c: c * c * q * x, lambda x, q, c: c * c * q * q
         ),
-        "elements with a count of 0 still count for the largest magnitude": lambda x, counts, fractions: _pick(
-            _clipped(largest=lambda _: x[counts > 0].double().abs().max())
-        )(x, counts, fractions),
-        "absmax is a fraction of the largest magnitude, not of the mean": _pick(
-            _clipped(largest=lambda x: x.abs().mean())
+        "counts multiply the square; that takes their root": _scale(
+            lambda x, q, c: c.sqrt() * q * x, lambda x, q, c: c.sqrt() * q * q
         ),
-        "square the errors": _pick(loss=lambda e, counts: counts * e.abs()),
-        "counts multiplies the square; it isn't squared itself": _pick(loss=lambda e, counts: (counts * e) ** 2),
-        "counts itself multiplies the square, not its root": _pick(loss=lambda e, counts: counts.sqrt() * e**2),
-        "errors of both signs cancel: square each": _pick(loss=lambda e, counts: counts * e),
-        "add up all errors: the largest alone isn't enough": _pick(loss=lambda e, counts: (counts * e**2).amax()),
-        "negative weights have a magnitude too": _pick(_clipped(largest=torch.max)),
-        "that is the fraction with the largest error": _pick(answer=lambda f, lost: f[lost.index(max(lost))]),
-        "return the fraction, not its index": _pick(answer=lambda f, lost: lost.index(min(lost))),
-        "return the fraction, not its error": _pick(answer=lambda f, lost: min(lost)),
-        "that's always the first fraction: compare their errors": _pick(answer=lambda f, lost: f[0]),
-        "that's always the last fraction: compare their errors": _pick(answer=lambda f, lost: f[-1]),
-        "the error can rise and fall again: try all fractions": _pick(
-            answer=lambda f, lost: next((f[i] for i in range(len(f) - 1) if lost[i + 1] > lost[i]), f[-1])
+        "that is absmax / 7: the codes are fixed, and another scale fits them better": lambda x, codes, counts: (
+            x.abs().max().item() / 7
         ),
-        "1 isn't always best, and not always among the fractions": lambda x, counts, fractions: 1.0,
+        "that is the best factor for x; the scale multiplies the codes": _scale(below=lambda x, q, c: c * x * x),
+        "that minimizes the errors' sum, in which signs cancel: square them": _scale(
+            lambda x, q, c: c * x, lambda x, q, c: c * q
+        ),
+        "that is a ratio of magnitudes: where x and code have different signs, the scale must shrink": _scale(
+            lambda x, q, c: c * (q * x).abs()
+        ),
+        "that is a ratio of mean magnitudes: set the derivative of the sum of squares to 0": _scale(
+            lambda x, q, c: c * x.abs(), lambda x, q, c: c * q.abs()
+        ),
+        "that is a mean of the ratios x / code: small codes count too much": lambda x, codes, counts: (
+            (counts * (x / codes))[codes != 0].sum() / counts[codes != 0].sum()
+        ).item(),
+        "that is the ratio of the norms: set the derivative of the sum of squares to 0": lambda x, codes, counts: (
+            ((counts * x**2).sum() / (counts * codes.double() ** 2).sum()).sqrt().item()
+        ),
+        "the sign is wrong": _scale(lambda x, q, c: -c * q * x),
+        "that is twice the best scale: both derivatives have the factor 2": _scale(lambda x, q, c: 2 * c * q * x),
+        "a scale isn't rounded to float16": lambda *case: torch.tensor(_scale()(*case)).half().item(),
+        "if every scale is equally good, return 0.0": lambda x, codes, counts: (
+            _scale()(x, codes, counts) if (counts * codes).any() else torch.nan
+        ),
     },
-    note="groups of any length, sign and magnitude, counts of 0, and fractions in any order",
+    note="groups of any length, sign and magnitude, any codes, and counts of 0",
 )
 
 # stage(x, apart, block)
@@ -293,4 +271,4 @@ _GPTQ = Exercise(
     note="any column k, including the last; weights beyond 7 times the scale; any magnitude",
 )
 
-EXERCISES = {"best_fraction": _FRACTION, "stage": _STAGE, "gptq_step": _GPTQ}
+EXERCISES = {"best_scale": _SCALE, "stage": _STAGE, "gptq_step": _GPTQ}

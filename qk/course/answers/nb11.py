@@ -1,9 +1,8 @@
-"""The exercises of notebook 11: perplexity of a text in windows, a kernel for log probabilities, rounding weights."""
+"""The exercises of notebook 11: perplexity of a text in windows, a kernel for log probabilities, drawing a token."""
 
 import torch
 
 from qk.course.exercises import Exercise
-from qk.tools.lm_formats import round_weights
 
 # perplexity(losses, counts)
 
@@ -243,84 +242,72 @@ _LOG_PROBABILITIES = Exercise(
     },
 )  # fmt: skip
 
-# rounded(w, bits, group)
+# draw(logits, temperature, number)
 
 
-def _scaled(w, bits, group, most=None, largest=None, rounding=torch.round, codes_alone=False, least=1e-30):
-    """Round groups in another way: `most` is the largest code, and `largest(groups)` what it stands for."""
-    most = most or 2 ** (bits - 1) - 1
-    groups = w.unflatten(1, (-1, group))
-    scale = (largest or _absmax)(groups).clamp(min=least) / most
-    codes = rounding(groups / scale)
-    return (codes if codes_alone else codes * scale).flatten(1)
+def _ends(logits, temperature):
+    return (logits.double() / temperature).softmax(0).cumsum(0)
 
 
-def _absmax(groups, dims=(-1,)):
-    return groups.abs().amax(dims, keepdim=True)
+def _drawn(ends=_ends, right=True, cold=torch.argmax):
+    def answered(logits, temperature, number):
+        if temperature == 0:
+            return cold(logits).item()
+        reached = ends(logits, temperature)
+        inside = reached <= number if right else reached < number
+        return inside.sum().clamp(max=len(logits) - 1).item()
+
+    return answered
 
 
-def _weights():
-    random = torch.Generator().manual_seed(5)
-
-    def case(N, K, bits, group, scale=1.0):
-        return torch.randn(N, K, generator=random) * scale, bits, group
-
-    cases = [case(3, 64, 4, 32), case(2, 128, 3, 64, 0.05), case(4, 32, 2, 8), case(1, 256, 8, 128, 30.0),
-             case(5, 48, 5, 16), case(2, 12, 3, 4), case(3, 20, 6, 20)]  # fmt: skip
-    cases[1][0][1, :64] = 0  # a group of zeros
-    cases[2][0][0, 3] = -40.0  # an outlier
-    cases[0][0][1, 32:] *= 1e-20
-    return cases
+def _most_likely_first(logits, temperature, number):
+    order = logits.argsort(descending=True)
+    return order[_drawn()(logits[order], temperature, number)].item()
 
 
-_ROUNDED = Exercise(
-    expected=round_weights,
-    cases=_weights,
-    bound=lambda w, bits, group: (1e-5 * _absmax(w.unflatten(1, (-1, group)))).expand(-1, -1, group).flatten(1),
-    note="any number of bits and any group size that divides K; a group may be all zeros, or tiny",
+def _rows_of_logits():
+    few = torch.randn(9, generator=torch.Generator().manual_seed(7)) * 3
+    without = few.clone()
+    without[[0, 4]] = -torch.inf
+    nearly = 1 - 2.0**-53
+    return [
+        *((few, 1.0, number) for number in (0.02, 0.31, 0.77, 0.999)), (few, 0.4, 0.1), (few, 5.0, 0.3),
+        (few.flip(0), 0.0, 0.9), (few + 300, 0.7, 0.1), (torch.zeros(4), 1.0, 0.25), (torch.zeros(4), 2.0, 0.0),
+        (without, 0.7, 0.0), (without, 2.0, 0.9), (torch.zeros(10), 1.0, nearly), (torch.tensor([-1.0]), 1.0, 0.5),
+        (few, 1e-3, 0.6), (torch.zeros(64), 1.0, 0.5),
+    ]  # fmt: skip
+
+
+_DRAW = Exercise(
+    expected=_drawn(),
+    cases=_rows_of_logits,
+    note="any temperature and number, and tokens that can't be drawn (logit -inf)",
     mistakes={
-        "nothing was rounded": lambda w, bits, group: w.clone(),
-        "those are codes: multiply them by their scale": lambda w, *how: _scaled(w, *how, codes_alone=True),
-        "each group has its own scale, and you used one for the whole row": lambda w, bits, group: _scaled(
-            w, bits, w.shape[1]
+        "that is always the most likely token": lambda logits, temperature, number: logits.argmax().item(),
+        "divide the logits by the temperature": _drawn(lambda logits, _: _ends(logits, 1.0)),
+        "divide by the temperature: this multiplies": _drawn(lambda logits, t: _ends(logits, 1 / t)),
+        "divide the logits, not the probabilities, by the temperature": _drawn(
+            lambda logits, t: (logits.double().softmax(0) / t).cumsum(0)
         ),
-        "each group has its own scale, and you used one for the whole matrix": lambda w, *how: _scaled(
-            w, *how, largest=lambda groups: _absmax(groups, (0, 1, 2))
+        "a share includes its start, but not its end": _drawn(right=False),
+        "shares are in the order of the vocabulary, not of the probabilities": _most_likely_first,
+        "shares end at the sums of all probabilities so far: cumsum": _drawn(
+            lambda logits, t: (logits.double() / t).softmax(0)
         ),
-        "each row has its own scales": lambda w, *how: _scaled(
-            w, *how, largest=lambda groups: _absmax(groups, (0, -1))
+        "the first token is number 0": lambda *case: _drawn()(*case) + 1,
+        "that is the token before": lambda *case: _drawn()(*case) - 1,
+        "return the token's index, not its share": lambda logits, t, number: _ends(logits, t or 1.0)[
+            _drawn()(logits, t, number)
+        ].item(),
+        "at temperature 0, return the most likely token": _drawn(cold=lambda logits: torch.tensor(0)),
+        "the smallest logit is the least likely token": _drawn(cold=torch.argmin),
+        "a share is as wide as the probability: softmax is missing": _drawn(
+            lambda logits, t: (logits.double() / t).nan_to_num(neginf=0).cumsum(0)
         ),
-        "the largest code is 2**(bits - 1) - 1, one less": lambda w, bits, group: _scaled(
-            w, bits, group, most=2 ** (bits - 1)
-        ),
-        "one bit is the sign: the largest code is 2**(bits - 1) - 1": lambda w, bits, group: _scaled(
-            w, bits, group, most=2**bits - 1
-        ),
-        "the largest code depends on bits; it's 7 only for 4": lambda w, bits, group: _scaled(w, bits, group, most=7),
-        "the largest code depends on bits; it's 127 only for 8": lambda w, bits, group: _scaled(
-            w, bits, group, most=127
-        ),
-        "scale = absmax / the largest code, not absmax itself": lambda w, bits, group: _scaled(w, bits, group, most=1),
-        "round to the nearest code; you cut off the fraction": lambda w, *how: _scaled(w, *how, rounding=torch.trunc),
-        "round to the nearest code; you always round down": lambda w, *how: _scaled(w, *how, rounding=torch.floor),
-        "round to the nearest code; you always round up": lambda w, *how: _scaled(w, *how, rounding=torch.ceil),
-        "below zero, adding 0.5 and truncating rounds to the wrong code": lambda w, *how: _scaled(
-            w, *how, rounding=lambda codes: (codes + 0.5).trunc()
-        ),
-        "the largest magnitude can belong to a negative weight": lambda w, *how: _scaled(
-            w, *how, largest=lambda groups: groups.amax(-1, keepdim=True)
-        ),
-        "a lower bound, or a number added to the scale, turns tiny weights into zeros": lambda w, *how: _scaled(
-            w, *how, least=1e-8
-        ),
-        "a group is neighboring columns: unflatten(1, (-1, group))": lambda w, bits, group: (
-            _scaled(w.unflatten(1, (group, -1)).mT.flatten(1), bits, group).unflatten(1, (-1, group)).mT.flatten(1)
-        ),
-        "in a group of zeros the scale is 0, and 0 / 0 is NaN": lambda w, *how: _scaled(w, *how, least=0.0),
-        "the range is symmetric: scale by absmax, not by (max - min) / 2": lambda w, *how: _scaled(
-            w, *how, largest=lambda groups: (groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / 2
+        "shares are counted from the end": lambda logits, t, number: (
+            len(logits) - 1 - _drawn()(logits.flip(0), t, number)
         ),
     },
-)  # fmt: skip
+)
 
-EXERCISES = {"perplexity": _PERPLEXITY, "log_probabilities": _LOG_PROBABILITIES, "rounded": _ROUNDED}
+EXERCISES = {"perplexity": _PERPLEXITY, "log_probabilities": _LOG_PROBABILITIES, "draw": _DRAW}

@@ -57,13 +57,26 @@ def _rows():
 
 def _maximum_cases():
     x, low, few = _rows()
-    return [(low[:, :11],), (x[:6, :16],), (few[:3, 7:30],), (x[3:5, :300],), (low[:1, :1],), (few[:, :32] * 1e-30,)]
+    zero = few[:4, :13].clone()
+    zero[1:, 4] = 0
+    cases = low[:, :11], x[:6, :16], few[:3, 7:30], x[3:5, :300], low[:1, :1], few[:, :32] * 1e-30, zero
+    return [(case,) for case in cases]
 
 
 def _absmax_cases():
     x, low, few = _rows()
     few[1, 33], x[8] = float("-inf"), 0
-    return [(x[:3, :99], 32), (x[4:8, :256], 32), (x[2:3, :33], 16), (low[:4, :10], 16), (x[6:9], 64), (few / 3, 16)]
+    long = few.repeat(1, 50)[:2]
+    long[:, 1500] = -2
+    return [
+        (long, 128),
+        (x[:3, :99], 32),
+        (x[4:8, :256], 32),
+        (x[2:3, :33], 16),
+        (low[:4, :10], 16),
+        (x[6:9], 64),
+        (few / 3, 16),
+    ]
 
 
 def _in_tiles(x, BLOCK, which):
