@@ -42,34 +42,68 @@ ANSWERS = {
         ),
     ],
 }
-LOAD = """@triton.jit
-def unpack_kernel(packed_ptr, codes_ptr, n, BLOCK: tl.constexpr):
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    byte = tl.load(packed_ptr + offs, mask=offs < n, other=0).to(tl.int32)
-    low = ((byte & 15) ^ 8) - 8
-    high = ((byte >> 4) ^ 8) - 8
+RANGE = """@triton.jit
+def range_kernel(x_ptr, packed_ptr, low_ptr, step_ptr, C, BLOCK: tl.constexpr):
+    ROUNDER: tl.constexpr = 12582912.0
+    row, offs, half = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, BLOCK // 2)
+    mask = offs < C
+    x = tl.load(x_ptr + row * C + offs, mask=mask, other=0.0)
+    low = tl.min(tl.where(mask, x, float("inf")), 0)
+    high = tl.max(tl.where(mask, x, float("-inf")), 0)
+    step = tl.div_rn(high - low, 15.0)
+    codes = tl.where(mask, (tl.div_rn(x - low, step) + ROUNDER) - ROUNDER, 0.0).to(tl.int32)
+    pairs = tl.reshape(codes, (BLOCK // 2, 2))
+    bytes = tl.sum(pairs << (4 * tl.arange(0, 2))[None, :], 1).to(tl.uint8)
+    width = (C + 1) // 2
+    tl.store(packed_ptr + row * width + half, bytes, mask=half < width)
+    tl.store(low_ptr + row, low)
+    tl.store(step_ptr + row, step)
 """
-EVEN = "    tl.store(codes_ptr + 2 * offs, low.to(tl.int8), mask=offs < n)\n"
-ODD = "    tl.store(codes_ptr + 2 * offs + 1, high.to(tl.int8), mask=offs < n)\n"
-RIGHT = LOAD + EVEN + ODD
-ANSWERS["unpack"] = [
-    ("past the end of codes_ptr", RIGHT.replace(", mask=offs < n, other=0", "").replace(", mask=offs < n", "")),
-    ("past the end of codes_ptr", LOAD + EVEN + ODD.replace(", mask=offs < n", "")),
-    ("past the end of codes_ptr", RIGHT.replace("mask=offs < n)", "mask=offs < 2 * n)")),
-    ("the two nibbles are swapped", LOAD + EVEN.replace("low", "high") + ODD.replace("high", "low")),
+LOW, HIGH = 'tl.where(mask, x, float("inf"))', 'tl.where(mask, x, float("-inf"))'
+CODES = "tl.where(mask, (tl.div_rn(x - low, step) + ROUNDER) - ROUNDER, 0.0)"
+
+
+def ranged(*changes):
+    """RANGE with these changes: pairs of old and new text."""
+    code = RANGE
+    for old, new in zip(changes[::2], changes[1::2], strict=True):
+        assert code.count(old) == 1, old
+        code = code.replace(old, new)
+    return code
+
+
+ANSWERS["quantize_range"] = [
+    ("what do masked-off columns hold?", ranged(LOW, "x", HIGH, "x")),
+    ("a masked-off 0 became the smallest", ranged(LOW, "x")),
+    ("a masked-off 0 became the largest", ranged(HIGH, "x")),
+    ("smallest weight", ranged(LOW, "tl.where(mask, tl.minimum(x, 0.0), 0.0)")),
+    ("15 steps", ranged("15.0)", "16.0)")),
+    ("not at 7", ranged("15.0)", "7.0)")),
+    ("a cast drops the fraction", ranged("(tl.div_rn(x - low, step) + ROUNDER) - ROUNDER", "tl.div_rn(x - low, step)")),
+    ("subtract low first", ranged("tl.div_rn(x - low, step)", "tl.div_rn(x, step)")),
+    ("swapped", ranged("(4 * tl.arange(0, 2))", "(4 - 4 * tl.arange(0, 2))")),
+    ("the low nibble", ranged("(4 * tl.arange(0, 2))", "(0 * tl.arange(0, 2))")),
     (
-        "mean negative codes",
-        RIGHT.replace("((byte & 15) ^ 8) - 8", "byte & 15").replace("((byte >> 4) ^ 8) - 8", "byte >> 4"),
+        "the scale for absmax",
+        ranged(f"tl.min({LOW}, 0)", "-tl.max(tl.abs(x), 0)", f"tl.max({HIGH}, 0)", "tl.max(tl.abs(x), 0)"),
     ),
-    ("there is no offset of 8", RIGHT.replace(" ^ 8", "")),
-    ("where does yours begin?", RIGHT.replace("tl.program_id(0) * BLOCK + ", "")),
-    ("the odd columns are missing", LOAD + EVEN),
-    ("the even columns are missing", LOAD + ODD),
-    ("side by side, not n apart", LOAD + EVEN.replace("2 * offs", "offs") + ODD.replace("2 * offs + 1", "n + offs")),
-    ("the mask counts bytes", RIGHT.replace("mask=offs < n)", "mask=2 * offs < n)")),
-    ("", LOAD + EVEN.replace("2 * offs", "offs") + ODD.replace("2 * offs", "offs")),
-    ("", RIGHT.replace("byte >> 4", "byte >> 3")),
-    ("", RIGHT.replace("* BLOCK", "* (BLOCK - 1)").replace("byte & 15", "byte & 7")),
+    ("high in place of step", ranged("step_ptr + row, step", "step_ptr + row, high")),
+    ("over 15", ranged("step_ptr + row, step", "step_ptr + row, high - low")),
+    ("high in place of low", ranged("low_ptr + row, low", "low_ptr + row, high")),
+    ("last high nibble", ranged(CODES, "tl.where(mask, (tl.div_rn(x - low, step) + ROUNDER) - ROUNDER, 15.0)")),
+    ("load's mask", ranged("offs, mask=mask, other=0.0", "offs")),
+    ("past the end of packed_ptr", ranged("bytes, mask=half < width", "bytes")),
+    ("", ranged("(C + 1) // 2", "C // 2")),
+    ("", ranged("row * width", "row * BLOCK // 2")),
+    ("", ranged(CODES, "(tl.div_rn(x - low, step) + ROUNDER) - ROUNDER")),
+    ("load's mask", ranged("row * C + offs", "row * BLOCK + offs")),
+    (
+        "course.launch",
+        "def quantize_range(x):\n    low, high = x.amin(1), x.amax(1)\n    step = (high - low) / 15\n"
+        "    codes = ((x - low[:, None]) / step[:, None]).round().to(torch.uint8)\n"
+        "    codes = torch.nn.functional.pad(codes, (0, x.shape[1] % 2))\n"
+        "    return codes[:, ::2] | codes[:, 1::2] << 4, low, step",
+    ),
 ]
 
 RESTORE = """@triton.jit
@@ -122,22 +156,20 @@ ANSWERS["decode"] += [
     ),
     ("`return`", "def decode(packed):\n    n = torch.stack([packed & 15, packed >> 4], dim=1).to(torch.int8)"),
 ]
-ANSWERS["unpack"] += [
-    (
-        "a race",
-        LOAD + "    tl.store(codes_ptr + 2 * (offs + BLOCK), low.to(tl.int8), mask=offs + BLOCK < n)\n" + EVEN + ODD,
-    ),
-    (
-        "course.launch",
-        "import qk\n\n\ndef unpack(packed, BLOCK):\n    return qk.unpack_int4_ref(packed[None], 2 * len(packed))[0]",
-    ),
-    ("tl.constexpr", "import numpy as np\n\n\n" + (LOAD + EVEN + ODD).replace("15", "int(np.full(1, 15)[0])", 1)),
-    ("", (LOAD + EVEN + ODD).replace("* BLOCK + tl.arange(0, BLOCK)", "* 64 + tl.arange(0, 64)")),
-]
 OTHERS = {
-    "unpack": [
-        LOAD + "    at = 2 * tl.program_id(0) * BLOCK + tl.arange(0, 2 * BLOCK)\n"
-        "    tl.store(codes_ptr + at, tl.interleave(low, high).to(tl.int8), mask=at < 2 * n)\n"
+    "quantize_range": [
+        ranged(
+            "tl.div_rn(high - low, 15.0)",
+            "(high - low) / 15",
+            "tl.div_rn(x - low, step)",
+            "(x - low) * (15 / (high - low))",
+        ),
+        ranged(
+            LOW,
+            'tl.load(x_ptr + row * C + offs, mask=mask, other=float("inf"))',
+            "tl.sum(pairs << (4 * tl.arange(0, 2))[None, :], 1)",
+            "(tl.sum(pairs * (1 + 15 * tl.arange(0, 2))[None, :], 1))",
+        ),
     ],
     "restore": [
         changed("offs // 2", "(offs >> 1)", "offs % 2 * 4", "(offs & 1) << 2"),

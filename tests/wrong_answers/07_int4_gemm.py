@@ -15,11 +15,12 @@ UNPACK = """
 def unpack_kernel(words_ptr, pairs_ptr, n, BLOCK: tl.constexpr):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     words = tl.load(words_ptr + offs, mask=offs < n, other=0)
-    for p in tl.static_range(4):
-        pair = ((words >> 4 * p) & 0x000F000F) ^ 0x64086408
-        tl.store(pairs_ptr + 4 * offs + p, pair, mask=offs < n)
+    for p in tl.static_range(0, 4, 2):
+        shifted = words >> 4 * p
+        tl.store(pairs_ptr + 4 * offs + p, (shifted & 0x000F000F) ^ 0x64086408, mask=offs < n)
+        tl.store(pairs_ptr + 4 * offs + p + 1, (shifted & 0x00F000F0) ^ 0x64806480, mask=offs < n)
 """
-PAIR = "((words >> 4 * p) & 0x000F000F) ^ 0x64086408"
+LOW, HIGH = "(shifted & 0x000F000F) ^ 0x64086408", "(shifted & 0x00F000F0) ^ 0x64806480"
 
 GEMV = """
 @triton.jit
@@ -45,22 +46,38 @@ BEYOND = "load's mask"
 
 ANSWERS = {
     "unpack": [
-        ("flip the top bit of each code", changed(UNPACK, (PAIR, "((words >> 4 * p) & 0x000F000F) ^ 0x64006400"))),
-        ("not flip one", changed(UNPACK, ("^ 0x64086408", "| 0x64086408"))),
-        ("bfloat16's constant", changed(UNPACK, ("0x64086408", "0x43084308"))),
-        ("what does your mask keep?", changed(UNPACK, ("0x000F000F", "0x00FF00FF"))),
-        ("other codes leak into the number", changed(UNPACK, (PAIR, "(words >> 4 * p) ^ 0x64086408"))),
-        ("how far is it to the next pair?", changed(UNPACK, ("words >> 4 * p", "words >> 8 * p"))),
-        ("4 p bits up, not p", changed(UNPACK, ("words >> 4 * p", "words >> p"))),
-        ("in the high half, too", changed(UNPACK, ("0x000F000F", "0x0000000F"))),
-        ("side by side, not n apart", changed(UNPACK, ("4 * offs + p", "p * n + offs"))),
+        ("mask it where it is", changed(UNPACK, (HIGH, "((shifted >> 4) & 0x000F000F) ^ 0x64086408"))),
+        ("for pairs 1 and 3 differs", changed(UNPACK, ("0x64806480", "0x64086408"))),
+        ("flip the top bit of each code", changed(UNPACK, ("0x64086408", "0x64006400"), ("0x64806480", "0x64006400"))),
+        ("missing in pairs 1 and 3", changed(UNPACK, ("0x64806480", "0x64006400"))),
+        ("missing in pairs 0 and 2", changed(UNPACK, ("0x64086408", "0x64006400"))),
+        ("not flip one", changed(UNPACK, ("^ 0x64086408", "| 0x64086408"), ("^ 0x64806480", "| 0x64806480"))),
+        ("bfloat16's constants", changed(UNPACK, ("0x64086408", "0x43084308"), ("0x64806480", "0x43804380"))),
+        ("what does their mask keep?", changed(UNPACK, ("0x00F000F0", "0x000F000F"))),
+        ("what does your mask keep?", changed(UNPACK, ("0x000F000F", "0x00FF00FF"), ("0x00F000F0", "0x0FF00FF0"))),
+        (
+            "other codes leak into the number",
+            changed(UNPACK, (LOW, "shifted ^ 0x64086408"), (HIGH, "shifted ^ 0x64806480")),
+        ),
+        ("eight bits higher, not four", changed(UNPACK, ("words >> 4 * p", "words >> 2 * p"))),
+        ("eight bits higher, not 16", changed(UNPACK, ("words >> 4 * p", "words >> 8 * p"))),
+        ("need the shift", changed(UNPACK, ("words >> 4 * p", "words"))),
+        ("in the high half, too", changed(UNPACK, ("0x000F000F", "0x0000000F"), ("0x00F000F0", "0x000000F0"))),
+        (
+            "side by side, not n apart",
+            changed(UNPACK, ("4 * offs + p,", "p * n + offs,"), ("4 * offs + p + 1", "(p + 1) * n + offs")),
+        ),
+        ("the last two are missing", changed(UNPACK, ("tl.static_range(0, 4, 2)", "tl.static_range(0, 2, 2)"))),
         ("where does yours begin?", changed(UNPACK, ("tl.program_id(0) * BLOCK + ", ""))),
         ("counts programs", changed(UNPACK, ("tl.program_id(0) * BLOCK + ", "tl.program_id(0) + "))),
         (BEYOND, changed(UNPACK, (", mask=offs < n, other=0", ""))),
-        ("past the end of pairs_ptr", changed(UNPACK, ("pair, mask=offs < n)", "pair)"))),
-        ("past the end of pairs_ptr", changed(UNPACK, ("pair, mask=offs < n)", "pair, mask=offs < 4 * n)"))),
-        ("", changed(UNPACK, ("4 * offs + p", "offs + p"))),
-        ("", changed(UNPACK, (PAIR, "((((words >> 4 * p) & 15) ^ 8) - 8)"))),
+        ("past the end of pairs_ptr", changed(UNPACK, ("0x64806480, mask=offs < n)", "0x64806480)"))),
+        (
+            "past the end of pairs_ptr",
+            changed(UNPACK, ("0x64086408, mask=offs < n)", "0x64086408, mask=offs < 4 * n)")),
+        ),
+        ("", changed(UNPACK, ("4 * offs + p + 1", "4 * offs + p"))),
+        ("", changed(UNPACK, (LOW, "((shifted & 15) ^ 8) - 8"))),
     ],
     "crossover": [
         ("memory stops limiting A", tokens("math.ceil(speed * bits / 16 / bandwidth)")),
@@ -108,7 +125,7 @@ ANSWERS = {
 
 # kinds that were once called right, or whose words were wrong
 ANSWERS["unpack"] += [
-    ("a race", UNPACK + "        tl.store(pairs_ptr + 4 * (offs + BLOCK) + p, pair * 0, mask=offs + BLOCK < n)\n"),
+    ("a race", UNPACK + "        tl.store(pairs_ptr + 4 * (offs + BLOCK) + p, shifted * 0, mask=offs + BLOCK < n)\n"),
     ("course.launch", "import qk\n\n\ndef unpack(words, BLOCK):\n    return qk.unpack_int4(words[:, None], 8).float()"),
     ("", changed(UNPACK, ("* BLOCK + tl.arange(0, BLOCK)", "* 64 + tl.arange(0, 64)"))),
 ]

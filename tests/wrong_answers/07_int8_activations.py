@@ -10,87 +10,81 @@ def tokens(*lines):
     return "\n    ".join(["import math\n\n\ndef tile_tokens(per_code, per_sum, group):", *lines])
 
 
-UNPACK = """
+GEMV = """
 @triton.jit
-def unpack_kernel(words_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = offs < n
-    words = tl.load(words_ptr + offs, mask=mask, other=0)
-    tl.store(out_ptr + 2 * offs, (words << 4) & ~0x0F0F0F0F, mask=mask)
-    tl.store(out_ptr + 2 * offs + 1, words & ~0x0F0F0F0F, mask=mask)
+def gemv_kernel(x_ptr, words_ptr, out_ptr, W, BLOCK: tl.constexpr):
+    n = tl.program_id(0) * 16 + tl.arange(0, 16)
+    acc = tl.zeros((16,), tl.int32)
+    for k in range(0, W, BLOCK):
+        word, byte = k + tl.arange(0, BLOCK), 4 * k + tl.arange(0, 4 * BLOCK)
+        words = tl.load(words_ptr + n[:, None] * W + word[None, :], mask=(word < W)[None, :], other=0)
+        x_even = tl.load(x_ptr + 2 * byte, mask=byte < 4 * W, other=0).to(tl.int32)
+        x_odd = tl.load(x_ptr + 2 * byte + 1, mask=byte < 4 * W, other=0).to(tl.int32)
+        acc += tl.sum(bytes_of((words << 4) & ~0x0F0F0F0F).to(tl.int32) * x_even[None, :], 1)
+        acc += tl.sum(bytes_of(words & ~0x0F0F0F0F).to(tl.int32) * x_odd[None, :], 1)
+    tl.store(out_ptr + n, acc >> 4)
 """
-EVEN, ODD = "(words << 4) & ~0x0F0F0F0F", "1, words & ~0x0F0F0F0F"
-BORROWS = """
-@triton.jit
-def unpack_kernel(words_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    words = tl.load(words_ptr + offs, mask=offs < n, other=0)
-    for odd in tl.static_range(2):
-        half = tl.zeros_like(words)
-        for i in tl.static_range(4):
-            code = (((words >> (8 * i + 4 * odd)) & 15) ^ 8) - 8
-            half += (16 * code) << (8 * i)
-        tl.store(out_ptr + 2 * offs + odd, half, mask=offs < n)
-"""
-WIDE = """
-@triton.jit
-def unpack_kernel(words_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    words = tl.load(words_ptr + offs, mask=offs < n, other=0)
-    both = tl.interleave((words << 4) & ~0x0F0F0F0F, words & ~0x0F0F0F0F)
-    place = tl.program_id(0) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
-    tl.store(out_ptr + place, both, mask=place < 2 * n)
-"""
+EVEN_SUM = "        acc += tl.sum(bytes_of((words << 4) & ~0x0F0F0F0F).to(tl.int32) * x_even[None, :], 1)\n"
+ODD_SUM = "        acc += tl.sum(bytes_of(words & ~0x0F0F0F0F).to(tl.int32) * x_odd[None, :], 1)\n"
+EVEN, ODD = "(words << 4) & ~0x0F0F0F0F", "bytes_of(words & ~0x0F0F0F0F)"
 LEFT = "left = group / 32 - per_sum"
 POWER = "return 2 ** math.ceil(math.log2(group * per_code / left))"
 DONE = "return math.ceil(group * per_code / left) if left > 0 else 0"
 
 ANSWERS = {
-    "unpack": [
-        ("the neighbor's bits", changed(UNPACK, (EVEN, "words << 4"), (ODD, "1, words"))),
-        ("the odd half needs the mask", changed(UNPACK, (ODD, "1, words"))),
-        ("the even half needs the mask", changed(UNPACK, (EVEN, "words << 4"))),
-        ("without their sign", changed(UNPACK, (EVEN, "words & 0x0F0F0F0F"), (ODD, "1, (words >> 4) & 0x0F0F0F0F"))),
-        ("the even codes come first", changed(UNPACK, (EVEN, "words & ~0x0F0F0F0F"), (ODD, f"1, {EVEN}"))),
-        ("both halves hold the odd codes", changed(UNPACK, (EVEN, "words & ~0x0F0F0F0F"))),
-        ("both halves hold the even codes", changed(UNPACK, (ODD, f"1, {EVEN}"))),
-        ("how far must the even ones move?", changed(UNPACK, ("words << 4", "words << 8"))),
-        ("shift to the left", changed(UNPACK, ("words << 4", "words >> 4"))),
+    "packed_gemv": [
+        ("16 times the codes", changed(GEMV, ("acc >> 4", "acc"))),
         (
-            "the second is missing",
-            changed(UNPACK, ("    tl.store(out_ptr + 2 * offs + 1, words & ~0x0F0F0F0F, mask=mask)\n", "")),
-        ),
-        (
-            "side by side, not n apart",
-            changed(UNPACK, ("out_ptr + 2 * offs, ", "out_ptr + offs, "), ("2 * offs + 1", "n + offs")),
-        ),
-        ("where does yours begin?", changed(UNPACK, ("tl.program_id(0) * BLOCK + ", ""))),
-        ("counts programs", changed(UNPACK, ("tl.program_id(0) * BLOCK + ", "tl.program_id(0) + "))),
-        ("load's mask", changed(UNPACK, ("words_ptr + offs, mask=mask, other=0", "words_ptr + offs"))),
-        (
-            "past the end of out_ptr",
-            changed(UNPACK, ("~0x0F0F0F0F, mask=mask)\n    tl.store", "~0x0F0F0F0F)\n    tl.store")),
-        ),
-        ("", changed(UNPACK, ("(words << 4) & ~0x0F0F0F0F", "(words & 0x0F0F0F0F) * 15"))),
-        ("the last word is missing", changed(UNPACK, ("offs < n", "offs < n - 1"))),
-        ("the lowest code only", changed(UNPACK, (ODD, "1, (words >> 4) << 4"))),
-        ("don't shift them", changed(UNPACK, (ODD, "1, (words >> 4) & ~0x0F0F0F0F"))),
-        ("borrows from the byte above", BORROWS),
-        (
-            "store, don't add",
-            changed(UNPACK, (f"tl.store(out_ptr + 2 * offs, {EVEN}", f"tl.atomic_add(out_ptr + 2 * offs, {EVEN}")),
-        ),
-        ("that are tl.constexpr", "KEEP = ~0x0F0F0F0F\n" + UNPACK.replace("~0x0F0F0F0F", "KEEP")),
-        ("half of them are missing", changed(WIDE, ("place < 2 * n", "place < n"))),
-        (
-            "must stay as it is.",
+            "are exchanged",
             changed(
-                UNPACK,
+                GEMV,
+                ("x_even[None", "x_odd[None"),
                 (
-                    "    tl.store(out_ptr + 2 * offs,",
-                    "    tl.store(words_ptr + offs, words << 4, mask=mask)\n    tl.store(out_ptr + 2 * offs,",
+                    "acc += tl.sum(bytes_of(words & ~0x0F0F0F0F).to(tl.int32) * x_odd",
+                    "acc += tl.sum(bytes_of(words & ~0x0F0F0F0F).to(tl.int32) * x_even",
                 ),
             ),
+        ),
+        (
+            "isn't the even ones",
+            changed(GEMV, ("x_ptr + 2 * byte,", "x_ptr + byte,"), ("x_ptr + 2 * byte + 1", "x_ptr + 4 * W + byte")),
+        ),
+        ("the odd columns are missing", changed(GEMV, (ODD_SUM, ""))),
+        ("the even columns are missing", changed(GEMV, (EVEN_SUM, ""))),
+        ("multiplied by the even ones", changed(GEMV, ("x_odd[None", "x_even[None"))),
+        ("multiplied by the odd ones", changed(GEMV, ("x_even[None", "x_odd[None"))),
+        ("the neighbor's bits", changed(GEMV, (EVEN, "words << 4"), (ODD, "bytes_of(words)"))),
+        ("the odd half needs the mask", changed(GEMV, (ODD, "bytes_of(words)"))),
+        ("the even half needs the mask", changed(GEMV, (EVEN, "words << 4"))),
+        (
+            "codes have a sign",
+            changed(
+                GEMV, (EVEN, "words & 0x0F0F0F0F"), (ODD, "bytes_of((words >> 4) & 0x0F0F0F0F)"), ("acc >> 4", "acc")
+            ),
+        ),
+        ("its own 16 rows", changed(GEMV, ("tl.program_id(0) * 16 + ", ""))),
+        ("counts programs", changed(GEMV, ("tl.program_id(0) * 16 + ", "tl.program_id(0) + "))),
+        ("the last, short block", changed(GEMV, ("range(0, W, BLOCK)", "range(0, W - BLOCK + 1, BLOCK)"))),
+        ("only the first block", changed(GEMV, ("range(0, W, BLOCK)", "range(0, 1, BLOCK)"))),
+        ("x advances", changed(GEMV, ("4 * k + tl.arange", "tl.arange"))),
+        ("load's mask", changed(GEMV, (", mask=(word < W)[None, :], other=0", ""))),
+        ("load's mask", changed(GEMV, ("2 * byte, mask=byte < 4 * W, other=0", "2 * byte"))),
+        ("fit into int16", changed(GEMV, ("acc >> 4", "(acc >> 4).to(tl.int16)"))),
+        ("", changed(GEMV, ("2 * byte + 1,", "2 * byte + 2,"))),
+        ("", changed(GEMV, ("(words << 4)", "(words << 8)"))),
+        ("", changed(GEMV, ("n[:, None] * W", "n[:, None] * BLOCK"))),
+        (
+            "a race",
+            GEMV.replace(
+                "    tl.store",
+                "    tl.store(out_ptr + n + 16, 0 * acc, mask=n + 16 < 16 * tl.num_programs(0))\n    tl.store",
+            ),
+        ),
+        (
+            "launch your kernel",
+            "def packed_gemv(x, words, BLOCK):\n"
+            "    codes = torch.stack([(words >> 4 * i & 15 ^ 8) - 8 for i in range(8)], 2).flatten(1)\n"
+            "    return (codes * x).sum(1, dtype=torch.int32)",
         ),
     ],
     "tile_tokens": [
@@ -134,11 +128,20 @@ ANSWERS = {
 }
 
 OTHERS = {
-    "unpack": [
-        WIDE,
-        changed(BORROWS, ("(16 * code) <<", "((16 * code) & 255) <<")),
-        changed(UNPACK, (EVEN, "(words & 0x0F0F0F0F) * 16")),
-        changed(UNPACK, (EVEN, "(words & 0x0F0F0F0F) << 4"), (ODD, "1, words ^ (words & 0x0F0F0F0F)")),
+    "packed_gemv": [
+        changed(GEMV, (EVEN, "(words & 0x0F0F0F0F) * 16")),
+        changed(GEMV, ("acc >> 4", "acc // 16")),
+        changed(
+            GEMV,
+            (EVEN_SUM, ""),
+            (
+                ODD_SUM,
+                "        for i in tl.static_range(8):\n"
+                "            code = (words << (28 - 4 * i)) >> 28\n"
+                "            x = tl.load(x_ptr + 8 * word + i, mask=word < W, other=0).to(tl.int32)\n"
+                "            acc += 16 * tl.sum(code * x[None, :], 1)\n",
+            ),
+        ),
     ],
     "tile_tokens": [
         tokens(

@@ -4,52 +4,74 @@ import math
 
 import torch
 
-from qk.course.answers.nb07 import _first_block, _word_cases
 from qk.course.exercises import Exercise
 
-_ALL = 0xF0F0F0F0
+
+def _gemv_cases():
+    """(x, words, BLOCK): any 32 bits, extreme values, and rows that end within a block."""
+    random = torch.Generator().manual_seed(17)
+    for N, W, BLOCK in (16, 8, 8), (32, 20, 8), (48, 33, 16), (16, 5, 8), (64, 64, 32), (16, 1, 16), (32, 100, 64):
+        words = torch.randint(-(2**31), 2**31, (N, W), generator=random).to(torch.int32)
+        yield torch.randint(-128, 128, (8 * W,), generator=random, dtype=torch.int8), words, BLOCK
+    yield torch.full((256,), -128, dtype=torch.int8), torch.full((16, 32), -(2**31) + 8, dtype=torch.int32), 16
 
 
-def _as_bytes(halves):
-    """int8 [n, 8] of int64 [n, 2], whose lowest 32 bits count."""
-    return ((halves.long() + 2**31) % 2**32 - 2**31).to(torch.int32).contiguous().view(torch.int8)
+def _codes(words):
+    """int64 [N, 8 W], in the order of columns."""
+    return torch.stack([(words.long() >> 4 * i & 15 ^ 8) - 8 for i in range(8)], 2).flatten(1)
 
 
-def _unpacked(even=lambda words: words << 4 & _ALL, odd=lambda words: words & _ALL, place=lambda halves, BLOCK: halves):
-    """even, odd: make a half from int64 words. place: moves halves to wrong places."""
-
-    def result(words, BLOCK):
-        words = words.long()
-        halves = torch.stack([even(words), odd(words)], 1)
-        return _as_bytes(place(halves, BLOCK))
+def _sums(codes=_codes, x_of=lambda x: x, then=lambda sums: sums):
+    def result(x, words, BLOCK):
+        return then((codes(words) * x_of(x.long())).sum(1)).to(torch.int32)
 
     return result
 
 
-def _summed(words, first):
-    """A half whose signed bytes are added up: each negative one borrows from the next."""
-    return sum(((words >> first + 8 * i & 15 ^ 8) - 8) * 16 << 8 * i for i in range(4))
+def _unmasked(even, odd):
+    """16 times the codes, where the neighbor's bits stay in the lower half of a byte."""
+
+    def codes(words):
+        words = words.long()
+        bytes_of = [words >> 8 * i & 255 for i in range(4)]
+        halves = []
+        for byte in bytes_of:
+            low, high = (byte << 4) & 255, byte
+            halves += [low if even else low & 240, high if odd else high & 240]
+        # (words << 4) lets the odd code of the byte below in
+        if even:
+            below = [torch.zeros_like(words), *bytes_of[:3]]
+            halves[::2] = [h & 240 | b >> 4 for h, b in zip(halves[::2], below, strict=True)]
+        return torch.stack([(h ^ 128) - 128 for h in halves], 2).flatten(1)
+
+    return codes
 
 
-def _without_the_last(halves, BLOCK):
-    return halves.where(torch.arange(len(halves), device=halves.device)[:, None] < len(halves) - 1, 99)
+def _only(first):
+    """Zeros in place of the other columns' codes."""
+
+    def codes(words):
+        codes = _codes(words)
+        codes[:, 1 - first :: 2] = 0
+        return codes
+
+    return codes
 
 
-def _half(halves, BLOCK):
-    """All halves of a program whose mask for places stops at the number of words."""
-    place = torch.arange(2 * len(halves), device=halves.device).view(-1, 2)
-    return halves.where(place < len(halves), 99)
+def _first_rows(x, words, BLOCK):
+    sums = _sums()(x, words, BLOCK)
+    return torch.where(torch.arange(len(sums), device=sums.device) < 16, sums, 99)
 
 
-def _half_of_the_odd(halves, BLOCK):
-    place = torch.arange(2 * len(halves), device=halves.device).view(-1, 2)
-    return halves.where((place < len(halves)) | (place % 2 == 0), 99)
+def _in_blocks(which):
+    """Only some blocks of words."""
 
+    def result(x, words, BLOCK):
+        blocks = [*zip(words.split(BLOCK, 1), x.split(8 * BLOCK), strict=True)]
+        sums = [_sums()(part, block, BLOCK) for block, part in blocks][which]
+        return sum(sums, torch.zeros_like(words[:, 0]))
 
-def _each(words, function):
-    """Apply a function to each code [n, 8] of words, and keep the order of the halves: even codes, then odd ones."""
-    codes = torch.stack([(words.long() >> 4 * i & 15 ^ 8) - 8 for i in (0, 2, 4, 6, 1, 3, 5, 7)], 1)
-    return function(codes).to(torch.int8)
+    return result
 
 
 def _tile_tokens(per_code, per_sum, group):
@@ -87,61 +109,45 @@ def _tokens(share, never=lambda left: left <= 0, count=math.ceil):
 
 
 EXERCISES = {
-    "unpack": Exercise(
-        expected=_unpacked(),
-        cases=lambda: [*_word_cases()],
+    "packed_gemv": Exercise(
+        expected=_sums(),
+        cases=lambda: [*_gemv_cases()],
         mistakes={
-            "without a mask, the neighbor's bits stay in the lower half of the byte": _unpacked(
-                lambda words: words << 4, lambda words: words
+            "the bytes are 16 times the codes": _sums(then=lambda sums: 16 * sums),
+            "even and odd columns of x are exchanged": _sums(x_of=lambda x: x.view(-1, 2).flip(1).flatten()),
+            "codes alternate between even and odd columns: x's first half isn't the even ones": _sums(
+                x_of=lambda x: x.view(2, -1).T.flatten()
             ),
-            "the odd half needs the mask, too": _unpacked(odd=lambda words: words),
-            "the even half needs the mask, too: after the shift, an odd code is in the lower half": _unpacked(
-                lambda words: words << 4
+            "the odd columns are missing": _sums(_only(0)),
+            "the even columns are missing": _sums(_only(1)),
+            "even and odd codes have different columns; both were multiplied by the even ones": _sums(
+                x_of=lambda x: x.view(-1, 2)[:, :1].expand(-1, 2).flatten()
             ),
-            "these are the codes themselves; 16 times the code has zeros in the lower half": lambda words, B: _each(
-                words, lambda codes: codes
+            "even and odd codes have different columns; both were multiplied by the odd ones": _sums(
+                x_of=lambda x: x.view(-1, 2)[:, 1:].expand(-1, 2).flatten()
             ),
-            "these are codes without their sign: keep the upper half of each byte": lambda words, B: _each(
-                words, lambda codes: codes & 15
+            "without a mask, the neighbor's bits stay in the lower half of the byte": _sums(
+                _unmasked(True, True), then=lambda sums: sums >> 4
             ),
-            "the even codes come first": _unpacked(lambda words: words & _ALL, lambda words: words << 4 & _ALL),
-            "both halves hold the odd codes: the even ones must move up by four bits first": _unpacked(
-                lambda words: words & _ALL
+            "the odd half needs the mask, too": _sums(_unmasked(False, True), then=lambda sums: sums >> 4),
+            "the even half needs the mask, too: after the shift, an odd code is in the lower half": _sums(
+                _unmasked(True, False), then=lambda sums: sums >> 4
             ),
-            "both halves hold the even codes: the odd ones are in the upper halves already": _unpacked(
-                odd=lambda words: words << 4 & _ALL
+            "codes have a sign: keep them in the upper half of a byte": _sums(lambda words: _codes(words) & 15),
+            "each program has its own 16 rows: its program id says which": _first_rows,
+            "the last, short block is missing": lambda x, words, BLOCK: _in_blocks(slice(words.shape[1] // BLOCK))(
+                x, words, BLOCK
             ),
-            "a code is four bits wide: how far must the even ones move?": _unpacked(lambda words: words << 8 & _ALL),
-            "the even codes move up, so shift to the left": _unpacked(lambda words: words >> 4 & _ALL),
-            "a word becomes two; the second is missing": _unpacked(odd=lambda words: torch.full_like(words, 99)),
-            "a word becomes two; the first is missing": _unpacked(lambda words: torch.full_like(words, 99)),
-            "a word's two halves lie side by side, not n apart": _unpacked(
-                place=lambda halves, B: halves.T.contiguous().view(-1, 2)
+            "only the last block survives: add to the sums": _in_blocks(slice(-1, None)),
+            "only the first block was added: loop over all": _in_blocks(slice(1)),
+            "x advances with the words": lambda x, words, BLOCK: sum(
+                (_sums()(x[: 8 * block.shape[1]], block, BLOCK) for block in words.split(BLOCK, 1)),
+                torch.zeros_like(words[:, 0]),
             ),
-            "every program does the first one's part: where does yours begin?": _unpacked(place=_first_block),
-            "the odd half clears the lowest code only; clear all four even codes": _unpacked(
-                odd=lambda words: words >> 4 << 4
-            ),
-            "the odd codes are in the upper halves already: don't shift them": _unpacked(
-                odd=lambda words: words >> 4 & _ALL
-            ),
-            "the mask keeps the upper half of each byte: ~0x0F0F0F0F": _unpacked(
-                lambda words: words << 4 & ~_ALL, lambda words: words & ~_ALL
-            ),
-            "a negative code borrows from the byte above: mask each byte, or use ^ and |": _unpacked(
-                lambda words: _summed(words, 0), lambda words: _summed(words, 4)
-            ),
-            "only the first code of the eight is there": _unpacked(
-                lambda words: ((words << 28) + 2**31) % 2**32 // 2**24 - 128
-            ),
-            "the out tensor starts at 99: store, don't add": _unpacked(lambda words: (words << 4 & _ALL) + 99),
-            "the out tensor starts at 99: store, don't combine with |": _unpacked(odd=lambda words: words & _ALL | 99),
-            "the last word is missing: is the mask too narrow?": _unpacked(place=_without_the_last),
-            "the mask belongs to words: half of them are missing": _unpacked(place=_half),
-            "the second half's mask is offs < n, too": _unpacked(place=_half_of_the_odd),
+            "the sums don't fit into int16": _sums(then=lambda sums: (sums + 2**15) % 2**16 - 2**15),
         },
         kernel=True,
-        note="any words, any number of them, and any BLOCK",
+        note="any words and x, any W and BLOCK, and N that is a multiple of 16",
     ),
     "tile_tokens": Exercise(
         expected=_tile_tokens,

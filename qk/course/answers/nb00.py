@@ -19,9 +19,10 @@ def _codes(x):
     return (x / (x.abs().amax(-1, keepdim=True) / 7)).round()
 
 
-_PLANTED = {  # hint: what of _restored is wrong, and the line that it is in
-    "a negative weight can have the largest magnitude: x.abs()": ({"magnitude": lambda x: x}, "scale"),
-    "the largest weight gets the code 8, but codes end at 7": ({"top": 8}, "scale"),
+_PLANTED = {  # hint: what of _restored is wrong, and where to look again
+    "a negative weight can have the largest magnitude: x.abs()": ({"magnitude": lambda x: x}, "abs"),
+    "the largest weight gets the code 8, but codes end at 7": ({"top": 8}, "the divisor"),
+    "each row has a scale of its own": ({"dims": (0, 1)}, "which weights share a scale"),
     "a cast drops the fraction, so 6.9 becomes 6: round first": ({"rounding": torch.trunc}, "codes"),
 }
 
@@ -29,10 +30,10 @@ _PLANTED = {  # hint: what of _restored is wrong, and the line that it is in
 def _planted():
     """What is left of the stub's mistakes: {hint: wrong function}. The hint is about one, and says where others are."""
     mistakes = {}
-    for count in (1, 2, 3):
+    for count in range(1, len(_PLANTED) + 1):
         for hints in itertools.combinations(_PLANTED, count):
-            lines = sorted({_PLANTED[hint][1] for hint in hints[1:]})
-            more = f" (then look again at {' and '.join(lines)})" if lines else ""
+            places = [_PLANTED[hint][1] for hint in hints[1:]]
+            more = f" (then look again at {' and '.join(places)})" if places else ""
             wrong = {name: part for hint in hints for name, part in _PLANTED[hint][0].items()}
             mistakes[hints[0] + more] = _restored(**wrong)
     return mistakes
@@ -55,7 +56,6 @@ EXERCISES = {
         | {
             "these are codes: multiply by the scale to get weights again": _codes,
             "codes alone aren't weights: return codes * scale": lambda x: _codes(x).to(torch.int8),
-            "each row has a scale of its own": _restored(dims=(0, 1)),
             "take the maximum of each row, along the last axis": _restored(dims=0),
             "a lower bound on the scale, or a number added to it, loses rows of tiny weights": _restored(least=1e-5),
             "rounding down isn't rounding to the nearest: 6.9 becomes 6, and -6.1 becomes -7": _restored(

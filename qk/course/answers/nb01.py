@@ -1,6 +1,8 @@
 """01_int4_packing: the exercises' right answers, cases and mistakes."""
 
 import torch
+import torch.nn.functional as F
+import triton
 
 import qk
 from qk.course.exercises import Exercise
@@ -31,15 +33,41 @@ _ONE_SIGNED = {
 }
 
 
-def _unpacked(packed, BLOCK):
-    return _decoded(packed).flatten()
+def _range(
+    low_of=lambda x: x.amin(1), high_of=lambda x: x.amax(1), top=15, rounding=torch.round, shifted=True, shifts=(0, 4),
+    last=0, then=lambda packed, low, step: (packed, low, step),
+):  # fmt: skip
+    """last: the code where there is no column."""
+
+    def result(x):
+        low, high = low_of(x), high_of(x)
+        step = (high - low) / top
+        codes = rounding((x - low[:, None] * shifted) / step[:, None]).clamp(-128, 127).int()
+        codes = F.pad(codes, (0, x.shape[1] % 2), value=last).view(len(x), -1, 2)
+        packed = (codes << torch.tensor(shifts, device=x.device)).sum(-1) & 255
+        return then(packed.to(torch.uint8), low, step)
+
+    return result
 
 
-def _changed(change):
-    """A wrong unpack: change(right codes, their places, BLOCK)."""
-    return lambda packed, BLOCK: change(
-        _unpacked(packed, BLOCK), torch.arange(2 * len(packed), device=packed.device), BLOCK
-    )
+def _padded(reduced):
+    """A minimum or maximum over a row and the zeros that a masked load puts behind it."""
+    return lambda x: reduced(F.pad(x, (0, triton.next_power_of_2(x.shape[1]) - x.shape[1])), 1)
+
+
+def _range_cases():
+    """Rows whose weights are close to a code, so that the order of operations doesn't matter; steps of all sizes."""
+    random = torch.Generator().manual_seed(4)
+
+    def case(R, C, low):
+        codes = torch.randint(0, 16, (R, C), generator=random)
+        codes[:, C // 2], codes[:, C // 3] = 0, 15
+        off = (torch.rand(R, C, generator=random) - 0.5) * 0.6 * (codes > 0) * (codes < 15)
+        step = 2.0 ** torch.randint(-30, 20, (R, 1), generator=random)
+        return ((low + codes + off) * step,)
+
+    return [case(4, 16, -7), case(3, 24, 3), case(3, 21, -40), case(2, 383, -7.5), case(5, 7, 100), case(1, 2, -3), case(2, 8, 5), case(2, 8, -30),
+            case(3, 13, -15)]  # fmt: skip
 
 
 def _restored(codes=_decoded, top=7, group=lambda at, GROUP: at // GROUP, change=lambda out, at, BLOCK: out):
@@ -82,42 +110,43 @@ EXERCISES = {
         },
         note="any number of bytes, and all 256 of them",
     ),
-    "unpack": Exercise(
-        expected=_unpacked,
-        cases=lambda: [
-            (torch.tensor(each, dtype=torch.uint8), BLOCK)
-            for each, BLOCK in zip([*_BYTES, _ALL[50:180]], (64, 16, 64, 32, 32, 256, 16), strict=True)
-        ],
+    "quantize_range": Exercise(
+        expected=_range(),
+        cases=_range_cases,
         mistakes={
-            "the two nibbles are swapped": _changed(lambda codes, at, B: codes.view(-1, 2).flip(1).flatten()),
-            "nibbles above 7 mean negative codes": _changed(lambda codes, at, B: codes & 15),
-            "there is no offset of 8: nibbles 0 to 7 are codes 0 to 7": _changed(lambda codes, at, B: (codes & 15) - 8),
-            "every program does the first one's part: where does yours begin?": _changed(
-                lambda codes, at, B: codes.where(at < 2 * B, 99)
+            "zeros that aren't in the row became its smallest or largest weight: what do masked-off columns hold?": (
+                _range(_padded(torch.amin), _padded(torch.amax))
             ),
-            "the odd columns are missing: the 99 was there before": _changed(
-                lambda codes, at, B: codes.where(at % 2 == 0, 99)
+            "in a row of positive weights, a masked-off 0 became the smallest": _range(_padded(torch.amin)),
+            "in a row of negative weights, a masked-off 0 became the largest": _range(high_of=_padded(torch.amax)),
+            "the range always starts at 0 or below here: low is the row's smallest weight": _range(
+                lambda x: x.amin(1).clamp(max=0)
             ),
-            "the even columns are missing: the 99 was there before": _changed(
-                lambda codes, at, B: codes.where(at % 2 == 1, 99)
+            "16 codes have 15 steps between them": _range(top=16),
+            "codes end at 15, not at 7": _range(top=7),
+            "round to the nearest code; a cast drops the fraction": _range(rounding=torch.trunc),
+            "subtract low first: its code is 0": _range(shifted=False),
+            "the two nibbles are swapped: the even column is in the low one": _range(shifts=(4, 0)),
+            "both codes went to the low nibble": _range(shifts=(0, 0)),
+            "that's the scale for absmax: the range goes from the smallest weight to the largest": _range(
+                lambda x: -x.abs().amax(1), lambda x: x.abs().amax(1)
             ),
-            "a byte's codes lie side by side, not n apart": _changed(
-                lambda codes, at, B: codes.view(-1, 2).T.flatten()
+            "this stores high in place of step": lambda x: (*_range()(x)[:2], x.amax(1)),
+            "step is high - low over 15": lambda x: (*_range()(x)[:2], x.amax(1) - x.amin(1)),
+            "this stores high in place of low": _range(then=lambda packed, low, step: (packed, low + 15 * step, step)),
+            "each program has its own row": lambda x: _range()(x[:1].expand_as(x)),
+            "low and step belong to each row: where does yours go?": _range(
+                then=lambda packed, low, step: (
+                    packed,
+                    F.pad(low[-1:], (0, len(low) - 1)),
+                    F.pad(step[-1:], (0, len(step) - 1)),
+                )
             ),
-            "both codes of a byte go to the same place, so one is lost": lambda packed, BLOCK: torch.stack(
-                [_decoded(packed)[:, 1], torch.full_like(_decoded(packed)[:, 1], 99)], 1
-            ).flatten(),
-            "program p begins at byte p * BLOCK, and BLOCK isn't always 64": _changed(
-                lambda codes, at, B: codes.where(at // 2 < (at // 128).clamp(max=(len(at) // 2 - 1) // B) * 64 + B, 99)
-            ),
-            "the mask counts bytes, not codes": _changed(
-                lambda codes, at, B: codes.where(at // 2 * 2 < len(at) // 2, 99)
-            ),
-            "1111 is -1, and 1001 is -7: subtract 16, not 15": _changed(lambda codes, at, B: codes + (codes < 0)),
-            **{hint: lambda packed, BLOCK, wrong=wrong: wrong(packed).flatten() for hint, wrong in _ONE_SIGNED.items()},
+            "if C is odd, the last high nibble must be 0": _range(last=15),
         },
         kernel=True,
-        note="any number of bytes, all 256 of them, and any BLOCK",
+        bound=1e-5,
+        note="rows of any length, sign and magnitude, none of them constant",
     ),
     "restore": Exercise(
         expected=_restored(),

@@ -31,13 +31,18 @@ def _by_pairs(pair_of_words, place=lambda pairs, BLOCK: pairs):
 
     def floats(words, BLOCK):
         pairs = torch.stack([pair_of_words(words, p) for p in range(4)], dim=1)
-        return place(pairs, BLOCK).contiguous().view(torch.float16).float() - 1032
+        numbers = place(pairs, BLOCK).contiguous().view(torch.float16).float().view(-1, 2, 2, 2)
+        return torch.stack([numbers[:, :, 0] - 1032, (numbers[:, :, 1] - 1152) / 16], 2).view(-1, 8)
 
     return floats
 
 
-def _pairs(shift=4, mask=0x000F000F, magic=0x64086408):
-    return lambda words, p: ((words >> shift * p) & mask) ^ magic
+def _pairs(shift=8, masks=(0x000F000F, 0x00F000F0), magics=(0x64086408, 0x64806480)):
+    return lambda words, p: ((words >> shift * (p // 2)) & masks[p % 2]) ^ magics[p % 2]
+
+
+def _all_shifted(words, p, mask=0x000F000F, magic=0x64086408):
+    return ((words >> 4 * p) & mask) ^ magic
 
 
 def _first_block(pairs, BLOCK):
@@ -56,15 +61,24 @@ _FORMATS = (
     (8, 16, 2000, 600_000, 600_000),
     (4.5, 8, 3350, 800_000, 1_600_000),
     (3, 4.25, 9000, 1_000, 2_000),
+    (4, 12.5, 300, 65_000, 65_000),
 )
 
 
 def _gemv_cases():
     """(x, words, scale, GROUP): fractions, and rows whose scales are huge and tiny."""
     random = torch.Generator().manual_seed(8)
-    for N, K, GROUP in (16, 64, 32), (40, 136, 64), (5, 24, 32), (33, 256, 128), (7, 720, 64), (20, 200, 16):
+    for N, K, GROUP in (
+        (16, 64, 32),
+        (40, 136, 64),
+        (5, 24, 32),
+        (33, 256, 128),
+        (7, 720, 64),
+        (20, 200, 16),
+        (18, 520, 256),
+    ):
         codes = torch.randint(-7, 8, (N, K), generator=random, dtype=torch.int8)
-        size = 10.0 ** torch.randint(-12, 9, (N, 1), generator=random)
+        size = 10.0 ** torch.randint(-25, 9, (N, 1), generator=random)
         scale = (0.1 + torch.rand(N, -(-K // GROUP), generator=random)) * size
         yield 3 * torch.randn(K, generator=random), qk.pack_int4_ref(codes, "int32"), scale, GROUP
 
@@ -116,23 +130,39 @@ EXERCISES = {
         expected=_unpacked,
         cases=lambda: [(words.to(torch.int32), BLOCK) for words, BLOCK in _word_cases()],
         mistakes={
-            "the sign is missing: flip the top bit of each code": _by_pairs(_pairs(magic=0x64006400)),
+            "pairs 1 and 3 hold 1152 plus 16 times the code: mask it where it is": _by_pairs(_all_shifted),
+            "where the code is four bits higher, so is its top bit: the constant for pairs 1 and 3 differs": _by_pairs(
+                _pairs(magics=(0x64086408, 0x64086408))
+            ),
+            "the sign is missing: flip the top bit of each code": _by_pairs(_pairs(magics=(0x64006400, 0x64006400))),
+            "the sign is missing in pairs 1 and 3": _by_pairs(_pairs(magics=(0x64086408, 0x64006400))),
+            "the sign is missing in pairs 0 and 2": _by_pairs(_pairs(magics=(0x64006400, 0x64806480))),
             "`|` can set a bit, but not flip one; and a mask must keep all four bits of a code": _by_pairs(
-                lambda words, p: _pairs(magic=0)(words, p) | 0x64086408
+                lambda words, p: _pairs(magics=(0, 0))(words, p) | (0x64086408, 0x64806480)[p % 2]
             ),
             "`+` carries where xor flips: the sign bit isn't added": _by_pairs(
-                lambda words, p: ((words >> 4 * p) & 0x000F000F) + 0x64086408
+                lambda words, p: _pairs(magics=(0, 0))(words, p) + (0x64086408, 0x64806480)[p % 2]
             ),
             "a word has four pairs": _by_pairs(
                 lambda words, p: _pairs()(words, p) if p < 3 else torch.full_like(words, 99)
             ),
+            "a word has four pairs; two are missing": _by_pairs(
+                lambda words, p: _pairs()(words, p) if p % 2 == 0 else torch.full_like(words, 99)
+            ),
+            "a word has four pairs; the last two are missing": _by_pairs(
+                lambda words, p: _pairs()(words, p) if p < 2 else torch.full_like(words, 99)
+            ),
             "pair p belongs at place p: the order is reversed": _by_pairs(lambda words, p: _pairs()(words, 3 - p)),
-            "that is bfloat16's constant": _by_pairs(_pairs(magic=0x43084308)),
-            "a code has four bits: what does your mask keep?": _by_pairs(_pairs(mask=0x00FF00FF)),
-            "without a mask, other codes leak into the number": _by_pairs(_pairs(mask=-1)),
-            "a code has four bits: how far is it to the next pair?": _by_pairs(_pairs(shift=8)),
-            "a code has four bits, so a pair lies 4 p bits up, not p": _by_pairs(_pairs(shift=1)),
-            "the mask must keep a code in the high half, too": _by_pairs(_pairs(mask=0x0000000F)),
+            "those are bfloat16's constants": _by_pairs(_pairs(magics=(0x43084308, 0x43804380))),
+            "pairs 1 and 3 are one code higher: what does their mask keep?": _by_pairs(
+                _pairs(masks=(0x000F000F, 0x000F000F))
+            ),
+            "a code has four bits: what does your mask keep?": _by_pairs(_pairs(masks=(0x00FF00FF, 0x0FF00FF0))),
+            "without a mask, other codes leak into the number": _by_pairs(_pairs(masks=(-1, -1))),
+            "pairs 2 and 3 are eight bits higher, not four": _by_pairs(_pairs(shift=4)),
+            "pairs 2 and 3 are eight bits higher, not 16": _by_pairs(_pairs(shift=16)),
+            "pairs 2 and 3 need the shift": _by_pairs(_pairs(shift=0)),
+            "the mask must keep a code in the high half, too": _by_pairs(_pairs(masks=(0x0000000F, 0x000000F0))),
             "a word's pairs lie side by side, not n apart": _by_pairs(
                 _pairs(), lambda pairs, B: pairs.T.contiguous().view(-1, 4)
             ),

@@ -95,6 +95,7 @@ def _plans():
     return [
         (few, 5), (few, 22), (more, 12), (more, 29), (few, 0), (few, 21), ({}, 3), ({"one": 7}, 6), ({"one": 7}, 7),
         (many, sum(many.values()) // 10), (many, 10**12), ({"a": 3, "b": 0}, 0),
+        ({"value": 5, "a": 5, "in": 5, "output": 9}, 10),
         ({"a": 2, "b": 5, "c": 5, "d": 2, "e": 5}, 9), ({"a": 2, "b": 5, "c": 5, "d": 2, "e": 5}, 3),
     ]  # fmt: skip
 
@@ -114,10 +115,10 @@ def _of_masked(x, mask):
 
 
 def _moments():
-    def case(lengths, K, seed, size=1.0, pad=None, left=False):
+    def case(lengths, K, seed, size=1.0, pad=None, left=False, most=31):
         """Eighths times a power of two, so that sums are exact in any order. left: padding comes first."""
         numbers = torch.Generator().manual_seed(seed)
-        x = torch.randint(-31, 32, (len(lengths), max(lengths), K), generator=numbers).float() / 8 * size
+        x = torch.randint(-most, most + 1, (len(lengths), max(lengths), K), generator=numbers).float() / 8 * size
         mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
         mask = mask.flip(1) if left else mask
         return (x if pad is None else x.masked_fill(mask[..., None] == 0, pad)), mask
@@ -125,7 +126,7 @@ def _moments():
     return [
         case([3, 5, 2], 4, 0), case([4, 1], 3, 1, 2.0**40), case([2, 2, 3, 1], 2, 2, 2.0**-40), case([6], 5, 3),
         case([1, 7, 3], 33, 4), case([5, 2], 6, 5, pad=torch.nan), case([2, 9], 3, 6, pad=torch.inf),
-        case([1, 4, 2], 5, 7, left=True), case([3, 2], 1, 8), case([1], 1, 9),
+        case([1, 4, 2], 5, 7, left=True), case([3, 2], 1, 8), case([1], 1, 9), case([4, 3], 4, 10, most=500),
     ]  # fmt: skip
 
 

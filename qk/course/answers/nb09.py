@@ -212,6 +212,7 @@ def _steps():
         U = torch.randn(K, K, generator=random).triu(1) + (0.2 + 3 * torch.rand(K, generator=random)).diag()
         scale = size * (0.1 + torch.rand(rows, generator=random))
         cases.append((4 * scale[:, None] * torch.randn(rows, K, generator=random), U, k, scale))
+        cases[-1][0][-1, k] = 300 * scale[-1]
         cases[-1][0][0, k] = -9.3 * scale[0]
     return cases
 

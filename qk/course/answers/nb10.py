@@ -124,6 +124,7 @@ _ROUNDED = Exercise(
         _case(300, 2.0**-40, 128),
         _case(5, 2.0**60, 32),
         _case(1000, 16.0, 32, 2000),
+        _case(900, 1.0, 64, 2031),
         _tiny(),
     ],  # fmt: skip
     mistakes={
@@ -262,6 +263,8 @@ def _gradient_cases():
             shape = -(-M // B), -(-columns // B)
             case += [codes, 2.0 ** (power + torch.randint(-1, 2, shape, generator=random))]
         cases.append((*case, B))
+    g, g_scale, x, x_scale, B = cases[0]
+    cases.append((g, g_scale * 2.0**-40, x, x_scale * 2.0**40, B))
     few = [
         x
         for columns in (33, 40)

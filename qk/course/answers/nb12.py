@@ -23,6 +23,7 @@ def _caches():
         (16 * 10**9, 32, 8, 128, 16), (16 * 10**9, 32, 8, 128, 8), (16 * 10**9, 32, 8, 128, 4), (10**9, 5, 6, 64, 4),
         (2 * 34 * 30, 5, 6, 64, 4), (2 * 34 * 30 - 1, 5, 6, 64, 4), (10**6 + 7, 3, 5, 64, 8), (10**11, 80, 8, 128, 16),
         (1000, 2, 1, 128, 16), (33792 * 10**6 - 1, 32, 8, 128, 4), (4 * 10**9, 12, 7, 96, 8),
+        (10**9, 4, 2, 64, 12),
     ]  # fmt: skip
 
 
@@ -126,8 +127,9 @@ def _keys():
         return torch.randn(D, generator=random), codes, absmax, BLOCK
 
     cases = [case(64, 64, 32), case(37, 64, 16), case(5, 128, 8), case(100, 32, 64), case(1, 64, 4), case(16, 16, 16)]
+    cases += [case(9, 256, 4)]
     q, codes, absmax, BLOCK = case(40, 32, 16)
-    sizes = 10.0 ** torch.randint(-18, 19, (40,), generator=random)
+    sizes = 10.0 ** torch.randint(-30, 31, (40,), generator=random)
     return [*cases, (q, codes, absmax * sizes, BLOCK)]
 
 
@@ -263,7 +265,7 @@ def _splits():
 
     cases = [case(3, 4, 64), case(5, 3, 16, 300), case(1, 1, 64, -500), case(4, 7, 32, -2), case(2, 8, 128, 900)]
     cases[1][1][:, 1] = -1e38  # a split without tokens
-    cases += [case(2, 6, 32, 310), case(3, 5, 16, -250)]
+    cases += [case(3, 20, 16), case(2, 3, 16, -500), case(2, 6, 32, 310), case(3, 5, 16, -250)]
     cases[-2][1][:, 0] = 10  # far below the largest
     return cases
 
