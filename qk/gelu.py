@@ -184,25 +184,13 @@ def _launch_square(x, x_scale, out, scale, block_size, activation):
 
 @triton.jit
 def _int8_gelu_kernel(
-    x_ptr,
-    x_scale_ptr,
-    out_ptr,
-    out_scale_ptr,
-    M,
-    K,
+    x_ptr, x_scale_ptr, out_ptr, out_scale_ptr, M, K,
     programs,  # in a row
     groups,  # scales in a row
-    stride_xm,
-    stride_xsm,
-    stride_xsg,
-    stride_osm,
-    stride_osg,
-    ACTIVATION: tl.constexpr,
-    QUANT_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    stride_xm, stride_xsm, stride_xsg, stride_osm, stride_osg,
+    ACTIVATION: tl.constexpr, QUANT_BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,  # may start before the previous kernel ends: see launch.launch
-):
+):  # fmt: skip
     wait_if_early(EARLY)
     GROUPS: tl.constexpr = BLOCK // QUANT_BLOCK
     pid = tl.program_id(0)
@@ -222,25 +210,13 @@ def _int8_gelu_kernel(
 
 @triton.jit
 def _int8_gelu_square_kernel(
-    x_ptr,
-    x_scale_ptr,
-    out_ptr,
-    out_scale_ptr,
-    M,
-    K,
+    x_ptr, x_scale_ptr, out_ptr, out_scale_ptr, M, K,
     programs,  # across a row of blocks
-    squares_down,
-    squares_across,
-    stride_xm,
-    stride_xsm,
-    stride_xsk,
-    ACTIVATION: tl.constexpr,
-    QUANT_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    squares_down, squares_across, stride_xm, stride_xsm, stride_xsk,
+    ACTIVATION: tl.constexpr, QUANT_BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     TILES: tl.constexpr,  # of a program, one below the other
     EARLY: tl.constexpr,  # may start before the previous kernel ends: see launch.launch
-):
+):  # fmt: skip
     wait_if_early(EARLY)
     _, _, row, column, _, table, x = _activate_blocks(
         x_ptr, x_scale_ptr, out_scale_ptr, M, K, programs, squares_down, squares_across, stride_xm, stride_xsm,
@@ -346,33 +322,14 @@ def _load_gradient(ptr, scale, row, column, M, K, stride_m, ROWS: tl.constexpr, 
 def _int8_gelu_backward_kernel(
     grad_ptr,
     grad_scale_ptr,  # None: grad holds floats
-    x_ptr,
-    x_scale_ptr,
-    dx_ptr,
-    dx_t_ptr,
-    dx_scale_ptr,
-    out_t_ptr,
-    out_scale_ptr,
-    sums_ptr,
+    x_ptr, x_scale_ptr, dx_ptr, dx_t_ptr, dx_scale_ptr, out_t_ptr, out_scale_ptr, sums_ptr,
     seed_ptr,  # None: dx is rounded to nearest
-    M,
-    K,
+    M, K,
     programs,  # across a row of blocks
-    squares_down,
-    squares_across,
-    stride_gm,
-    stride_gsm,
-    stride_gsk,
-    stride_xm,
-    stride_xsm,
-    stride_xsk,
-    ACTIVATION: tl.constexpr,
-    QUANT_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILES: tl.constexpr,
+    squares_down, squares_across, stride_gm, stride_gsm, stride_gsk, stride_xm, stride_xsm, stride_xsk,
+    ACTIVATION: tl.constexpr, QUANT_BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
     EARLY: tl.constexpr,  # may start before the previous kernel ends: see launch.launch
-):
+):  # fmt: skip
     wait_if_early(EARLY)
     DOWN: tl.constexpr = ROWS * TILES // QUANT_BLOCK
     ACROSS: tl.constexpr = BLOCK // QUANT_BLOCK

@@ -313,7 +313,7 @@ def error_map(errors, title="Absolute error", name="weight", top=None, names=("r
     what rows and columns are called.
     """
     rows, columns = next(iter(errors.values())).shape
-    drawn = {label: _in_tiles(_tensor(error), F.avg_pool2d, "\nmean over {} tiles") for label, error in errors.items()}
+    drawn = {label: _in_tiles(_tensor(error), F.avg_pool2d, "\nmean over {} values") for label, error in errors.items()}
     # keep a few large errors from leaving the rest dark
     top = top or max(means.flatten().quantile(0.995).item() for means, _ in drawn.values())
     fig, axes = subplots(9, 1 + 2 * len(drawn), len(drawn), sharex=True, squeeze=False)

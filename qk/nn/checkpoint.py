@@ -205,14 +205,13 @@ def _open_safetensors(file):
     entries = {}
     for name, tensor in header.items():
         begin, end = tensor["data_offsets"]
-        dtype, start = _DTYPES.get(tensor["dtype"], tensor["dtype"]), 8 + size + begin
-        fill = _filler(file, name, start)
-        entries[name] = Entry(name, tuple(tensor["shape"]), dtype, end - begin, fill, file, start)
+        dtype = _DTYPES.get(tensor["dtype"], tensor["dtype"])
+        entries[name] = _entry(name, tuple(tensor["shape"]), dtype, end - begin, file, 8 + size + begin)
     return entries, metadata
 
 
-def _filler(file, name, start):
-    """Returns a function as `Entry.fill` for the tensor whose bytes start there in a file."""
+def _entry(name, shape, dtype, size, file, start):
+    """Returns the Entry of a tensor whose bytes start there in a file."""
 
     def fill(memory, after=0):
         # not through a map of the file: if the file shrinks, that would end the process
@@ -222,7 +221,7 @@ def _filler(file, name, start):
         except (OSError, ValueError) as error:
             raise ValueError(f"{name} can't be read: {error}") from None
 
-    return fill
+    return Entry(name, shape, dtype, size, fill, file, start)
 
 
 def _read(file, view, start):
@@ -331,8 +330,7 @@ def _open_gguf(file):
         if name in found or start + offset < end or start + offset + size > len(data):
             raise ValueError(f"{file.name} is damaged: {name} is there twice, or overlaps another, or passes the end")
         end = start + offset + size
-        fill = _filler(file, name, start + offset)
-        found[name] = Entry(name, shape, dtype, size, fill, file, start + offset)
+        found[name] = _entry(name, shape, dtype, size, file, start + offset)
     return Checkpoint(file.parent, found, {}, metadata, True)
 
 

@@ -197,25 +197,6 @@ def _collect(out, rows):
     return out
 
 
-def _halves(codes, pairs, dim):
-    """Fill codes [2, A, B] with the low and the high nibbles of bytes [A, B].
-
-    Args:
-        pairs: a function of a start and an end that returns these rows of bytes (dim is 1) or columns (dim is -1).
-    """
-    size = codes.shape[dim]
-    step = _STEP if codes.is_cpu else max(size, 1)
-
-    def split(start):
-        end = min(start + step, size)
-        low, high = codes.narrow(dim, start, end - start)
-        found = pairs(start, end)
-        torch.bitwise_and(found, 15, out=low)
-        torch.bitwise_right_shift(found, 4, out=high)
-
-    in_threads(split, range(0, size, step))
-
-
 def _disordered(groups, columns, size):
     """Check the group of each column, int [K]. Returns groups, or None if each has its columns next to each other."""
     expected = torch.arange(columns, device="cpu") // (size or max(columns, 1))
@@ -286,7 +267,9 @@ def _pack_quantized(parts, shape, config):
         else:
             words = scratch.lend(parts["weight_packed"], device).view(torch.uint8)
             codes = scratch.empty((2, words.shape[1], N), device)
-            _halves(codes, lambda start, end: _transposed(words[start:end]), -1)
+            _collect(codes[1], lambda start, end: words[start:end])
+            torch.bitwise_and(codes[1], 15, out=codes[0])
+            codes[1].bitwise_right_shift_(4)
             packed = _ordered(codes, on, new_memory(N * cdiv(K, 2), device).view(N, cdiv(K, 2)))
         zeros = None if zero is None else _nibbles(scratch.read(zero, device).t()).t()[:N]
         return _int4(_even(packed, K), scratch.read(parts["weight_scale"], device), zeros, on)
@@ -320,9 +303,16 @@ def _gptq(parts, shape, config):
             _collect(packed.view(torch.int32), lambda start, end: _signed(words[start:end]))
         else:
             codes = scratch.empty((2, K // 2, N), device)
-            # the four bytes of a word become four rows
-            bytes_of = words.view(torch.uint8).view(K // 8, N, 4)
-            _halves(codes, lambda start, end: _transposed(bytes_of[start // 4 : end // 4]).view(-1, N), 1)
+            step = _STEP if words.is_cpu else max(K // 2, 1)
+
+            def split(start):
+                part, (low, high) = words[start // 4 : (start + step) // 4], codes[:, start : start + step]
+                # the four bytes of a word become four rows
+                pairs = _transposed(part.view(torch.uint8).view(len(part), N, 4)).view(low.shape)
+                torch.bitwise_and(pairs, 15, out=low)
+                torch.bitwise_right_shift(pairs, 4, out=high)
+
+            in_threads(split, range(0, K // 2, step))
             _ordered(codes, on, packed)
         zero = _nibbles(scratch.read(parts["qzeros"], device)).t()
         zero = zero.add_(1).bitwise_and_(15) if version == "gptq" else zero

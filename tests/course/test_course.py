@@ -275,7 +275,7 @@ def test_scale_map_counts_scales_and_zeros():
 
 def test_error_map_names_its_axes_and_tiles():
     fig = course.error_map({"one": torch.rand(300, 5)}, names=("token", "channel"))
-    assert {"|restored - weight|\nmean over 3 x 1 tiles", "token", "channel"} <= set(texts(fig))
+    assert {"|restored - weight|\nmean over 3 x 1 values", "token", "channel"} <= set(texts(fig))
     assert {"|restored - weight|", "row", "column"} <= set(texts(course.error_map({"one": torch.rand(3, 5)})))
 
 

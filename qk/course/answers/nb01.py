@@ -66,8 +66,10 @@ def _range_cases():
         step = 2.0 ** torch.randint(-30, 20, (R, 1), generator=random)
         return ((low + codes + off) * step,)
 
-    return [case(4, 16, -7), case(3, 24, 3), case(3, 21, -40), case(2, 383, -7.5), case(5, 7, 100), case(1, 2, -3), case(2, 8, 5), case(2, 8, -30),
-            case(3, 13, -15)]  # fmt: skip
+    return [
+        case(4, 16, -7), case(3, 24, 3), case(3, 21, -40), case(2, 383, -7.5), case(5, 7, 100), case(1, 2, -3),
+        case(2, 8, 5), case(2, 8, -30), case(3, 13, -15),
+    ]  # fmt: skip
 
 
 def _restored(codes=_decoded, top=7, group=lambda at, GROUP: at // GROUP, change=lambda out, at, BLOCK: out):
