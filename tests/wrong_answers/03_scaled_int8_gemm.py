@@ -7,7 +7,7 @@ def changed(right, *pairs):
 
 
 def rows(expression):
-    return f"def scale_rows(column, BLOCK_N, QUANT_BLOCK):\n    n = torch.arange(BLOCK_N)\n    return {expression}"
+    return f"def scale_rows(column, BLOCK_N, QUANT_BLOCK):\n    return {expression}"
 
 
 TOKEN = """
@@ -49,16 +49,19 @@ BEYOND = "load's mask"
 
 ANSWERS = {
     "scale_rows": [
-        ("add first, then divide", rows("column // QUANT_BLOCK + n // QUANT_BLOCK")),
-        ("can cover several blocks", rows("torch.full((BLOCK_N,), column // QUANT_BLOCK)")),
-        ("a tile's number", rows("torch.full((BLOCK_N,), column // BLOCK_N)")),
-        ("the tile starts at `column`", rows("n // QUANT_BLOCK")),
-        ("place inside the block", rows("(column + n) % QUANT_BLOCK")),
-        ("round down", rows("(column + n + QUANT_BLOCK - 1) // QUANT_BLOCK")),
-        ("QUANT_BLOCK columns long", rows("(column + n) // BLOCK_N")),
-        ("", rows("(column + n) / QUANT_BLOCK")),
-        ("", rows("torch.arange(column, BLOCK_N) // QUANT_BLOCK")),
-        ("a column already", rows("(column * BLOCK_N + n) // QUANT_BLOCK")),
+        ("touch one more", rows("-(-BLOCK_N // QUANT_BLOCK)")),
+        ("a part of a block counts", rows("BLOCK_N // QUANT_BLOCK")),
+        ("both count: add 1", rows("(column + BLOCK_N - 1) // QUANT_BLOCK - column // QUANT_BLOCK")),
+        ("the last column is", rows("(column + BLOCK_N) // QUANT_BLOCK - column // QUANT_BLOCK + 1")),
+        ("at a block's end", rows("(column + BLOCK_N) // QUANT_BLOCK - column // QUANT_BLOCK")),
+        ("can cover several blocks", rows("1")),
+        ("at least one", rows("max(BLOCK_N // QUANT_BLOCK, 1)")),
+        ("one too many", rows("BLOCK_N // QUANT_BLOCK + 1")),
+        ("no wider than a block", rows("1 + (column % QUANT_BLOCK + BLOCK_N > QUANT_BLOCK)")),
+        ("the last block", rows("(column + BLOCK_N - 1) // QUANT_BLOCK")),
+        ("before the tile", rows("-(-(column + BLOCK_N) // QUANT_BLOCK)")),
+        ("", rows("QUANT_BLOCK")),
+        ("", rows("torch.arange(BLOCK_N) // QUANT_BLOCK")),
     ],
     "one_token": [
         (BEYOND, changed(TOKEN, ("offs_k < K - k0", "offs_k < K"))),

@@ -5,11 +5,23 @@ import torch
 from qk.course.answers import as_bfloat16
 from qk.course.exercises import Exercise
 
-_TILES = (8, 4, 4), (16, 4, 8), (20, 4, 8), (8, 8, 4), (6, 4, 4), (7, 5, 3), (0, 1, 128), (999, 256, 128)
+_TILES = (
+    (8, 4, 4),
+    (16, 4, 8),
+    (20, 4, 8),
+    (8, 8, 4),
+    (6, 4, 4),
+    (7, 5, 3),
+    (0, 1, 128),
+    (999, 256, 128),
+    (96, 64, 128),
+    (127, 2, 128),
+    (0, 256, 128),
+)
 
 
 def _scale_rows(column, BLOCK_N, QUANT_BLOCK):
-    return torch.tensor([n // QUANT_BLOCK for n in range(column, column + BLOCK_N)])
+    return (column + BLOCK_N - 1) // QUANT_BLOCK - column // QUANT_BLOCK + 1
 
 
 def _small_cases():
@@ -149,21 +161,22 @@ EXERCISES = {
         expected=_scale_rows,
         cases=lambda: list(_TILES),
         mistakes={
-            "a tile can start inside a block: add first, then divide": lambda c, n, q: c // q + torch.arange(n) // q,
-            "a tile can cover several blocks": lambda c, n, q: torch.full((n,), c // q),
-            "a tile's number isn't a block's number": lambda c, n, q: torch.full((n,), c // n),
-            "the tile starts at `column`, not at 0": lambda c, n, q: torch.arange(n) // q,
-            "round down, not to the nearest": lambda c, n, q: ((c + torch.arange(n)) / q).round().long(),
-            "% gives the place inside the block; which block is it?": lambda c, n, q: (c + torch.arange(n)) % q,
-            "round down: the first block is 0": lambda c, n, q: -(-(c + torch.arange(n)) // q),
-            "the tile starts at `column`, which may be mid-block; don't count tiles": lambda c, n, q: (
-                c // n + torch.arange(n) // q
+            "a tile can start inside a block, and touch one more": lambda c, n, q: -(-n // q),
+            "a tile can start inside a block, and touch one more; and a part of a block counts, too": lambda c, n, q: (
+                n // q
             ),
-            "`column` is a column already, not the number of a tile": lambda c, n, q: (c * n + torch.arange(n)) // q,
-            "a shift is right for powers of two only: divide": lambda c, n, q: (
-                c + torch.arange(n) >> q.bit_length() - 1
-            ),
-            "a block is QUANT_BLOCK columns long, whatever the tile": lambda c, n, q: (c + torch.arange(n)) // n,
+            "from the first block to the last, both count: add 1": lambda c, n, q: (c + n - 1) // q - c // q,
+            "the last column is column + BLOCK_N - 1": lambda c, n, q: (c + n) // q - c // q + 1,
+            "where a tile ends at a block's end, its last block counts, too": lambda c, n, q: (c + n) // q - c // q,
+            "a tile can cover several blocks": lambda c, n, q: 1,
+            "at least one": lambda c, n, q: max(n // q, 1),
+            "that's one too many where the tile starts or ends with a block": lambda c, n, q: n // q + 1,
+            "at most two is right only for tiles no wider than a block": lambda c, n, q: 1 + (c % q + n > q),
+            "that is the number of the last block; how many are there?": lambda c, n, q: (c + n - 1) // q,
+            "those before the tile don't count": lambda c, n, q: -(-(c + n) // q),
+            "that is the number of the first block": lambda c, n, q: c // q,
+            "an int, not a fraction": lambda c, n, q: n / q,
+            "a tile's number isn't a block's number": lambda c, n, q: c // n,
         },
         note="tiles that start anywhere, and tiles and blocks of any width",
     ),
