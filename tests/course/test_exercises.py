@@ -59,6 +59,19 @@ def _all_to_one(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _all_of_it(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    for start in range(0, n, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=offs < n) + 1, mask=offs < n)
+
+
+@triton.jit
+def _through_unsigned(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=offs < n).to(tl.uint8).to(tl.int8), mask=offs < n)
+
+
+@triton.jit
 def _after_its_neighbour(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     before = tl.load(out_ptr + tl.maximum(tl.program_id(0) * BLOCK - 1, 0))
@@ -165,6 +178,7 @@ def heard(answer, capsys, exercise=ADD_ONE):
         (_stores_nothing, "Hint: the kernel stores nothing"),
         (_next_block_first, "a race: program 1 writes element 16 of out_ptr, and program 0 writes it too"),
         (_all_to_one, "a race: program 0 stores several different values to element 0 of out_ptr"),
+        (_all_of_it, "right, but several programs do the same work"),
         (_after_its_neighbour, "a race: program 1 reads element 15 of out_ptr, and program 0 writes it too"),
         (_far_swap, "touches memory far from all of its tensors"),
         (_stub.fn, "_stub is no kernel: is @triton.jit missing above its def?"),
@@ -172,6 +186,13 @@ def heard(answer, capsys, exercise=ADD_ONE):
 )
 def test_a_kernel_is_refused(kernel, words, capsys):
     assert words in heard(launched(kernel), capsys)
+
+
+def test_negative_floats_become_zero_as_unsigned_integers():
+    x = torch.tensor([-3.0, -0.5, 0.0, 2.0, 127.0], device=DEVICE)
+    out = torch.full((5,), 99, dtype=torch.int8, device=DEVICE)
+    course.launch(_through_unsigned, (2,), x, out, 5, BLOCK=4)
+    assert out.tolist() == [0, 0, 0, 2, 127]
 
 
 @interpreted
