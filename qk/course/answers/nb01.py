@@ -75,7 +75,7 @@ def _range_cases():
 def _restored(codes=_decoded, top=7, group=lambda at, GROUP: at // GROUP, change=lambda out, at, BLOCK: out):
     def result(packed, absmax, GROUP, BLOCK):
         at = torch.arange(2 * len(packed), device=packed.device)
-        return change(codes(packed).flatten() * absmax[group(at, GROUP)] / top, at, BLOCK)
+        return change(codes(packed).flatten() * absmax[group(at, GROUP).clamp(max=len(absmax) - 1)] / top, at, BLOCK)
 
     return result
 
