@@ -28,7 +28,8 @@ def _groups():
     few = (torch.arange(101) % 10 == 3).float()
     x, codes, counts = case(40)
     return [
-        case(32), case(64, -1.0), case(128, 1e-12, 0.5), case(20, 3e36), case(101, 1e15, 0.6, few), case(50, counts=torch.ones(50)),
+        case(32), case(64, -1.0), case(128, 1e-12, 0.5), case(20, 3e36), case(101, 1e15, 0.6, few),
+        case(50, counts=torch.ones(50)),
         case(36, counts=1e-9 * torch.rand(36, generator=random)),
         (x, codes, counts * (codes == 0)), (x + 3, codes, 1000 * counts), (x, torch.zeros_like(codes), counts),
         (torch.tensor([-2.5]), torch.tensor([7], dtype=torch.int8), torch.tensor([3.0])),
