@@ -67,7 +67,7 @@ _SCALE = Exercise(
             (counts * (x / codes))[codes != 0].sum() / counts[codes != 0].sum()
         ).item(),
         "that is the ratio of the norms: set the derivative of the sum of squares to 0": lambda x, codes, counts: (
-            ((counts * x**2).sum() / (counts * codes.double() ** 2).sum()).sqrt().item()
+            ((counts * x.double() ** 2).sum() / (counts * codes.double() ** 2).sum()).sqrt().item()
         ),
         "the sign is wrong": _scale(lambda x, q, c: -c * q * x),
         "that is twice the best scale: both derivatives have the factor 2": _scale(lambda x, q, c: 2 * c * q * x),
