@@ -336,7 +336,7 @@ def _interpreted(kernel, grid, args, options):
         raise race
     if ledger and ledger.repeated():
         session.race = session.race or Race(
-            "right, but several programs do the same work: each element is stored by more than one of them. "
+            "several programs do the same work: each element is stored by more than one of them. "
             "Which part is a program's own? tl.program_id says"
         )
     # large and small in int8, in float16 (61280, -61280), in float32 (1.3e36, -1.3e36)

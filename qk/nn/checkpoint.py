@@ -63,7 +63,7 @@ class Entry(NamedTuple):
         size: in bytes.
         fill: takes memory, uint8 on the CPU, and a number of bytes (0), and reads what follows so many of the tensor's
             bytes into the memory.
-        start: where its bytes begin in the file.
+        file, start: where its bytes are.
     """
 
     name: str

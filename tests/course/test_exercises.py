@@ -178,7 +178,7 @@ def heard(answer, capsys, exercise=ADD_ONE):
         (_stores_nothing, "Hint: the kernel stores nothing"),
         (_next_block_first, "a race: program 1 writes element 16 of out_ptr, and program 0 writes it too"),
         (_all_to_one, "a race: program 0 stores several different values to element 0 of out_ptr"),
-        (_all_of_it, "right, but several programs do the same work"),
+        (_all_of_it, "Not yet: right in this order, but several programs do the same work: each element"),
         (_after_its_neighbour, "a race: program 1 reads element 15 of out_ptr, and program 0 writes it too"),
         (_far_swap, "touches memory far from all of its tensors"),
         (_stub.fn, "_stub is no kernel: is @triton.jit missing above its def?"),

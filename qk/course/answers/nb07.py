@@ -41,8 +41,8 @@ def _pairs(shift=8, masks=(0x000F000F, 0x00F000F0), magics=(0x64086408, 0x648064
     return lambda words, p: ((words >> shift * (p // 2)) & masks[p % 2]) ^ magics[p % 2]
 
 
-def _all_shifted(words, p, mask=0x000F000F, magic=0x64086408):
-    return ((words >> 4 * p) & mask) ^ magic
+def _all_shifted(words, p):
+    return ((words >> 4 * p) & 0x000F000F) ^ 0x64086408
 
 
 def _first_block(pairs, BLOCK):
