@@ -56,7 +56,8 @@ def differentiable(fake, save, backward):
 
     Args:
         fake: as in `operator`.
-        save, backward: as in torch.library.register_autograd: save(ctx, inputs, output) and backward(ctx, *grads).
+        save, backward: as in torch.library.register_autograd: save(ctx, inputs, output), or None where backward needs
+            nothing, and backward(ctx, *grads).
     """
 
     def register(function):

@@ -20,6 +20,7 @@ changed the weight: an optimizer, `weight.data.add_(...)`, a collective, or a re
 """
 
 import math
+from functools import partial
 
 import torch
 from torch.autograd import forward_ad
@@ -54,11 +55,7 @@ def _quantize_gradient(g, block_size, seed, dtype):
     if dtype is None:
         return *square_quant(g, block_size, rounding=rounding, seed=seed), _nothing(g)
     *codes, sums = square_quant_sums(g, block_size, rounding, seed)
-    return *codes, _sum(sums, dtype)
-
-
-def _sum(sums, dtype):
-    return _nothing(sums) if dtype is None else sums.sum(0).to(dtype)
+    return *codes, sums.sum(0).to(dtype)
 
 
 def _nothing(x):
@@ -80,14 +77,15 @@ def _empty_transpose(x, rows, columns, block_size, keep):
     return codes, x.new_empty((cdiv(rows, block_size), cdiv(columns, block_size)), dtype=torch.float32)
 
 
-def _save(ctx, tensors, seed, how, output):
+def _save(count, options, ctx, inputs, output):
     """Save what `_backward` needs.
 
     Args:
-        tensors: the operator's first inputs, x and the parameters, which may need gradients.
-        how: what the backward operator takes between the seed and the dtypes.
+        count: how many of the operator's first inputs, x and the parameters, may need gradients. The seed follows.
+        options: how many inputs after the seed the backward operator takes, too, between its seed and the dtypes.
         output: the operator's. All but the first is kept.
     """
+    tensors, seed, how = inputs[:count], inputs[count], inputs[count + 1 : count + 1 + options]
     _, *kept = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*kept)
@@ -97,7 +95,7 @@ def _save(ctx, tensors, seed, how, output):
     ctx.dtypes = [tensor.dtype if need else None for tensor, need in needs]  # None: no gradient is needed
 
 
-def _backward(operator, ctx, g):
+def _backward(operator, ctx, g, *_):
     """Returns a gradient for each input of an operator that needs one, and None for the others."""
     gradients = [None] * len(ctx.needs_input_grad)
     if g is None:
@@ -111,10 +109,6 @@ def _backward(operator, ctx, g):
     return tuple(gradients)
 
 
-def _save_nothing(ctx, inputs, output):
-    pass
-
-
 def _no_second_derivative(ctx, *grads):
     raise RuntimeError("training in int8 has no second derivative: its gradients can't be differentiated again")
 
@@ -124,12 +118,12 @@ def _no_second_derivative(ctx, *grads):
 
 def _empty_linear_backward(g, x_t, x_scale, w_t, w_scale, seed, block_size, x_dtype, w_dtype, bias_dtype):
     M, N = _rows(g), g.shape[-1]
-    dx = _empty(g, M, None if x_dtype is None else w_t.shape[0], dtype=x_dtype)
-    dw = _empty(g, N, None if w_dtype is None else x_t.shape[0], dtype=w_dtype)
+    # where codes weren't kept, no gradient has their columns
+    dx, dw = _empty(g, M, w_t.shape[0], dtype=x_dtype), _empty(g, N, x_t.shape[0], dtype=w_dtype)
     return dx, dw, _empty(g, N, dtype=bias_dtype)
 
 
-@differentiable(_empty_linear_backward, _save_nothing, _no_second_derivative)
+@differentiable(_empty_linear_backward, None, _no_second_derivative)
 def _int8_linear_backward(
     g: torch.Tensor, x_t: torch.Tensor, x_scale: torch.Tensor, w_t: torch.Tensor, w_scale: torch.Tensor,
     seed: torch.Tensor | None, block_size: int, x_dtype: torch.dtype | None, w_dtype: torch.dtype | None,
@@ -145,22 +139,13 @@ def _int8_linear_backward(
     return dx, dw, db
 
 
-def _save_linear(ctx, inputs, output):
-    x, weight, bias, seed, block_size, *_ = inputs
-    _save(ctx, (x, weight, bias), seed, (block_size,), output)
-
-
-def _linear_backward(ctx, g, *_):
-    return _backward(_int8_linear_backward, ctx, g)
-
-
 def _empty_linear(x, weight, bias, seed, block_size, out_dtype, keep_x, keep_w):
     (M, K), N = (_rows(x), x.shape[-1]), weight.shape[0]
     out = x.new_empty((*x.shape[:-1], N), dtype=out_dtype)
     return out, *_empty_transpose(x, M, K, block_size, keep_x), *_empty_transpose(x, N, K, block_size, keep_w)
 
 
-@differentiable(_empty_linear, _save_linear, _linear_backward)
+@differentiable(_empty_linear, partial(_save, 3, 1), partial(_backward, _int8_linear_backward))
 def _int8_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None, block_size: int,
     out_dtype: torch.dtype, keep_x: bool, keep_w: bool,
@@ -183,14 +168,13 @@ def _empty_feed_forward_backward(
     g, x_t, x_scale, z, z_scale, w1_t, w1_scale, w2_t, w2_scale, seed, block_size, activation,
     x_dtype, w1_dtype, b1_dtype, w2_dtype, b2_dtype,
 ):  # fmt: skip
-    M, width, inner = _rows(g), g.shape[-1], z.shape[-1]  # where z wasn't kept, no gradient has inner columns
-    dx = _empty(g, M, None if x_dtype is None else w1_t.shape[0], dtype=x_dtype)
-    dw1 = _empty(g, inner, None if w1_dtype is None else x_t.shape[0], dtype=w1_dtype)
+    M, width, inner = _rows(g), g.shape[-1], z.shape[-1]  # where codes weren't kept, no gradient has their columns
+    dx, dw1 = _empty(g, M, w1_t.shape[0], dtype=x_dtype), _empty(g, inner, x_t.shape[0], dtype=w1_dtype)
     db1, dw2 = _empty(g, inner, dtype=b1_dtype), _empty(g, width, inner, dtype=w2_dtype)
     return dx, dw1, db1, dw2, _empty(g, width, dtype=b2_dtype)
 
 
-@differentiable(_empty_feed_forward_backward, _save_nothing, _no_second_derivative)
+@differentiable(_empty_feed_forward_backward, None, _no_second_derivative)
 def _int8_feed_forward_backward(
     g: torch.Tensor, x_t: torch.Tensor, x_scale: torch.Tensor, z: torch.Tensor, z_scale: torch.Tensor,
     w1_t: torch.Tensor, w1_scale: torch.Tensor, w2_t: torch.Tensor, w2_scale: torch.Tensor,
@@ -209,7 +193,8 @@ def _int8_feed_forward_backward(
         how = {"activation": activation, "rounding": "nearest" if seed is None else "stochastic", "seed": seeds[1]}
         dz, dz_t, dz_scale, h_t, h_scale, sums = int8_gelu_backward(*dh, z, z_scale, block_size, **how)
         del dh
-        db1 = _sum(sums, b1_dtype)
+        if b1_dtype is not None:
+            db1 = sums.sum(0).to(b1_dtype)
     elif w2_dtype is not None:
         h, h_scale = int8_gelu(z, z_scale, block_size, activation=activation)
         h_t = h.t()
@@ -225,15 +210,6 @@ def _int8_feed_forward_backward(
     return dx, dw1, db1, dw2, db2
 
 
-def _save_feed_forward(ctx, inputs, output):
-    x, w1, b1, w2, b2, seed, block_size, activation, *_ = inputs
-    _save(ctx, (x, w1, b1, w2, b2), seed, (block_size, activation), output)
-
-
-def _feed_forward_backward(ctx, g, *_):
-    return _backward(_int8_feed_forward_backward, ctx, g)
-
-
 def _empty_feed_forward(
     x, w1, b1, w2, b2, seed, block_size, activation, out_dtype, keep_x, keep_z, keep_w1, keep_w2
 ):  # fmt: skip
@@ -246,7 +222,7 @@ def _empty_feed_forward(
     return out, *_empty_transpose(x, M, K, block_size, keep_x), z, z_scale, *kept_w1, *kept_w2
 
 
-@differentiable(_empty_feed_forward, _save_feed_forward, _feed_forward_backward)
+@differentiable(_empty_feed_forward, partial(_save, 5, 2), partial(_backward, _int8_feed_forward_backward))
 def _int8_feed_forward(
     x: torch.Tensor, w1: torch.Tensor, b1: torch.Tensor | None, w2: torch.Tensor, b2: torch.Tensor | None,
     seed: torch.Tensor | None, block_size: int, activation: str, out_dtype: torch.dtype, keep_x: bool, keep_z: bool,
