@@ -220,10 +220,6 @@ class RowwiseQuantized(_Style):
         return spans
 
 
-def _wait(x):
-    return x.wait() if isinstance(x, AsyncCollectiveTensor) else x
-
-
 def gather(x, dim, sizes, group):
     """Gather the parts of all ranks along dim. sizes: what each rank has along dim."""
     x = _padded(x, dim, max(sizes)).contiguous()
@@ -246,9 +242,7 @@ def _padded(x, dim, size):
 def _sum(parts, bias, dtype):
     """Add [ranks, ...] up in float32, one rank after the other, and add the bias."""
     first, *others = parts.unbind()
-    total = first.float()
-    for part in others:
-        total = total + part
+    total = sum(others, first.float())
     return (total if bias is None else total + bias).to(dtype)
 
 
@@ -296,17 +290,16 @@ class _Part:
             elif not isinstance(layout, Replicate):
                 raise ValueError(f"input is {layout}; expected Replicate() or Shard(d)")
             x = x.to_local()
-        return _wait(x).detach() if isinstance(x, torch.Tensor) else x, layout, sizes
+        x = x.wait() if isinstance(x, AsyncCollectiveTensor) else x
+        return x.detach() if isinstance(x, torch.Tensor) else x, layout, sizes
 
     def _placed(self, out, shape):
         """Returns out, as a DTensor if the style asks for one. shape: the shape of the whole."""
         if self._style.use_local_output:
             return out
-        layouts = [
-            Shard(layout.dim % len(shape)) if isinstance(layout, Shard) else layout
-            for layout in self._style.output_layouts
-        ]
-        return _as_dtensor(out.contiguous(), self._mesh, layouts, shape)
+        (layout,) = self._style.output_layouts
+        layout = Shard(layout.dim % len(shape)) if isinstance(layout, Shard) else layout
+        return _as_dtensor(out.contiguous(), self._mesh, [layout], shape)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         if not self._even:
