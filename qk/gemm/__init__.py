@@ -239,7 +239,6 @@ def int8_addmm(a, a_scale, b, b_scale, bias=None, block_size=128, out_dtype=torc
     """
     _check_operands(a, a_scale, b, b_scale, bias, block_size, path, exact)
     check_one_of("out_dtype", out_dtype, FLOATS)
-    a_scale, b_scale, bias = a_scale.detach(), b_scale.detach(), None if bias is None else bias.detach()
     return _int8_gemm(a, a_scale, b, b_scale, bias, block_size, out_dtype, path, exact)
 
 
@@ -305,8 +304,8 @@ def int8_addmm_quant(
         check_tensor("a", a, (torch.int8,), "[M, K]")
         check_one_of("out_block_size", out_block_size, BLOCKS[:-1], " with out_square")
         check_one_of("scale_layout", scale_layout, ("row",), " with out_square")
-    operands = a, a_scale.detach(), b, b_scale.detach(), None if bias is None else bias.detach()
-    return _int8_gemm_quant(*operands, out_block_size, activation, block_size, scale_layout, out_square, path, exact)
+    how = block_size, scale_layout, out_square, path, exact
+    return _int8_gemm_quant(a, a_scale, b, b_scale, bias, out_block_size, activation, *how)
 
 
 def int8_gemm_ref(a, a_scale, b, b_scale, block_size=128, out_dtype=torch.float16, *, path=None, exact=True):

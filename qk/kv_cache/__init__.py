@@ -111,8 +111,7 @@ def write_kv(k, v, keys, values, absmax, lengths, counts=None):
     if counts is not None:
         check_tensor("counts", counts, (torch.int32,), (B,), like=("k", k))
         counts = counts.contiguous()
-    tensors = (x if x is None else x.detach() for x in (k, v, keys, values, absmax))
-    return _write_kv(*tensors, lengths.contiguous(), counts)
+    return _write_kv(k, v, keys, values, absmax, lengths.contiguous(), counts)
 
 
 def _empty_decoded(q, keys, values, absmax, lengths, scale, out_dtype):
@@ -159,7 +158,6 @@ def decode_attention(q, keys, values, absmax, lengths, scale=None, out_dtype=Non
     out_dtype = q.dtype if out_dtype is None else out_dtype
     check_one_of("out_dtype", out_dtype, FLOATS)
     scale = 1 / math.sqrt(D) if scale is None else float(scale)
-    q, keys, values, absmax = (x if x is None else x.detach() for x in (q, keys, values, absmax))
     return _decode_attention(q, keys, values, absmax, lengths.contiguous(), scale, out_dtype)
 
 
