@@ -184,11 +184,10 @@ class QuantizedModule(torch.nn.Module):
         return super()._apply(keep_dtype, recurse)
 
     def _load_from_state_dict(self, state_dict, prefix, *others):
-        where, error = prefix[:-1] or "the layer", None
-        has = self._other_format(state_dict, prefix)
+        has, error = self._other_format(state_dict, prefix), None
         if has is not None:
             error = (
-                f"{where} ({type(self).__name__}) expects {_described(self.format_numbers)}, "
+                f"{prefix[:-1] or 'the layer'} ({type(self).__name__}) expects {_described(self.format_numbers)}, "
                 f"but the state dict has {has}. Quantize the model the same way as the saved one, then load."
             )
         else:
@@ -198,8 +197,7 @@ class QuantizedModule(torch.nn.Module):
                     error = f"{prefix}{name} has dtype {dtype}; expected {buffer.dtype}"
         if error is None:
             return super()._load_from_state_dict(state_dict, prefix, *others)
-        error_msgs = others[-1]
-        error_msgs.append(error)
+        others[-1].append(error)  # the list of error messages
 
     def _other_format(self, state_dict, prefix):
         """Describe the format of a state that this layer can't take. None if it can."""
