@@ -290,14 +290,9 @@ def int8_gelu(x, x_scale, block_size=128, *, activation="gelu", scale_layout="ro
 
 def _empty_int8_gelu_backward(grad, grad_scale, x, x_scale, block_size, activation, rounding, seed):
     (M, K), squares = x.shape, _squares(x, block_size)
-    return (
-        x.new_empty((M, K)),
-        x.new_empty((K, M)),
-        x.new_empty(squares, dtype=torch.float32),
-        x.new_empty((K, M)),
-        x.new_empty(squares, dtype=torch.float32),
-        x.new_empty((squares[0], K), dtype=torch.float32),
-    )
+    shapes = squares, squares, (squares[0], K)
+    dx_scale, out_scale, sums = (x.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    return x.new_empty((M, K)), x.new_empty((K, M)), dx_scale, x.new_empty((K, M)), out_scale, sums
 
 
 @triton.jit
