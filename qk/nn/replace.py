@@ -511,8 +511,7 @@ def quantize_(
 
 def _quantize(model, jobs, options, embeddings, progress):
     """Do all jobs or, if one fails or is interrupted, none. Returns the Report."""
-    times, tensors = {}, tensors_of(model)
-    sizes = [x.numel() * x.itemsize for x in tensors]
+    times, tensors, size = {}, tensors_of(model), bytes_of(model)
     others = rows_of_others(model, {layer for job in jobs for layer in job.layers}, embeddings)
     found, tables = {}, {}
     # they need their embeddings' tables
@@ -524,8 +523,8 @@ def _quantize(model, jobs, options, embeddings, progress):
     made = {old: found[job.layers[0]][0] for job in jobs for old in job.layers}
     with changed(model, replacements(model, {old: new for old, new in made.items() if new is not None})):
         left = set(tensors_of(model))
-        replaced = sum(size for x, size in zip(tensors, sizes, strict=True) if x not in left)
-        return Report([found[job.layers[0]][1] for job in jobs], sum(sizes), bytes_of(model), others, replaced)
+        replaced = sum(x.numel() * x.itemsize for x in tensors if x not in left)
+        return Report([found[job.layers[0]][1] for job in jobs], size, bytes_of(model), others, replaced)
 
 
 def replacements(model, made):
