@@ -234,13 +234,9 @@ def act_quant(x, block_size=128, *, scale_layout="row", evens_first=False):
     return _act_quant(x, block_size, scale_layout, evens_first)
 
 
-def _empty_square_scale(x, block_size):
-    M, K = x.shape
-    return x.new_empty((cdiv(M, block_size), cdiv(K, block_size)), dtype=torch.float32)
-
-
 def _empty_weight_quant(w, block_size):
-    return w.new_empty(w.shape, dtype=torch.int8), _empty_square_scale(w, block_size)
+    blocks = [cdiv(size, block_size) for size in w.shape]
+    return w.new_empty(w.shape, dtype=torch.int8), w.new_empty(blocks, dtype=torch.float32)
 
 
 @operator(_empty_weight_quant)
@@ -360,9 +356,8 @@ def _square_quant_kernel(
 
 
 def _empty_square_quant(x, block_size, rounding, seed):
-    M, K = x.shape
-    codes = x.new_empty((M, K), dtype=torch.int8), x.new_empty((K, M), dtype=torch.int8)
-    return *codes, _empty_square_scale(x, block_size)
+    codes, scale = _empty_weight_quant(x, block_size)
+    return codes, x.new_empty(x.shape[::-1], dtype=torch.int8), scale
 
 
 def _launch_square_quant(x, q, q_t, scale, sums, block_size, rounding, seed):
