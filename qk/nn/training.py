@@ -417,8 +417,7 @@ class Int8FeedForward(torch.nn.Module):
             if why:
                 takes = f"a torch.nn.Linear in {listed(FLOATS)}, without hooks"
                 raise ValueError(f"{name} is a {type(linear).__name__}, and {why}; expected {takes}")
-        sizes = down.in_features, down.out_features
-        if sizes != (up.out_features, up.in_features):
+        if down.weight.shape != up.weight.shape[::-1]:
             raise ValueError(f"down has weight {list(down.weight.shape)}; expected {list(up.weight.shape[::-1])}")
         new = cls(*up.weight.shape[::-1], False, "meta", up.weight.dtype, block_size, rounding, activation)
         for part, linear in ((new.up, up), (new.down, down)):
