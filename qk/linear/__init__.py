@@ -297,7 +297,6 @@ def compress_slide_ref(w, L=8, dtype=torch.int8):
 def sparse_linear_ref(x, sw, bias=None, out_dtype=None, gemm_dtype=torch.bfloat16):
     if sw.compressed:
         raise ValueError("sw is in cuSPARSELt's own format; the reference takes what compress_slide_ref returns")
-    x_matrix = as_matrix(x)
-    codes, scale = quant_slide_ref(x_matrix, sw.L, sw.codes.dtype)
+    codes, scale = quant_slide_ref(as_matrix(x), sw.L, sw.codes.dtype)
     sums = _sums_ref(codes, sw.codes, gemm_dtype)
     return dequant_bias_ref(sums, scale, sw.scale, bias, out_dtype or x.dtype).view(*x.shape[:-1], len(sw.scale))
