@@ -46,6 +46,8 @@ def embedding(rows=50, columns=70, dtype=torch.float32, **more):
 class Block(nn.Module):
     """A small model: an embedding, layers of all kinds of sizes, a norm."""
 
+    activation = staticmethod(F.gelu)
+
     def __init__(self, dtype=torch.float32, embed=True):
         super().__init__()
         self.embed = embedding(dtype=dtype) if embed else nn.Identity()
@@ -54,7 +56,7 @@ class Block(nn.Module):
         self.down = linear(96, 70, bias=False, dtype=dtype, seed=2)
 
     def forward(self, x):
-        return self.down(self.norm(F.gelu(self.up(self.embed(x)))))
+        return self.down(self.norm(self.activation(self.up(self.embed(x)))))
 
 
 IDS = torch.arange(12, device=DEVICE).view(3, 4)
@@ -699,6 +701,8 @@ def test_copies():
 def test_torch_compile(backend, block_size):
     torch.compiler.reset()
     model = quantized(rotate=True, block_size=block_size)
+    if backend == "inductor":  # it rounds GELU and the norm in its own way, which may move a code of the next layer
+        model.activation, model.norm = F.relu, nn.Identity()
     graphs = []
 
     def counting(graph, inputs):
@@ -709,8 +713,7 @@ def test_torch_compile(backend, block_size):
     with torch.no_grad():
         for rows in (3, 2, 7, 11):  # the second size makes it dynamic
             ids = torch.arange(rows * 4, device=DEVICE).view(rows, 4) % 50
-            out, want = compiled(ids), model(ids)
-            assert same(out, want) if backend == "aot_eager" else torch.allclose(out, want, rtol=0.02, atol=0.02)
+            assert same(compiled(ids), model(ids))
         assert len(graphs) <= 2
         if backend == "aot_eager":
             with torch.autocast(DEVICE, BF16):
