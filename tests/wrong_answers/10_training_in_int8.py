@@ -4,21 +4,21 @@ def square_scale_kernel(scale_ptr, out_ptr, M, groups, B: tl.constexpr):
     scales = tl.load(scale_ptr + rows * groups + group, mask=rows < M, other=0.0)
     tl.store(out_ptr + group * tl.num_programs(0) + tl.program_id(0), tl.max(scales, 0))
 """
-GRADIENT = """def weight_gradient_of(g, g_scale, x, x_scale, B):
-    total = torch.zeros(g.shape[1], x.shape[1], device=g.device)
-    for a, b, p, q in zip(g.split(B), x.split(B), g_scale, x_scale, strict=True):
-        sums = a.float().T @ b.float()  # exact: whole numbers below 2**24
-        p, q = p.repeat_interleave(B)[: g.shape[1]], q.repeat_interleave(B)[: x.shape[1]]
-        total += sums * p[:, None] * q
-    return total
+GRADIENT = """@triton.jit
+def weight_gradient_kernel(g_ptr, g_scale_ptr, x_ptr, x_scale_ptr, dw_ptr, M, N, K, B: tl.constexpr):
+    i, j = tl.program_id(0), tl.program_id(1)
+    n, k = i * B + tl.arange(0, B), j * B + tl.arange(0, B)
+    acc = tl.zeros((B, B), tl.float32)
+    for step in range(tl.cdiv(M, B)):
+        m = step * B + tl.arange(0, B)
+        g = tl.load(g_ptr + m[:, None] * N + n, mask=(m < M)[:, None] & (n < N), other=0)
+        x = tl.load(x_ptr + m[:, None] * K + k, mask=(m < M)[:, None] & (k < K), other=0)
+        g_scale = tl.load(g_scale_ptr + step * tl.cdiv(N, B) + i)
+        x_scale = tl.load(x_scale_ptr + step * tl.cdiv(K, B) + j)
+        acc += int_dot(g.T, x.T) * g_scale * x_scale
+    tl.store(dw_ptr + n[:, None] * K + k, acc, mask=(n < N)[:, None] & (k < K))
 """
-BFLOAT16 = """def weight_gradient_of(g, g_scale, x, x_scale, B):
-    def floats(codes, scale):
-        scale = scale.repeat_interleave(B, 0)[: codes.shape[0]].repeat_interleave(B, 1)[:, : codes.shape[1]]
-        return (codes * scale).bfloat16().float()
-
-    return floats(g, g_scale).T @ floats(x, x_scale)
-"""
+DOT = "int_dot(g.T, x.T) * g_scale * x_scale"
 KERNEL = """@triton.jit
 def stochastic_kernel(x_ptr, u_ptr, codes_ptr, inverse, n, BLOCK: tl.constexpr):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -26,6 +26,15 @@ def stochastic_kernel(x_ptr, u_ptr, codes_ptr, inverse, n, BLOCK: tl.constexpr):
     value = tl.load(x_ptr + offs, mask=mask, other=0.0) * inverse
     u = tl.load(u_ptr + offs, mask=mask, other=0.0)
     tl.store(codes_ptr + offs, tl.floor(value + u).to(tl.int8), mask=mask)
+"""
+
+
+IN_TORCH = """def weight_gradient_of(g, g_scale, x, x_scale, B):
+    total = torch.zeros(g.shape[1], x.shape[1], device=g.device)
+    for a, b, p, q in zip(g.split(B), x.split(B), g_scale, x_scale, strict=True):
+        p, q = p.repeat_interleave(B)[: g.shape[1]], q.repeat_interleave(B)[: x.shape[1]]
+        total += (a.float().T @ b.float()) * p[:, None] * q
+    return total
 """
 
 
@@ -107,64 +116,88 @@ ANSWERS = {
         ),
     ],
     "weight_gradient_of": [
-        ("can't hold the dequantized values", BFLOAT16),
-        ("the codes need their scales", changed(GRADIENT, " * p[:, None] * q", "")),
-        ("g has scales too", changed(GRADIENT, " * p[:, None]", "")),
-        ("x has scales too", changed(GRADIENT, "[:, None] * q", "[:, None]")),
-        ("like the weight", changed(GRADIENT, "return total", "return total.T.contiguous()")),
-        ("not their mean", changed(GRADIENT, "return total", "return total / len(g)")),
+        ("torch alone doesn't count", IN_TORCH),
+        ("the codes need their scales", changed(GRADIENT, " * g_scale * x_scale", "")),
+        ("g has scales too", changed(GRADIENT, " * g_scale * x_scale", " * x_scale")),
+        ("x has scales too", changed(GRADIENT, " * g_scale * x_scale", " * g_scale")),
         (
-            "convert the codes first",
-            changed(GRADIENT, "a.float().T @ b.float()", "(a.float().T @ b.float()).int().to(torch.int8)"),
+            "multiply by them in the loop",
+            changed(GRADIENT, " * g_scale * x_scale", "").replace(" + k, acc,", " + k, acc * g_scale * x_scale,"),
         ),
         (
-            "each block of B tokens has its own scales",
-            changed(GRADIENT, "p, q = p.repeat", "p, q = g_scale[0], x_scale[0]\n        p, q = p.repeat"),
+            "not only the first",
+            changed(GRADIENT, "step * tl.cdiv(N, B) + i", "i").replace("step * tl.cdiv(K, B) + j", "j"),
+        ),
+        ("is left", changed(GRADIENT, "acc +=", "acc =")),
+        ("only the first block of tokens is added", changed(GRADIENT, "range(tl.cdiv(M, B))", "range(1)")),
+        ("don't fill a block", changed(GRADIENT, "range(tl.cdiv(M, B))", "range(M // B)")),
+        ("where does a step begin?", changed(GRADIENT, "m = step * B + tl.arange(0, B)", "m = tl.arange(0, B)")),
+        ("which `other` is safe?", GRADIENT.replace("other=0", "other=1")),
+        ("transpose both tiles", changed(GRADIENT, "int_dot(g.T, x.T)", "int_dot(g, x)")),
+        ("transpose x's tile, too", changed(GRADIENT, "int_dot(g.T, x.T)", "int_dot(g.T, x)")),
+        ("transpose g's tile", changed(GRADIENT, "int_dot(g.T, x.T)", "int_dot(g, x.T)")),
+        (
+            "begins at n * K",
+            changed(GRADIENT, "dw_ptr + n[:, None] * K + k", "dw_ptr + n[:, None] + k * N"),
         ),
         (
-            "each block of B columns has its own scales",
-            changed(
-                GRADIENT,
-                "p, q = p.repeat",
-                "p, q = p[:1].expand(len(p)), q[:1].expand(len(q))\n        p, q = p.repeat",
+            "missing or too wide?",
+            changed(GRADIENT, "tl.program_id(0), tl.program_id(1)", "tl.program_id(1), tl.program_id(0)"),
+        ),
+        (
+            "step t reads row t",
+            changed(GRADIENT, "step * tl.cdiv(N, B) + i", "i * tl.cdiv(M, B) + step").replace(
+                "step * tl.cdiv(K, B) + j", "j * tl.cdiv(M, B) + step"
             ),
         ),
-        ("exchanged", changed(GRADIENT, "g_scale, x_scale, strict", "x_scale, g_scale, strict")),
-        ("columns of x", changed(GRADIENT, "q.repeat", "q[:1].expand(len(q)).repeat")),
-        ("is left", changed(GRADIENT, "total +=", "total =")),
+        ("a row of x_scale", changed(GRADIENT, "step * tl.cdiv(K, B) + j", "j * tl.cdiv(M, B) + step")),
         (
-            "not repeat",
-            changed(
-                BFLOAT16,
-                "scale.repeat_interleave(B, 0)[: codes.shape[0]].repeat_interleave(B, 1)",
-                "scale.repeat(B, B)",
-            )
-            .replace("[:, : codes.shape[1]]", "[: len(codes), : codes.shape[1]]")
-            .replace(".bfloat16()", ""),
+            "where does row t begin?",
+            changed(GRADIENT, "step * tl.cdiv(N, B) + i", "step + i").replace("step * tl.cdiv(K, B) + j", "step + j"),
         ),
-        ("multiply by the scales", changed(GRADIENT, "* p[:, None] * q", "/ p[:, None] / q")),
         (
-            "don't fill a block",
-            changed(GRADIENT, "        sums =", "        if len(a) < B:\n            continue\n        sums ="),
+            "a short block has a scale too",
+            GRADIENT.replace("tl.cdiv(N, B)", "(N // B)").replace("tl.cdiv(K, B)", "(K // B)"),
         ),
-        ("", changed(GRADIENT, "p[:, None] * q", "(p[:, None] + q)")),
-        ("int16", changed(GRADIENT, "a.float().T @ b.float()", "(a.float().T @ b.float()).int().to(torch.int16)")),
-        ("float16", changed(GRADIENT, "a.float().T @ b.float()", "(a.double().T @ b.double()).half()")),
-        ("bfloat16", changed(GRADIENT, "a.float().T @ b.float()", "(a.double().T @ b.double()).bfloat16()")),
-        ("", changed(GRADIENT, "a.float().T @ b.float()", "(a.half().double().T @ b.double()).clamp(-1e5, 1e5)")),
-        ("", changed(GRADIENT, "    total +=", "    p, q = p + 1e-6, q + 1e-6\n        total +=")),
+        ("g's columns has its own", changed(GRADIENT, "tl.cdiv(N, B) + i", "tl.cdiv(N, B)")),
+        ("x's columns has its own", changed(GRADIENT, "tl.cdiv(K, B) + j", "tl.cdiv(K, B)")),
+        (
+            "scales the total again",
+            changed(GRADIENT, f"acc += {DOT}", "acc = (acc + int_dot(g.T, x.T)) * g_scale * x_scale"),
+        ),
+        ("not their mean", changed(GRADIENT, " + k, acc,", " + k, acc / M,")),
+        ("don't add them", changed(GRADIENT, " * g_scale * x_scale", " * (g_scale + x_scale)")),
+        ("the division is done", changed(GRADIENT, " * g_scale * x_scale", " / g_scale / x_scale")),
+        ("int8 can't hold", changed(GRADIENT, "int_dot(g.T, x.T)", "int_dot(g.T, x.T).to(tl.int32).to(tl.int8)")),
+        ("int16", changed(GRADIENT, "int_dot(g.T, x.T)", "int_dot(g.T, x.T).to(tl.int32).to(tl.int16)")),
+        ("float16", changed(GRADIENT, "int_dot(g.T, x.T)", "int_dot(g.T, x.T).to(tl.float16).to(tl.float32)")),
+        ("bfloat16", changed(GRADIENT, "int_dot(g.T, x.T)", "int_dot(g.T, x.T).to(tl.bfloat16).to(tl.float32)")),
         (
             "float16 can't hold the scales",
-            changed(GRADIENT, "    total +=", "    p, q = p.half(), q.half()\n        total +="),
+            changed(GRADIENT, " * g_scale * x_scale", " * g_scale.to(tl.float16) * x_scale.to(tl.float16)"),
         ),
         (
-            "",
-            GRADIENT.replace("split(B)", "split(32)")
-            .replace("leave(B)", "leave(32)")
-            .replace("strict=True", "strict=False"),
+            "can't hold the dequantized values",
+            changed(
+                GRADIENT,
+                DOT,
+                "int_dot((g * g_scale).to(tl.bfloat16).T, (x * x_scale).to(tl.bfloat16).T)",
+            ),
         ),
-        ("rounds to bfloat16", changed(GRADIENT, "return total", "return total.bfloat16().float()")),
-        ("", changed(GRADIENT, ".T @ b.float()", " @ b.float().T")),
+        ("load's mask", changed(GRADIENT, "mask=(m < M)[:, None] & (k < K), other=0", "mask=k < K, other=0")),
+        ("missing or too wide?", changed(GRADIENT, ", mask=(n < N)[:, None] & (k < K))", ")")),
+        ("missing or too wide?", changed(GRADIENT, ", mask=(n < N)[:, None] & (k < K))", ", mask=(n < N)[:, None])")),
+        ("which is a program's own", changed(GRADIENT, "tl.program_id(0), tl.program_id(1)", "0, 0")),
+        ("", changed(GRADIENT, " + k, acc,", " + k, acc + 1e-6,")),
+        ("", changed(GRADIENT, " * g_scale * x_scale", " * tl.minimum(g_scale, 1.0) * x_scale")),
+        (
+            "",
+            changed(
+                GRADIENT,
+                "x = tl.load(x_ptr + m[:, None] * K + k, mask=(m < M)[:, None] & (k < K), other=0)",
+                "x = tl.load(x_ptr + m[:, None] * K + k, mask=(m < M - 1)[:, None] & (k < K), other=0)",
+            ),
+        ),
     ],
     "round_stochastically": [
         ("missing or too wide?", KERNEL.replace(", mask=mask, other=0.0", "").replace(", mask=mask)", ")")),
@@ -217,4 +250,21 @@ ANSWERS = {
         ),
         ("a kernel can use tl", changed(KERNEL, "    value =", "    import numpy\n    numpy.ones(1)\n    value =")),
     ],
+}
+
+OTHERS = {
+    "weight_gradient_of": [
+        changed(GRADIENT, "int_dot(g.T, x.T)", "tl.dot(g.T, x, out_dtype=tl.int32)"),
+        changed(GRADIENT, DOT, 'tl.dot((g * g_scale).T, x * x_scale, input_precision="ieee")'),
+        # tiles that are loaded transposed
+        changed(
+            GRADIENT,
+            "m[:, None] * N + n, mask=(m < M)[:, None] & (n < N)",
+            "m * N + n[:, None], mask=(m < M) & (n < N)[:, None]",
+        )
+        .replace(
+            "m[:, None] * K + k, mask=(m < M)[:, None] & (k < K)", "m * K + k[:, None], mask=(m < M) & (k < K)[:, None]"
+        )
+        .replace("int_dot(g.T, x.T)", "int_dot(g, x)"),
+    ]
 }

@@ -2,6 +2,7 @@
 
 import torch
 
+from qk.course.answers import as_bfloat16
 from qk.course.exercises import Exercise
 
 # transposed_square_scale(scale, B)
@@ -186,148 +187,202 @@ _ROUNDED = Exercise(
         ),
     },
     kernel=True,
-    note="values of both signs up to 127 steps, including whole numbers; any n and BLOCK",
+    note="values of both signs below 127 steps, including whole numbers; any n and BLOCK",
 )
 
 # weight_gradient_of(g, g_scale, x, x_scale, B)
 
 
-def _spread(scale, shape, B):
-    return scale.repeat_interleave(B, 0)[: shape[0]].repeat_interleave(B, 1)[:, : shape[1]]
+def _blocks(g, g_scale, x, x_scale, B):
+    """Sums of each block of tokens [blocks, N, K], and the scales of g's columns [blocks, N, 1] and x's [blocks, 1, K].
+
+    Float64.
+    """
+    sums = torch.stack([a.double().T @ b.double() for a, b in zip(g.split(B), x.split(B), strict=True)])
+    p, q = (s.double().repeat_interleave(B, 1)[:, : codes.shape[1]] for s, codes in ((g_scale, g), (x_scale, x)))
+    return sums, p[:, :, None], q[:, None, :]
 
 
-def _values(codes, scale, B):
-    return codes * _spread(scale, codes.shape, B)
+def _by(scaled):
+    return lambda *case: scaled(*_blocks(*case)).float().contiguous()
 
 
-def _gradient(values=_values, then=lambda dw, M: dw, skip=()):
+def _total(function=lambda sums: sums):
+    """What is left if a function rounds each block's sums."""
+    return _by(lambda sums, p, q: (function(sums) * p * q).sum(0))
+
+
+def _rounded_values(rounded):
+    """The gradient of dequantized values that are rounded."""
+
     def gradient(g, g_scale, x, x_scale, B):
-        a = g.float() if "g" in skip else values(g, g_scale, B)
-        b = x.float() if "x" in skip else values(x, x_scale, B)
-        return then((a.double().T @ b.double()).float(), len(g)).contiguous()
+        values = []
+        for codes, scale in (g, g_scale), (x, x_scale):
+            spread = scale.repeat_interleave(B, 0)[: len(codes)].repeat_interleave(B, 1)[:, : codes.shape[1]]
+            values.append(rounded(codes * spread).double())
+        return (values[0].T @ values[1]).float()
 
     return gradient
 
 
-def _narrow(dtype):
-    """Sums in a type that can't hold them."""
+def _of_tiles(dot):
+    """The gradient if the tiles [blocks, tokens, channels] of g and x are multiplied in another way."""
 
     def gradient(g, g_scale, x, x_scale, B):
-        total = 0
-        for a, b, p, q in zip(g.split(B), x.split(B), g_scale, x_scale, strict=True):
-            scales = p.repeat_interleave(B)[: g.shape[1], None] * q.repeat_interleave(B)[: x.shape[1]]
-            total = total + (a.double().T @ b.double()).long().to(dtype) * scales
-        return total.float()
+        (M, N), K = g.shape, x.shape[1]
+        g, x = (torch.nn.functional.pad(t.double(), (0, -t.shape[1] % B, 0, -M % B)) for t in (g, x))
+        rows = []
+        for n in range(0, g.shape[1], B):
+            columns = []
+            for k in range(0, x.shape[1], B):
+                a, b = (t[:, c : c + B].reshape(-1, B, B) for t, c in ((g, n), (x, k)))
+                scales = g_scale[:, n // B].double() * x_scale[:, k // B].double()
+                columns.append((dot(a, b) * scales[:, None, None]).sum(0))
+            rows.append(torch.cat(columns, 1))
+        return torch.cat(rows)[:N, :K].float().contiguous()
 
     return gradient
 
 
-def _by_blocks(scaled):
+def _scales_at(place, of="gx"):
+    """Step t takes scale number place(t, i, steps, width) of block i, where rows of scales cover `width` columns."""
+
     def gradient(g, g_scale, x, x_scale, B):
-        total = 0
-        for a, b, p, q in zip(g.split(B), x.split(B), g_scale, x_scale, strict=True):
-            p, q = p.repeat_interleave(B)[: g.shape[1]], q.repeat_interleave(B)[: x.shape[1]]
-            total = total + scaled((a.double().T @ b.double()).float(), p, q)
-        return total
+        sums, p, q = _blocks(g, g_scale, x, x_scale, B)
+        t = torch.arange(len(sums), device=g.device)[:, None]
+
+        def taken(scale, width):
+            at = place(t, torch.arange(width, device=g.device) // B, len(sums), width, B)
+            return scale.flatten()[at.clamp(max=scale.numel() - 1)].double().expand(len(sums), width)
+
+        p = taken(g_scale, g.shape[1])[:, :, None] if "g" in of else p
+        q = taken(x_scale, x.shape[1])[:, None, :] if "x" in of else q
+        return (sums * p * q).sum(0).float().contiguous()
 
     return gradient
 
 
-def _tiled(codes, scale, B):
-    """Each row of scales, over and over."""
-    return codes * scale.repeat_interleave(B, 0)[: len(codes)].repeat(1, B)[:, : codes.shape[1]]
+def _scaled_again(sums, p, q):
+    total = torch.zeros_like(sums[0])
+    for part, a, b in zip(sums, p, q, strict=True):
+        total = (total + part) * a * b
+    return total
 
 
-def _enough(scale):
-    """Scales for as many columns as any case has."""
-    return torch.nn.functional.pad(scale, (0, 8), value=1.0)
+def _with_ones(g, g_scale, x, x_scale, B):
+    """Codes beyond the last token count as 1."""
+    _, p, q = _blocks(g, g_scale, x, x_scale, B)
+    return (_total()(g, g_scale, x, x_scale, B) + -len(g) % B * p[-1] * q[-1]).float()
 
 
-def _of_other(change):
-    """The gradient of other codes and scales, and with another B."""
-    return lambda *case: _gradient()(*change(*case))
-
-
-def _of_square(pick):
-    return lambda codes, scale, B: _values(codes, pick(scale), B)
+def _first_block(g, g_scale, x, x_scale, B):
+    """All programs compute block (0, 0): others stay as they were, NaN."""
+    dw = torch.full((g.shape[1], x.shape[1]), torch.nan, device=g.device)
+    dw[:B, :B] = _total()(g, g_scale, x, x_scale, B)[:B, :B]
+    return dw
 
 
 def _gradient_cases():
-    """All sums are exact, in any order: scales are powers of two, or there are few tokens."""
+    """(g, g_scale, x, x_scale, B): codes up to 127, scales of all sizes."""
     random, cases = torch.Generator().manual_seed(82), []
-    sizes = ((50, 40, 33, 32, -50), (3, 70, 65, 64, 40), (64, 32, 64, 32, 0), (130, 5, 4, 64, 0), (257, 131, 2, 128, 6))
+    sizes = ((50, 40, 33, 32, -50), (3, 70, 65, 64, 40), (64, 32, 64, 32, 0), (130, 5, 4, 64, 0), (60, 37, 18, 16, 6))
     for M, N, K, B, power in sizes:
         case = []
         for columns in (N, K):
             codes = torch.randint(-127, 128, (M, columns), generator=random, dtype=torch.int8)
             shape = -(-M // B), -(-columns // B)
-            case += [codes, 2.0 ** (power + torch.randint(-1, 2, shape, generator=random))]
+            case += [codes, (0.5 + torch.rand(shape, generator=random)) * 2.0**power]
         cases.append((*case, B))
     g, g_scale, x, x_scale, B = cases[0]
-    cases.append((g, g_scale * 2.0**-40, x, x_scale * 2.0**40, B))
-    few = [
-        x
-        for columns in (33, 40)
-        for x in (
-            torch.randint(-127, 128, (16, columns), generator=random, dtype=torch.int8),
-            1 + torch.randint(1, 4, (1, 2), generator=random) / 4,  # with a code, too much for bfloat16
-        )
-    ]
+    cases.append((g.clamp(min=120), g_scale * 2.0**-40, x.clamp(max=-119), x_scale * 2.0**90, B))
     silent = torch.zeros(33, 8, dtype=torch.int8)
-    cases.append((*few, 32))
     return [*cases, (silent, torch.zeros(2, 1), torch.full_like(silent, 127), torch.ones(2, 1), 32)]
 
 
+def _gradient_bound(g, g_scale, x, x_scale, B):
+    """Float32 sums of scaled products, in any order."""
+    return 5e-6 * _total()(g.abs(), g_scale, x.abs(), x_scale, B).double()
+
+
 _GRADIENT = Exercise(
-    expected=_gradient(),
+    expected=_total(),
     cases=_gradient_cases,
     mistakes={
-        "the codes need their scales": _gradient(skip=("g", "x")),
-        "g has scales too": _gradient(skip=("g",)),
-        "x has scales too": _gradient(skip=("x",)),
-        "the result is [N, K], like the weight": _gradient(then=lambda dw, M: dw.T),
-        "take the sum over the tokens, not their mean": _gradient(then=lambda dw, M: dw / M),
-        "int8 can't hold the sums: convert the codes first": _narrow(torch.int8),
-        "int16 can't hold the sums": _narrow(torch.int16),
-        "float16 can't hold the sums": _narrow(torch.float16),
-        "bfloat16 can't hold the sums: it has only 8 significant bits": _narrow(torch.bfloat16),
-        "multiply by both scales, don't add them": _by_blocks(lambda sums, p, q: sums * (p[:, None] + q)),
-        "multiply by x's scale once, not twice": _by_blocks(lambda sums, p, q: sums * p[:, None] * q * q),
-        "the fraction is lost: sum in float32": _by_blocks(lambda sums, p, q: (sums * p[:, None] * q).trunc()),
-        "only the first block of tokens is added": _of_other(lambda g, p, x, q, B: (g[:B], p, x[:B], q, B)),
-        "only the last block of tokens is left: add all blocks up": _of_other(
-            lambda g, p, x, q, B: (g.split(B)[-1], p[-1:], x.split(B)[-1], q[-1:], B)
+        "the codes need their scales": _by(lambda sums, p, q: sums.sum(0)),
+        "g has scales too": _by(lambda sums, p, q: (sums * q).sum(0)),
+        "x has scales too": _by(lambda sums, p, q: (sums * p).sum(0)),
+        "each block of tokens has its own scales: multiply by them in the loop": _by(
+            lambda sums, p, q: sums.sum(0) * p[-1] * q[-1]
         ),
-        "float16 can't hold the scales": _by_blocks(lambda sums, p, q: sums * p.half()[:, None] * q.half()),
-        "float16 can't hold the dequantized values": _gradient(
-            lambda codes, scale, B: _values(codes, scale, B).half().float()
+        "each block of tokens has its own scales, not only the first": _scales_at(
+            lambda t, i, steps, width, B: i + 0 * t
         ),
-        "bfloat16 can't hold the dequantized values": _gradient(
-            lambda codes, scale, B: _values(codes, scale, B).bfloat16().float()
+        "only the last block of tokens is left: add the blocks up": _by(lambda sums, p, q: sums[-1] * p[-1] * q[-1]),
+        "only the first block of tokens is added": _by(lambda sums, p, q: sums[0] * p[0] * q[0]),
+        "each step reads the first tokens: where does a step begin?": _by(lambda sums, p, q: (sums[:1] * p * q).sum(0)),
+        "the last tokens count, though they don't fill a block": lambda g, p, x, q, B: (
+            _total()(*(t[: len(g) // B * B] if t.dtype == torch.int8 else t[: len(g) // B] for t in (g, p, x, q)), B)
+            if len(g) >= B
+            else torch.zeros(g.shape[1], x.shape[1], device=g.device)
         ),
-        "B neighbors share a scale: repeat_interleave, not repeat": _gradient(_tiled),
-        "B x B codes that are neighbors share a scale: repeat_interleave, not repeat": _gradient(
-            lambda codes, scale, B: codes * scale.repeat(B, B)[: len(codes), : codes.shape[1]]
+        "the last block of tokens is missing": _by(lambda sums, p, q: (sums * p * q)[:-1].sum(0)),
+        "masked codes are added, too: which `other` is safe?": _with_ones,
+        "int_dot multiplies rows by rows, and tokens must run along them: transpose both tiles": _of_tiles(
+            lambda a, b: a @ b.mT
         ),
-        "each block of B columns of x has its own scale": _of_other(
-            lambda g, p, x, q, B: (g, p, x, q[:, :1].expand_as(q), B)
+        "int_dot(a, b) is a @ b.T: transpose x's tile, too": _of_tiles(lambda a, b: a.mT @ b.mT),
+        "the sum runs over tokens: transpose g's tile": _of_tiles(lambda a, b: a @ b),
+        "row n of dw begins at n * K": lambda *case: (dw := _total()(*case)).T.contiguous().view(dw.shape),
+        "every program computes block (0, 0): tl.program_id says which is a program's own": _first_block,
+        "a row of scales belongs to a block of tokens: step t reads row t": _scales_at(
+            lambda t, i, steps, width, B: i * steps + t
         ),
-        "each block of B columns of g has its own scale": _of_other(
-            lambda g, p, x, q, B: (g, p[:, :1].expand_as(p), x, q, B)
+        "a row of g_scale belongs to a block of tokens: step t reads row t": _scales_at(
+            lambda t, i, steps, width, B: i * steps + t, "g"
         ),
-        "g_scale belongs to g's codes, and x_scale to x's: they're exchanged": _of_other(
-            lambda g, p, x, q, B: (g, _enough(q), x, _enough(p), B)
+        "a row of x_scale belongs to a block of tokens: step t reads row t": _scales_at(
+            lambda t, i, steps, width, B: i * steps + t, "x"
         ),
-        "each block of B tokens has its own scales": _gradient(_of_square(lambda s: s[:1].expand(len(s), -1))),
-        "each block of B columns has its own scales": _gradient(_of_square(lambda s: s[:, :1].expand(-1, s.shape[1]))),
-        "multiply by the scales": _gradient(lambda codes, scale, B: codes / _spread(scale, codes.shape, B)),
-        "the last tokens count, though they don't fill a block": _of_other(
-            lambda g, p, x, q, B: (g[: len(g) // B * B], p, x[: len(x) // B * B], q, B)
+        "a row of scales has one for each block: where does row t begin?": _scales_at(
+            lambda t, i, steps, width, B: i + t
         ),
-        "B isn't always 32": _of_other(lambda g, p, x, q, B: (g, p, x, q, 32)),
-        "B isn't always 128": _of_other(lambda g, p, x, q, B: (g, p, x, q, 128)),
+        "a short block has a scale too: a row of scales is cdiv(N, B) or cdiv(K, B) long": _scales_at(
+            lambda t, i, steps, width, B: t * (width // B) + i
+        ),
+        "each block of columns has its own scales, not only the first": _scales_at(
+            lambda t, i, steps, width, B: t * -(-width // B) + 0 * i
+        ),
+        "each block of g's columns has its own scales, not only the first": _scales_at(
+            lambda t, i, steps, width, B: t * -(-width // B) + 0 * i, "g"
+        ),
+        "each block of x's columns has its own scales, not only the first": _scales_at(
+            lambda t, i, steps, width, B: t * -(-width // B) + 0 * i, "x"
+        ),
+        "scale each block's sums once; this scales the total again in every step": _by(_scaled_again),
+        "take the sum over the tokens, not their mean": lambda *case: _total()(*case) / len(case[0]),
+        "multiply by both scales, don't add them": _by(lambda sums, p, q: (sums * (p + q)).sum(0)),
+        "multiply by x's scale once, not twice": _by(lambda sums, p, q: (sums * p * q * q).sum(0)),
+        "multiply by g's scale once, not twice": _by(lambda sums, p, q: (sums * p * p * q).sum(0)),
+        "multiply by the scales: the division is done when codes are made": _by(
+            lambda sums, p, q: (sums / p / q).sum(0)
+        ),
+        "int8 can't hold a block's sums": _total(lambda sums: (sums + 128) % 256 - 128),
+        "int16 can't hold a block's sums": _total(lambda sums: (sums + 2**15) % 2**16 - 2**15),
+        "float16 can't hold a block's sums": _total(lambda sums: sums.half().double()),
+        "bfloat16 can't hold a block's sums: it has only 8 significant bits": _total(
+            lambda sums: as_bfloat16(sums).double()
+        ),
+        "the fraction is lost: add up in float32": _by(lambda sums, p, q: (sums * p * q).trunc().sum(0)),
+        "float16 can't hold the scales": _by(lambda sums, p, q: (sums * p.half().double() * q.half().double()).sum(0)),
+        "bfloat16 can't hold the scales": _by(
+            lambda sums, p, q: (sums * as_bfloat16(p).double() * as_bfloat16(q).double()).sum(0)
+        ),
+        "float16 can't hold the dequantized values": _rounded_values(torch.Tensor.half),
+        "bfloat16 can't hold the dequantized values": _rounded_values(as_bfloat16),
     },
-    note="sizes that aren't multiples of B, codes up to 127, and scales from 2**-50 to 2**40, not only powers of two",
+    kernel=True,
+    bound=_gradient_bound,
+    note="a B of 16, 32 or 64, any M, N and K, codes up to 127, and scales from 2**-90 to 2**41",
 )
 
 EXERCISES = {
