@@ -64,22 +64,44 @@ NO_KERNEL = """def held(g, a, b, bias, BLOCK, HELD):
 """
 
 
+SIGNATURE = (
+    "g_ptr, a_ptr, b_ptr, bias_ptr, out_ptr, top_ptr, M, N, stride_gm, stride_gn, stride_out, "
+    "ROWS: tl.constexpr, BLOCK: tl.constexpr"
+)
+
+
 def kernel(
-    g="tl.load(g_ptr + row * stride + n, mask=n < N, other=0.0)",
-    out="g * tl.load(a_ptr + row)",
-    to="out_ptr + row * N + n, out, mask=n < N",
-    top="tl.max(tl.abs(out), 0)",
-    row="tl.program_id(0)",
+    row="tl.program_id(0) * ROWS + tl.arange(0, ROWS)",
+    a="tl.load(a_ptr + row, mask=row < M, other=0.0)",
+    top="tl.zeros((ROWS,), tl.float32)",
+    steps="range(0, N, BLOCK)",
+    mask="(row < M)[:, None] & (n < N)[None, :]",
+    places="row[:, None] * stride_gm + n[None, :] * stride_gn",
+    b="tl.load(b_ptr + n, mask=n < N, other=0.0)",
+    out="tl.maximum(g * a[:, None] * b[None, :] + bias[None, :], 0.0)",
+    to="row[:, None] * stride_out + n[None, :], out, mask=mask",
+    tops="tl.maximum(top, tl.max(out, 1))",
+    store="top_ptr + row, top, mask=row < M",
 ):
     return f"""@triton.jit
-def slice_kernel(g_ptr, a_ptr, out_ptr, top_ptr, N, stride, BLOCK: tl.constexpr):
+def relu_kernel({SIGNATURE}):
     row = {row}
-    n = tl.arange(0, BLOCK)
-    g = {g}
-    out = {out}
-    tl.store({to})
-    tl.store(top_ptr + row, {top})
+    a = {a}
+    top = {top}
+    for start in {steps}:
+        n = start + tl.arange(0, BLOCK)
+        mask = {mask}
+        g = tl.load(g_ptr + {places}, mask=mask, other=0).to(tl.float32)
+        b = {b}
+        bias = tl.load(bias_ptr + n, mask=n < N, other=0.0)
+        out = {out}
+        tl.store(out_ptr + {to})
+        top = {tops}
+    tl.store({store})
 """
+
+
+LEFT = "((cpu - launch) * tb * 10**6 - 8 * N)"
 
 
 def tokens(expression):
@@ -105,52 +127,95 @@ ANSWERS = {
         ("load all of them first", loop(VECTORS)),
         ("launch your kernel", NO_KERNEL),
     ],
-    "sliced": [
-        ("r * stride", kernel("tl.load(g_ptr + row * N + n, mask=n < N, other=0.0)")),
-        ("belong to a neighbor", kernel("tl.load(g_ptr + row * stride + n, mask=n < stride, other=0.0)")),
-        ("belong to a neighbor", kernel("tl.load(g_ptr + row * stride + n)")),
-        ("missing or too wide?", kernel(to="out_ptr + row * N + n, out")),
-        ("missing or too wide?", kernel(to="out_ptr + row * N + n, out, mask=n < stride")),
-        ("missing or too wide?", kernel(to="out_ptr + row * stride + n, out, mask=n < N")),
-        ("missing or too wide?", kernel(out="g * tl.load(a_ptr + row * stride)")),
-        ("missing or too wide?", kernel("tl.load(g_ptr + row + n * stride, mask=n < N, other=0.0)")),
-        ("magnitude", kernel(top="tl.max(out, 0)")),
-        ("which program", kernel(row="0")),
-        ("", kernel("tl.load(g_ptr + row * (stride - N) + n, mask=n < N, other=0.0)")),
+    "with_relu": [
+        ("rows needn't be N apart", kernel(places="row[:, None] * N + n[None, :]")),
+        ("multiply n by stride_gn", kernel(places="row[:, None] * stride_gm + n[None, :]")),
+        ("begins m * stride_out", kernel(to="row[:, None] * N + n[None, :], out, mask=mask")),
+        ("", kernel(to="row[:, None] * stride_gm + n[None, :] * stride_gn, out, mask=mask")),
+        ("missing or too wide?", kernel(to="row[:, None] * stride_out + n[None, :], out, mask=(row < M)[:, None]")),
+        ("missing or too wide?", kernel(to="row[:, None] * stride_out + n[None, :], out")),
+        ("missing or too wide?", kernel(store="top_ptr + row, top")),
+        ("loop over all N", kernel(steps="range(0, BLOCK, BLOCK)")),
+        ("not only the last", kernel(tops="tl.max(out, 1)")),
+        (
+            "may all be negative",
+            kernel(
+                top="tl.full((ROWS,), -float('inf'), tl.float32)",
+                out="tl.where(mask, g * a[:, None] * b[None, :] + bias[None, :], -float('inf'))",
+                to="row[:, None] * stride_out + n[None, :], tl.maximum(out, 0.0), mask=mask",
+            ),
+        ),
+        (
+            "not the largest magnitude",
+            kernel(
+                out="g * a[:, None] * b[None, :] + bias[None, :]",
+                to="row[:, None] * stride_out + n[None, :], tl.maximum(out, 0.0), mask=mask",
+                tops="tl.maximum(top, tl.max(tl.abs(out), 1))",
+            ),
+        ),
+        ("not its sum", kernel(tops="top + tl.sum(out, 1)")),
+        ("its own top", kernel(tops="tl.maximum(top, tl.max(out))")),
+        (
+            "ReLU is missing",
+            kernel(
+                out="g * a[:, None] * b[None, :] + bias[None, :]",
+                top="tl.full((ROWS,), -float('inf'), tl.float32)",
+                tops="tl.maximum(top, tl.max(tl.where(mask, out, -float('inf')), 1))",
+            ),
+        ),
+        ("", kernel(out="g * a[:, None] * b[None, :] + bias[None, :]")),
+        ("not into their magnitude", kernel(out="tl.abs(g * a[:, None] * b[None, :] + bias[None, :])")),
+        (
+            "not before",
+            kernel(
+                out="tl.maximum(g * a[:, None] * b[None, :], 0.0) + bias[None, :]",
+                top="tl.full((ROWS,), -float('inf'), tl.float32)",
+                tops="tl.maximum(top, tl.max(tl.where(mask, out, -float('inf')), 1))",
+            ),
+        ),
+        ("the bias is missing", kernel(out="tl.maximum(g * a[:, None] * b[None, :], 0.0)")),
+        ("scale_b is missing", kernel(out="tl.maximum(g * a[:, None] + bias[None, :], 0.0)")),
+        ("add it last", kernel(out="tl.maximum((g * a[:, None] + bias[None, :]) * b[None, :], 0.0)")),
+        ("own scale_a", kernel(a="tl.load(a_ptr + tl.program_id(0) * ROWS + 0 * row)")),
+        ("ROWS * tl.program_id(0)", kernel(row="tl.program_id(0) + tl.arange(0, ROWS)")),
+        ("can't hold g's sums", kernel().replace("other=0).to(tl.float32)", "other=0).to(tl.float16)")),
+        (
+            "narrow for the scales",
+            kernel(
+                a="tl.load(a_ptr + row, mask=row < M, other=0.0).to(tl.bfloat16).to(tl.float32)",
+                b="tl.load(b_ptr + n, mask=n < N, other=0.0).to(tl.bfloat16).to(tl.float32)",
+            ),
+        ),
+        (
+            "course.launch",
+            "def with_relu(g, a, b, bias, ROWS, BLOCK, gap):\n    out = torch.relu(g * a * b + bias)\n"
+            "    return torch.cat([out, out.new_full((len(g), gap), 99)], 1), out.amax(1)",
+        ),
     ],
     "break_even": [
-        ("round up", tokens("(cpu - launch) * tb * 10**6 // (4 * N)")),
-        ("round up", tokens("int((cpu - launch) * tb * 1e6 / (4 * N))")),
-        ("don't add one", tokens("(cpu - launch) * tb * 10**6 // (4 * N) + 1")),
-        ("reads 2 bytes, and writes 2", tokens("-(-(cpu - launch) * tb * 10**6 // (2 * N))")),
-        ("of the eager line", tokens("-(-(cpu - launch) * tb * 10**6 // (36 * N))")),
-        ("the faster the memory", tokens("-(-(cpu - launch) * 10**6 // (4 * N * tb))")),
-        ("an integer", tokens("(cpu - launch) * tb * 1e6 / (4 * N)")),
-        ("a million bytes", tokens("-(-(cpu - launch) * tb * 10**12 // (4 * N))")),
-        ("", tokens("round((cpu - launch) * tb * 10**6 / (4 * N))")),
-        ("have cpu - launch left", tokens("-(-cpu * tb * 10**6 // (4 * N))")),
-        ("subtract it", tokens("-(-(cpu + launch) * tb * 10**6 // (4 * N))")),
-        ("not the launch", tokens("-(-launch * tb * 10**6 // (4 * N))")),
+        ("scales and the bias move bytes", tokens("-(-(cpu - launch) * tb * 10**6 // (4 * N))")),
+        ("however many tokens", tokens("-(-(cpu - launch) * tb * 10**6 // (4 * N + 4))")),
+        ("not once per token", tokens("max(1, -(-(cpu - launch) * tb * 10**6 // (12 * N + 4)))")),
+        ("and so does bias", tokens("max(1, -(-((cpu - launch) * tb * 10**6 - 4 * N) // (4 * N + 4)))")),
+        ("4 more bytes", tokens(f"max(1, -(-{LEFT} // (4 * N)))")),
+        ("at least one token", tokens(f"-(-{LEFT} // (4 * N + 4))")),
+        ("0 is too few", tokens(f"max(0, -(-{LEFT} // (4 * N + 4)))")),
+        ("round up", tokens(f"max(1, {LEFT} // (4 * N + 4))")),
+        ("round up", tokens(f"max(1, int({LEFT} / (4 * N + 4)))")),
+        ("don't add one", tokens(f"max(1, {LEFT} // (4 * N + 4) + 1)")),
+        ("reads 2 bytes, and writes 2", tokens(f"max(1, -(-{LEFT} // (2 * N + 4)))")),
+        ("of the eager line", tokens(f"max(1, -(-{LEFT} // (36 * N + 4)))")),
+        ("an integer", tokens(f"max(1, {LEFT} / (4 * N + 4))")),
+        ("a million bytes", tokens(f"max(1, -(-{LEFT.replace('10**6', '10**12')} // (4 * N + 4)))")),
+        ("the faster the memory", tokens(f"max(1, -(-{LEFT.replace('* tb *', '/ tb *')} // (4 * N + 4)))")),
+        ("", tokens(f"max(1, round({LEFT} / (4 * N + 4)))")),
+        ("have cpu - launch left", tokens(f"max(1, -(-{LEFT.replace('(cpu - launch)', 'cpu')} // (4 * N + 4)))")),
+        ("subtract it", tokens(f"max(1, -(-{LEFT.replace('cpu - launch', 'cpu + launch')} // (4 * N + 4)))")),
+        ("not the launch", tokens(f"max(1, -(-{LEFT.replace('(cpu - launch)', 'launch')} // (4 * N + 4)))")),
     ],
 }
 
 # kinds that were once called right, or whose words were wrong
-ANSWERS["sliced"] += [
-    (
-        "a race",
-        kernel(to="out_ptr + (row + 1) * N + n, out, mask=(n < N) & (row + 1 + 0 * n < tl.num_programs(0))")
-        + """
-    tl.store(out_ptr + row * N + n, out, mask=n < N)
-""",
-    ),
-    (
-        "course.launch",
-        "def sliced(g, a, N, BLOCK):\n    out = g[:, :N] * a[:, None]\n"
-        "    return torch.cat([out, out.abs().amax(1, keepdim=True)], 1)",
-    ),
-    ("", kernel(out="(g * tl.load(a_ptr + row)).to(tl.float16)")),
-    ("", kernel(out="g * tl.load(a_ptr + row).to(tl.int32)")),
-]
 ANSWERS["held"] += [
     (
         "can't hold g's sums",
@@ -161,12 +226,19 @@ ANSWERS["held"] += [
         rows(a="tl.load(a_ptr + row, mask=row < M, other=0.0).to(tl.bfloat16).to(tl.float32)[:, None]"),
     ),
 ]
-ANSWERS["sliced"] += [("squares of large numbers", kernel(top="tl.sqrt(tl.max(out * out, 0))"))]
 ANSWERS["break_even"] += [("exit()", "def break_even(N, tb, launch, cpu):\n    quit()")]
+# Right: a tile of maxima, and a loop that counts blocks
+TILE_OF_TOPS = kernel(
+    top="tl.zeros((ROWS, BLOCK), tl.float32)",
+    steps="range(tl.cdiv(N, BLOCK))",
+    tops="tl.maximum(top, out)",
+    store="top_ptr + row, tl.max(top, axis=1), mask=row < M",
+).replace("n = start +", "n = start * BLOCK +")
 OTHERS = {
     "break_even": [
         "import numpy as np\n\n\n"
-        "def break_even(N, tb, launch, cpu):\n    return np.int64(-(-(cpu - launch) * tb * 10**6 // (4 * N)))",
+        f"def break_even(N, tb, launch, cpu):\n    return np.int64(max(1, -(-{LEFT} // (4 * N + 4))))",
     ],
     "held": [TWO_LOOPS],
+    "with_relu": [kernel(), TILE_OF_TOPS],
 }

@@ -1,5 +1,6 @@
 """05_dequant_bias_memory: the exercises' right answers, cases and mistakes."""
 
+import fractions
 import math
 
 import torch
@@ -42,47 +43,113 @@ def _rows_from_one_apart(g, a, b, bias, BLOCK, HELD):
     return min(len(g), -(-len(g) // HELD) + HELD - 1)
 
 
-def _sliced_cases():
-    """(g, a, N, BLOCK): the first N columns of g are wanted; numbers of all sizes and both signs."""
-    random = torch.Generator().manual_seed(5)
-    sizes = (3, 5, 9, 8), (2, 4, 4, 4), (1, 6, 7, 16), (5, 37, 70, 64), (4, 16, 24, 32), (3, 130, 131, 256)
-    for rows, N, width, BLOCK in sizes:
-        powers = torch.randint(-15, 16, (rows, 1), generator=random)
-        powers[0], powers[-1] = -30, 30
-        g = torch.randn(rows, width, generator=random) * 10.0**powers
-        g[:, 0] = -3 * g[:, :N].abs().amax(1)  # the largest is negative
-        g[:, N:] *= 100
-        yield g, torch.randn(rows, generator=random), N, BLOCK
+def _relu_cases():
+    """(g, a, b, bias, ROWS, BLOCK, gap): products are exact in float32, in any order, so that only the sum rounds.
+
+    g is dense, a slice, a transpose, or every second column. The outputs of row 0 are all negative before ReLU.
+    """
+    random = torch.Generator().manual_seed(8)
+
+    def whole(top, *size):
+        return torch.randint(1, top, size, generator=random)
+
+    for M, N, kind, ROWS, BLOCK, gap, most, power, small in (
+        (8, 64, "dense", 4, 32, 0, (100, 200, 200), 0, 1.0),
+        (7, 50, "slice", 2, 16, 6, (4095, 32, 32), 20, 1.0),
+        (5, 33, "transpose", 4, 64, 0, (200000, 6, 6), 3, 2.0**-20),
+        (1, 20, "second", 8, 16, 3, (100, 200, 200), 0, 1.0),
+        (9, 70, "slice", 8, 64, 5, (7, 40, 8000), 30, 2.0**-24),
+        (6, 130, "transpose", 1, 32, 7, (7, 8000, 40), 10, 1.0),
+    ):
+        shape = {"slice": (M, N + 11), "transpose": (N, M), "second": (M, 2 * N)}.get(kind, (M, N))
+        g = (whole(most[0], *shape) * (2 * torch.randint(0, 2, shape, generator=random) - 1)).int()
+        view = {"slice": lambda g, N=N: g[:, 3 : 3 + N], "transpose": lambda g: g.T, "second": lambda g: g[:, ::2]}
+        g = view.get(kind, lambda g: g)(g)
+        powers = torch.randint(-power, power + 1, (M, 1), generator=random)
+        a, b, bias = whole(most[1], M, 1) / 4 * 2.0**powers, whole(most[2], 1, N) / 8, whole(200, N) * small
+        bias *= 2 * torch.randint(0, 2, (N,), generator=random) - 1
+        if M > 1:
+            g[0], a[0] = -g[0].abs(), 2.0**9
+        yield g, a, b, bias, ROWS, BLOCK, gap
 
 
-def _with_top(out, top=None):
-    """[out, top]; top: if not given, the largest magnitude of each row."""
-    return torch.cat([out, (out.abs().amax(1) if top is None else top)[:, None]], 1)
+def _values(g, a, b, bias):
+    return g.float() * a * b + bias
 
 
-def _scaled(g, a, N, BLOCK):
-    return g[:, :N] * a[:, None]
+def _with_relu(g, a, b, bias, ROWS, BLOCK, gap, values=None, top=None, activate=F.relu):
+    """values: before ReLU, if they aren't the right ones; top: of activated values [M, N], the largest of each row."""
+    values = activate(_values(g, a, b, bias) if values is None else values)
+    return F.pad(values, (0, gap), value=99.0), values.amax(1) if top is None else top(values)
 
 
-def _sliced(*case):
-    return _with_top(_scaled(*case))
+def _with_values(values):
+    """A mistake: these values before ReLU."""
+    return lambda g, a, b, bias, *sizes: _with_relu(g, a, b, bias, *sizes, values=values(g, a, b, bias))
 
 
-def _signed(g, a, N, BLOCK):
-    out = _scaled(g, a, N, BLOCK)
-    return _with_top(out, F.pad(out, (0, BLOCK - N)).amax(1))
+def _with_tops(top):
+    """A mistake: top(case, values before ReLU)."""
+    return lambda *case: (_with_relu(*case)[0], top(case, _values(*case[:4])))
 
 
-def _into_the_neighbours(g, a, N, BLOCK):
-    return _with_top(_scaled(g, a, N, BLOCK), (g[:, :BLOCK] * a[:, None]).abs().amax(1))
+def _with_strides(strides):
+    """A mistake: g is read with these strides."""
+    return lambda g, *others: _with_relu(g.as_strided(g.shape, strides(g)), *others)
 
 
-def _taken_for_dense(g, a, N, BLOCK):
-    return _with_top(g.as_strided((len(g), N), (N, 1)) * a[:, None])
+def _dense_output(*case):
+    out, top = _with_relu(*case)
+    flat = torch.full_like(out, 99.0).flatten()
+    flat[: case[0].numel()] = out[:, : case[0].shape[1]].flatten()
+    return flat.view_as(out), top
 
 
-def _break_even(N, tb, launch, cpu):
-    return math.ceil((cpu - launch) * tb * 10**6 / (4 * N))
+def _first_block(*case):
+    out, _ = _with_relu(*case)
+    N, BLOCK = case[0].shape[1], case[5]
+    out[:, min(N, BLOCK) : N] = 99.0
+    return out, out[:, : min(N, BLOCK)].amax(1)
+
+
+def _last_block(case, values):
+    N, BLOCK = values.shape[1], case[5]
+    return F.relu(values[:, (N - 1) // BLOCK * BLOCK :]).amax(1)
+
+
+def _some_rows(rows):
+    """A mistake: only the first rows(M, ROWS) rows are stored."""
+
+    def mistake(*case):
+        out, top = _with_relu(*case)
+        stored = rows(len(top), case[4])
+        out[stored:, : case[0].shape[1]], top[stored:] = 99.0, 99.0
+        return out, top
+
+    return mistake
+
+
+def _of_first_row(a, ROWS):
+    return a[torch.arange(len(a), device=a.device) // ROWS * ROWS]
+
+
+def _of_a_program(case, values):
+    top, ROWS = F.relu(values).amax(1), case[4]
+    return torch.cat([part.amax().expand(len(part)) for part in top.split(ROWS)])
+
+
+def _tokens(of_time=lambda launch, cpu: cpu - launch, fixed=8, token=(4, 4), unit=10**6, least=1):
+    """The break-even point. fixed: bytes per column; token: per column, and once for each row."""
+
+    def tokens(N, tb, launch, cpu):
+        left = of_time(launch, cpu) * tb * unit - fixed * N
+        return max(least, math.ceil(fractions.Fraction(left, token[0] * N + token[1])))
+
+    return tokens
+
+
+def _left(N, tb, launch, cpu):
+    return (cpu - launch) * tb * 10**6 - 8 * N
 
 
 EXERCISES = {
@@ -119,77 +186,101 @@ EXERCISES = {
         kernel=True,
         note="any sizes, and any HELD and BLOCK that are powers of two",
     ),
-    "sliced": Exercise(
-        expected=_sliced,
-        cases=lambda: [*_sliced_cases()],
+    "with_relu": Exercise(
+        expected=_with_relu,
+        cases=lambda: [*_relu_cases()],
         mistakes={
-            "row r of g begins r * stride elements after the first": _taken_for_dense,
-            "the columns from N on belong to a neighbor, and they got into top": _into_the_neighbours,
-            "top is the largest magnitude: mind the sign": _signed,
-            "top is taken of what is stored, after the multiplication": lambda g, a, N, BLOCK: _with_top(
-                _scaled(g, a, N, BLOCK), g[:, :N].abs().amax(1)
+            "g[m, n] is m * stride_gm + n * stride_gn elements after the first: rows needn't be N apart": _with_strides(
+                lambda g: (g.shape[1], 1)
             ),
-            "squares of large numbers are infinite, and of small ones 0: use tl.abs": lambda *case: _with_top(
-                _scaled(*case), _scaled(*case).square().amax(1).sqrt()
+            "the columns of g needn't be next to each other: multiply n by stride_gn": _with_strides(
+                lambda g: (g.stride(0), 1)
             ),
-            "top is the largest magnitude, not the sum": lambda *case: _with_top(
-                _scaled(*case), _scaled(*case).abs().sum(1)
+            "row m of out begins m * stride_out elements after the first": _dense_output,
+            "only the first BLOCK columns are done: loop over all N": _first_block,
+            "top must cover all blocks of a row, not only the last: keep it through the loop": _with_tops(_last_block),
+            "top must cover all blocks of a row, not only the first": _with_tops(
+                lambda case, values: F.relu(values[:, : case[5]]).amax(1)
             ),
-            "which program is it? Each has its own row": lambda *case: (
-                _sliced(*case) * (torch.arange(len(case[0]), device=case[0].device) == 0)[:, None]
+            "top is the largest value after ReLU, and a row's values may all be negative before it": _with_tops(
+                lambda case, values: values.amax(1)
+            ),
+            "top is the largest value after ReLU, not the largest magnitude before it": _with_tops(
+                lambda case, values: values.abs().amax(1)
+            ),
+            "top is a row's largest value, not its sum": _with_tops(lambda case, values: F.relu(values).sum(1)),
+            "each row has its own top: take the maximum along the columns only": _with_tops(_of_a_program),
+            "ReLU is missing: negative values become 0": lambda *case: _with_relu(*case, activate=lambda x: x),
+            "ReLU turns negative values into 0, not into their magnitude": lambda *case: _with_relu(
+                *case, activate=torch.abs
+            ),
+            "ReLU comes after the bias, not before": lambda g, a, b, bias, *sizes: _with_relu(
+                g, a, b, bias, *sizes, values=F.relu(g.float() * a * b) + bias, activate=lambda x: x
+            ),
+            "the bias is missing": _with_values(lambda g, a, b, bias: g.float() * a * b),
+            "scale_a is missing": _with_values(lambda g, a, b, bias: g.float() * b + bias),
+            "scale_b is missing": _with_values(lambda g, a, b, bias: g.float() * a + bias),
+            "the bias isn't scaled: add it last": _with_values(lambda g, a, b, bias: (g.float() * a + bias) * b),
+            "each row has its own scale_a": lambda g, a, b, bias, ROWS, *sizes: _with_relu(
+                g, _of_first_row(a, ROWS), b, bias, ROWS, *sizes
+            ),
+            "each program handles ROWS rows: its first one is ROWS * tl.program_id(0)": _some_rows(
+                lambda M, ROWS: min(M, -(-M // ROWS) + ROWS - 1)
+            ),
+            "float16 can't hold g's sums: float32 can": lambda g, *others: _with_relu(g.half(), *others),
+            "bfloat16 is too narrow for the scales": lambda g, a, b, *others: _with_relu(
+                g, as_bfloat16(a), as_bfloat16(b), *others
             ),
         },
         kernel=True,
-        note="any sizes, strides and BLOCK, and numbers of any size and sign",
+        note="any sizes, strides and numbers, and any ROWS and BLOCK that are powers of two",
     ),
     "break_even": Exercise(
-        expected=_break_even,
+        expected=_tokens(),
         cases=lambda: [
             (2560, 4, 2, 13),
             (13824, 4, 2, 20),
             (2500, 4, 2, 4),
             (3840, 1, 10, 20),
             (1, 3, 1, 2),
+            (645, 1, 4, 5),
+            (25, 2, 1, 2),
             (7, 8, 50, 99),
             (10**8, 1, 1, 2),
+            (150_000, 1, 3, 4),
             (1000, 2, 3, 4),
         ],
         mistakes={
-            "a call's GPU time starts with the launch: the bytes have cpu - launch left": lambda N, tb, launch, cpu: (
-                math.ceil(cpu * tb * 10**6 / (4 * N))
+            "the scales and the bias move bytes, too": _tokens(fixed=0, token=(4, 0)),
+            "scale_b and bias move 8 * N bytes, however many tokens there are": _tokens(fixed=0),
+            "scale_b and bias are read once, not once per token": _tokens(fixed=0, token=(12, 4)),
+            "scale_b has N numbers, and so does bias: 8 * N bytes": _tokens(fixed=4),
+            "each token has a scale of its own, scale_a: 4 more bytes": _tokens(token=(4, 0)),
+            "a call has at least one token": _tokens(least=-(10**12)),
+            "a call has at least one token: 0 is too few": _tokens(least=0),
+            "a call's GPU time starts with the launch: the bytes have cpu - launch left": _tokens(
+                lambda launch, cpu: cpu
             ),
-            "the launch is on the GPU's side: subtract it": lambda N, tb, launch, cpu: math.ceil(
-                (cpu + launch) * tb * 10**6 / (4 * N)
+            "the launch is on the GPU's side: subtract it": _tokens(lambda launch, cpu: cpu + launch),
+            "from which M on is the GPU time at least the CPU time, not the launch": _tokens(
+                lambda launch, cpu: launch
             ),
-            "from which M on is the GPU time at least the CPU time, not the launch": lambda N, tb, launch, cpu: (
-                math.ceil(launch * tb * 10**6 / (4 * N))
+            "round up: with one token fewer, the bytes take less time": lambda N, *others: max(
+                1, _left(N, *others) // (4 * N + 4)
             ),
-            "round up: with one token fewer, the bytes take less time": lambda N, tb, launch, cpu: (
-                (cpu - launch) * tb * 10**6 // (4 * N)
+            "as long as the CPU time is enough: if the division is exact, don't add one": lambda N, *others: max(
+                1, _left(N, *others) // (4 * N + 4) + 1
             ),
-            "as long as the CPU time is enough: if the division is exact, don't add one": lambda N, tb, launch, cpu: (
-                (cpu - launch) * tb * 10**6 // (4 * N) + 1
+            "one pass reads 2 bytes, and writes 2": _tokens(token=(2, 4)),
+            "those are the bytes of the eager line": _tokens(token=(36, 4)),
+            "the faster the memory, the more tokens": lambda N, tb, launch, cpu: max(
+                1, math.ceil(((cpu - launch) * 10**6 / tb - 8 * N) / (4 * N + 4))
             ),
-            "one pass reads 2 bytes, and writes 2": lambda N, tb, launch, cpu: math.ceil(
-                (cpu - launch) * tb * 10**6 / (2 * N)
-            ),
-            "those are the bytes of the eager line": lambda N, tb, launch, cpu: math.ceil(
-                (cpu - launch) * tb * 10**6 / (36 * N)
-            ),
-            "the faster the memory, the more tokens": lambda N, tb, launch, cpu: math.ceil(
-                (cpu - launch) * 10**6 / (4 * N * tb)
-            ),
-            "1 TB/s is a million bytes per µs": lambda N, tb, launch, cpu: math.ceil(
-                (cpu - launch) * tb * 10**12 / (4 * N)
-            ),
-            "1 TB/s is a million bytes per µs, not a thousand": lambda N, tb, launch, cpu: (
-                -(-(cpu - launch) * tb * 10**3 // (4 * N))
-            ),
-            "bandwidth is in bytes already": lambda N, tb, launch, cpu: -(-(cpu - launch) * tb * 8 * 10**6 // (4 * N)),
-            "those are the bytes of one launch's time; a token has 4 N": lambda N, tb, launch, cpu: (
-                (cpu - launch) * tb * 10**6
-            ),
-            "a number of tokens is an integer": lambda N, tb, launch, cpu: (cpu - launch) * tb * 10**6 / (4 * N),
+            "1 TB/s is a million bytes per µs": _tokens(unit=10**12),
+            "1 TB/s is a million bytes per µs, not a thousand": _tokens(unit=10**3),
+            "bandwidth is in bytes already": _tokens(unit=8 * 10**6),
+            "those are the bytes that are left; a token moves 4 * N + 4 of them": _left,
+            "a number of tokens is an integer": lambda N, *others: max(1, _left(N, *others) / (4 * N + 4)),
         },
         note="any sizes, including exact divisions and less than one token",
     ),
