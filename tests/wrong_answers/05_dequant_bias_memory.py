@@ -178,6 +178,8 @@ ANSWERS = {
         ("add it last", kernel(out="tl.maximum((g * a[:, None] + bias[None, :]) * b[None, :], 0.0)")),
         ("own scale_a", kernel(a="tl.load(a_ptr + tl.program_id(0) * ROWS + 0 * row)")),
         ("ROWS * tl.program_id(0)", kernel(row="tl.program_id(0) + tl.arange(0, ROWS)")),
+        ("which program is it?", kernel(row="tl.program_id(1) * ROWS + tl.arange(0, ROWS)")),
+        ("top isn't stored", kernel(store="top_ptr + row, top, mask=row < 0")),
         ("can't hold g's sums", kernel().replace("other=0).to(tl.float32)", "other=0).to(tl.float16)")),
         (
             "narrow for the scales",

@@ -227,6 +227,10 @@ EXERCISES = {
             "each program handles ROWS rows: its first one is ROWS * tl.program_id(0)": _some_rows(
                 lambda M, ROWS: min(M, -(-M // ROWS) + ROWS - 1)
             ),
+            "which program is it? Each handles ROWS rows of its own": _some_rows(lambda M, ROWS: min(M, ROWS)),
+            "out is right, but top isn't stored": _with_tops(
+                lambda case, values: values.new_full((len(values),), 99.0)
+            ),
             "float16 can't hold g's sums: float32 can": lambda g, *others: _with_relu(g.half(), *others),
             "bfloat16 is too narrow for the scales": lambda g, a, b, *others: _with_relu(
                 g, as_bfloat16(a), as_bfloat16(b), *others
