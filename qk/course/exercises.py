@@ -118,6 +118,8 @@ class Exercise:
         bound: how far an element may be from the expected one: a share of its magnitude, or bound(*case), a tensor;
             a list of those for a result of several parts.
         together: the launches of one call count as one, whose programs run at the same time.
+        excess: called with the last launch of right answers, (kernel, args, options). Returns what to print where the
+            kernel does more than the text allows, or None.
     """
 
     expected: object
@@ -127,6 +129,7 @@ class Exercise:
     note: str = ""
     bound: object = 0.0
     together: bool = False
+    excess: object = None
 
 
 def check(name, answer):
@@ -161,6 +164,8 @@ def _judge(answer, exercise):
         failure = f"Not yet: right in this order, but {session.race}"
     if failure is None and exercise.kernel and not session.launches:
         failure = f"Not yet: no kernel was launched.\nHint: {_LAUNCH}"
+    if failure is None and exercise.excess:
+        failure = exercise.excess(*session.launches[-1])
     if failure is None:
         failure, checked = _compiles(session) if exercise.kernel and INTERPRETED.value else (None, True)
     if failure is None:

@@ -40,10 +40,17 @@ from qk.course.figures import (
 )
 from qk.course.windows import run_on, watching, windows_of
 
-__all__ = ["Access", "Touched", "compiled", "compiler_table", "end_compiler", "instructions", "programs", "touched"]
-__all__ += ["wave_bytes"]
+__all__ = ["Access", "Touched", "compiled", "compiler_table", "end_compiler", "instructions", "per_code", "programs"]
+__all__ += ["touched", "wave_bytes"]
 
 _PACKAGES = str(Path(__file__).parents[2])  # the folder that holds qk
+# machine instructions of NVIDIA's GPUs, by what they do; the rest is "other"
+_KINDS = {
+    "integers, conversions": "SHF SGXT LOP3 PRMT I2F I2FP IADD3 VIADD LEA ISETP SEL BFE",
+    "float arithmetic": "FFMA FADD FMUL HFMA2 HADD2 HMUL2 FSETP",
+    "tensor cores": "HGMMA HMMA",
+    "memory, shuffles": "LDG STG LDS STS LDSM STSM LDGSTS SHFL BAR",
+}
 _COLORS = SKY, OLIVE, GREEN, PURPLE, "#F0E442", BLUE, "#A6761D"
 
 
@@ -62,10 +69,11 @@ class Touched(NamedTuple):
 
     tensors: dict  # name: (shape, strides)
     accesses: list
+    shifts: list = []  # (program, bits) of each right shift, as the compiler would keep it
 
 
 def touched(kernel, grid, *args, **options):
-    """Record what kernel[grid](*args, **options) loads and stores. It runs on copies; the tensors stay as they are."""
+    """Record what kernel[grid](*args, **options) loads, stores and shifts. It runs on copies of the tensors."""
     args = [_on_cpu(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
     if os.environ["TRITON_INTERPRET"] == "1":
         return _record(kernel, grid, args, options)
@@ -104,16 +112,16 @@ def compiled(kernel, *args, arch=90, **options):
 
 
 def _record(kernel, grid, args, options):
-    windows, accesses = windows_of(args), []
+    windows, accesses, shifts = windows_of(args), [], set()
 
     def hear(program, *access):
         accesses.append(Access(program[: len(grid)], *access))
 
-    with watching(kernel, windows, hear):
+    with watching(kernel, windows, hear, shifts=shifts):
         run_on(kernel, grid, args, windows, options)
     named = zip(kernel.arg_names, windows, strict=False)
     shapes = {name: (tuple(window.tensor.shape), window.tensor.stride()) for name, window in named if window}
-    return Touched(shapes, accesses)
+    return Touched(shapes, accesses, sorted((program[: len(grid)], bits) for program, _, bits in shifts))
 
 
 def _name_of(kernel):
@@ -381,6 +389,19 @@ def compiler_table(rows, title="The compiled kernel", ylabel="kernel, GPU"):
     ax.spines[:].set_visible(False)
     ax.set_xlabel("registers, instructions and spills: per thread; shared memory: per program")
     return fig
+
+
+def per_code(row, codes=None):
+    """Sort the loop of a row of `compiled` by kinds of instructions. Returns {kind: instructions per code}.
+
+    codes: how many a thread unpacks in an iteration; by default 8 for each HGMMA, Hopper's matmul.
+    """
+    of = {name: kind for kind, names in _KINDS.items() for name in names.split()}
+    codes = codes or 8 * max(row["loop"].get("HGMMA", 0), 1)
+    kinds = dict.fromkeys([*_KINDS, "other"], 0)
+    for name, count in row["loop"].items():
+        kinds[of.get(name, "other")] += count
+    return {kind: count / codes for kind, count in kinds.items()}
 
 
 @style()

@@ -150,7 +150,7 @@ def _number(program):
 
 
 @contextlib.contextmanager
-def watching(kernel, windows, hear, unset=0, ledger=None, order=None):
+def watching(kernel, windows, hear, unset=0, ledger=None, order=None, shifts=None):
     """Around a launch of a kernel on windows in the interpreter: hear(program, kind, name, elements, mask).
 
     hear is called before each load and store, with the program's ids, "load" or "store", the argument's name and, for
@@ -161,7 +161,8 @@ def watching(kernel, windows, hear, unset=0, ledger=None, order=None):
     Yields a list of how many elements each such load gave so.
 
     ledger: a Ledger that is told of all accesses. order: (place in the usual order, number of programs) -> which
-    program runs there.
+    program runs there. shifts: a set that each right shift is added to: (program, what is shifted, by how many bits). A
+    compiler removes a shift by 0, and the second of two that are the same; so does this set.
     """
     from triton.runtime.interpreter import interpreter_builder as builder
 
@@ -214,6 +215,15 @@ def watching(kernel, windows, hear, unset=0, ledger=None, order=None):
         """As a GPU does it: 0 for negative numbers. NumPy's result wraps around."""
         return convert(type(source)(np.maximum(source.data, 0), source.dtype), kind)
 
+    def noted_shift(shift):
+        def noted(value, by):
+            if shifts is not None:
+                what = tuple(builder.grid_idx), value.data.tobytes()
+                shifts.update((*what, bits) for bits in np.unique(by.data).tolist() if bits)
+            return shift(value, by)
+
+        return noted
+
     def ordered(x, y, z):
         sizes = builder.grid_dim
         number = order((x * sizes[1] + y) * sizes[2] + z, math.prod(sizes))
@@ -222,6 +232,7 @@ def watching(kernel, windows, hear, unset=0, ledger=None, order=None):
     hooks = {"create_masked_load": noted_load, "create_masked_store": noted_store, "create_atomic_rmw": noted_atomic}
     hooks |= {"create_atomic_cas": noted_swap, "set_grid_idx": ordered if order else place}
     hooks |= {"create_fp_to_ui": unsigned}
+    hooks |= {name: noted_shift(getattr(builder, name)) for name in ("create_ashr", "create_lshr")}
     try:
         with interpreter.interpreting(), mock.patch.multiple(builder, **hooks):
             yield guessed

@@ -667,6 +667,14 @@ def test_instructions_are_stacked_beside_their_limits():
     assert [(line.get_xdata()[0], line.get_label()) for line in ax.lines] == [(2.0, "few: 2.0"), (4.0, "all: 4.0")]
 
 
+def test_instructions_are_sorted_by_kind():
+    loop = {"LOP3": 24, "SHF": 8, "HADD2": 16, "HGMMA": 2, "LDS": 4, "BRA": 2}
+    assert list(course.per_code({"loop": loop}).values()) == [2.0, 1.0, 0.125, 0.25, 0.125]
+    assert course.per_code({"loop": {"FFMA": 6, "S2R": 3}}, codes=3) == {
+        "integers, conversions": 0, "float arithmetic": 2, "tensor cores": 0, "memory, shuffles": 0, "other": 1
+    }  # fmt: skip
+
+
 def test_speedups_shows_gains_and_losses():
     ax = course.speedups(SPEED_RECORD, "abc").axes[0]
     assert ax.get_title(loc="left").endswith("NVIDIA H200, 2026-02-01")
@@ -1098,6 +1106,19 @@ def _loop_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
         for j in range(n):
             acc = tl.fma(acc, tl.load(x_ptr + j * n + i + offs), acc)
     tl.store(out_ptr + offs, acc)
+
+
+@triton.jit
+def _shift_kernel(x_ptr, out_ptr, by):
+    offs = tl.program_id(0) * 4 + tl.arange(0, 4)
+    x = tl.load(x_ptr + offs)
+    left = (x << 2) + (x >> 0) + (x >> 8) + (x >> 8)
+    tl.store(out_ptr + offs, left + (x.to(tl.uint32, bitcast=True) >> by * tl.program_id(0)).to(tl.int32, bitcast=True))
+
+
+def test_shifts_are_counted_as_a_compiler_keeps_them():
+    x = torch.arange(8, dtype=torch.int32, device=DEVICE)
+    assert course.touched(_shift_kernel, (2,), x, x.clone(), 4).shifts == [((0,), 8), ((1,), 4), ((1,), 8)]
 
 
 def test_compiled_counts_what_the_innermost_loop_has():

@@ -20,6 +20,11 @@ def unpack_kernel(words_ptr, pairs_ptr, n, BLOCK: tl.constexpr):
         tl.store(pairs_ptr + 4 * offs + p, (shifted & 0x000F000F) ^ 0x64086408, mask=offs < n)
         tl.store(pairs_ptr + 4 * offs + p + 1, (shifted & 0x00F000F0) ^ 0x64806480, mask=offs < n)
 """
+UNPACK_4 = """\
+    p = tl.arange(0, 4)[None, :]
+    numbers = ((words[:, None] >> 4 * p) & 0x000F000F) * (1 + 15 * (p % 2)) ^ (0x64086408 + (p % 2) * 0x00780078)
+    tl.store(pairs_ptr + 4 * offs[:, None] + p, numbers, mask=(offs < n)[:, None])
+"""
 LOW, HIGH = "(shifted & 0x000F000F) ^ 0x64086408", "(shifted & 0x00F000F0) ^ 0x64806480"
 
 GEMV = """
@@ -129,6 +134,11 @@ ANSWERS["unpack"] += [
     ("course.launch", "import qk\n\n\ndef unpack(words, BLOCK):\n    return qk.unpack_int4(words[:, None], 8).float()"),
     ("", changed(UNPACK, ("* BLOCK + tl.arange(0, BLOCK)", "* 64 + tl.arange(0, 64)"))),
 ]
+ANSWERS["unpack"] += [
+    ("one shift is enough", changed(UNPACK, (HIGH, "(((words >> 4 * p + 4) & 0x000F000F) << 4) ^ 0x64806480"))),
+    ("one shift is enough", changed(UNPACK, ("words >> 4 * p", "(words >> 2 * p) >> 2 * p"))),
+    ("one shift is enough", UNPACK[: UNPACK.index("    for p")] + UNPACK_4),
+]
 ANSWERS["small_gemv"] += [
     ("truncated to whole", changed(GEMV, ("g, mask=n < N, other=0.0)", "g, mask=n < N, other=0.0).to(tl.int32)"))),
     ("", changed(GEMV, ("tl.sum(products, 1) * scale", "tl.sum(products, 1).to(tl.float16) * scale"))),
@@ -136,3 +146,31 @@ ANSWERS["small_gemv"] += [
     ("", changed(GEMV, ("other=0.0)\n            products", "other=0.0).to(tl.int32)\n            products"))),
     ("course.launch", "def small_gemv(x, words, scale, GROUP):\n    return x[: len(words)].clone()"),
 ]
+
+OTHERS = {
+    "unpack": [
+        # a tile of all pairs
+        """
+@triton.jit
+def unpack_kernel(words_ptr, pairs_ptr, n, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    p = tl.arange(0, 4)[None, :]
+    shifted = tl.load(words_ptr + offs, mask=offs < n, other=0) >> 8 * (p // 2)
+    odd = p % 2 == 1
+    pairs = tl.where(odd, (shifted & 0x00F000F0) ^ 0x64806480, (shifted & 0x000F000F) ^ 0x64086408)
+    tl.store(pairs_ptr + 4 * offs + p, pairs, mask=offs < n)
+""",
+        # the same shift, written twice
+        """
+@triton.jit
+def unpack_kernel(words_ptr, pairs_ptr, n, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < n
+    words = tl.load(words_ptr + offs, mask=mask)
+    tl.store(pairs_ptr + 4 * offs, words & 0x000F000F ^ 0x64086408, mask=mask)
+    tl.store(pairs_ptr + 4 * offs + 1, words & 0x00F000F0 ^ 0x64806480, mask=mask)
+    tl.store(pairs_ptr + 4 * offs + 2, words >> 8 & 0x000F000F ^ 0x64086408, mask=mask)
+    tl.store(pairs_ptr + 4 * offs + 3, words >> 8 & 0x00F000F0 ^ 0x64806480, mask=mask)
+""",
+    ],
+}

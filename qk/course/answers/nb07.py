@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import qk
+from qk.course import trace
 from qk.course.exercises import Exercise
 
 
@@ -47,6 +48,17 @@ def _all_shifted(words, p):
 
 def _first_block(pairs, BLOCK):
     return pairs.where(torch.arange(len(pairs), device=pairs.device)[:, None] < BLOCK, 99)
+
+
+def _more_shifts(kernel, args, options):
+    by = [bits for _, bits in trace.touched(kernel, (1,), *args, **options).shifts]
+    if len(by) > 1:
+        bits = f"{', '.join(map(str, by[:-1]))} and {by[-1]}"
+        return (
+            f"Not yet: each number is right, but a program makes {len(by)} shifts, by {bits} bits.\n"
+            "Hint: one shift is enough, because a mask can keep bits 4 to 7 where they are"
+        )
+    return None
 
 
 def _crossover(bits, other_bits, bandwidth, speed, other_speed):
@@ -170,6 +182,7 @@ EXERCISES = {
         },
         kernel=True,
         note="any words, any number of them, and any BLOCK",
+        excess=_more_shifts,
     ),
     "crossover": Exercise(
         expected=_crossover,
