@@ -8,10 +8,11 @@ AWQ = """def awq_codes(qweight):
     nibbles = qweight[:, :, None] >> shifts & 15
     return nibbles.flatten(1).T.to(torch.uint8)
 """
-ZEROS = """def zero_points(qzeros):
+ZEROS = """def zero_points(qzeros, config):
+    one = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
     shifts = 4 * torch.arange(8, device=qzeros.device)
     stored = (qzeros[:, :, None] >> shifts & 15).flatten(1).T
-    return ((stored + 1 & 15) - 8).to(torch.int8)
+    return ((stored + one & 15) - 8).to(torch.int8)
 """
 KERNEL = """@triton.jit
 def repack_kernel(qweight_ptr, out_ptr, N, WORDS, BLOCK: tl.constexpr):
@@ -72,35 +73,54 @@ ANSWERS = {
         ("abs changes", awq(("qweight[:, :, None] >>", "qweight.abs()[:, :, None] >>"))),
     ],
     "zero_points": [
-        ("minus one", zeros(("stored + 1", "stored"))),
-        ("don't subtract", zeros(("stored + 1", "stored - 1"))),
+        ("minus one", zeros(("stored + one", "stored"))),
+        ("which version", zeros(("stored + one", "stored + 1"))),
+        ("swapped the versions", zeros(("0 if", "1 if"), ("else 1", "else 0"))),
+        (
+            "means version 1: only",
+            zeros(('config.get("checkpoint_format") == "gptq_v2"', '"checkpoint_format" in config')),
+        ),
+        (
+            "without the entry",
+            zeros(
+                (
+                    '0 if config.get("checkpoint_format") == "gptq_v2" else 1',
+                    'int(config.get("checkpoint_format") == "gptq")',
+                )
+            ),
+        ),
+        ("", zeros(('.get("checkpoint_format")', '["checkpoint_format"]'))),
+        ("don't subtract", zeros(("stored + one", "stored - one"))),
         ("keep four bits", zeros((" & 15) - 8", ") - 8"))),
-        ("not stop at 15", zeros(("(stored + 1 & 15)", "(stored + 1).clamp(max=15)"))),
+        ("not stop at 15", zeros(("(stored + one & 15)", "(stored + one).clamp(max=15)"))),
         ("subtract 8 from", zeros((" - 8", ""))),
         ("not 7", zeros((" - 8", " - 7"))),
-        ("not 8 - zero", zeros(("((stored + 1 & 15) - 8)", "(8 - (stored + 1 & 15))"))),
-        ("two's complement", zeros(("stored + 1", "stored + 9"))),
+        ("not 8 - zero", zeros(("((stored + one & 15) - 8)", "(8 - (stored + one & 15))"))),
+        ("two's complement", zeros(("stored + one", "stored + one + 8"))),
         ("inverse of AWQ's order", zeros(("torch.arange(8, device", f"torch.tensor({ORDER}, device"))),
         ("this is AWQ's order", zeros(("torch.arange(8, device", "torch.tensor([0, 2, 4, 6, 1, 3, 5, 7], device"))),
         ("lowest four bits", zeros(("torch.arange(8", "torch.arange(7, -1, -1"))),
         ("transpose", zeros((".T", ""))),
-        ("not minus two", zeros(("stored + 1", "stored + 2"))),
-        ("only the first", zeros(("(qzeros[:, :, None] >>", "(qzeros[:, :, None] + 1 >>"), ("stored + 1", "stored"))),
+        ("not minus two", zeros(("stored + one", "stored + 2 * one"))),
+        (
+            "only the first",
+            zeros(("(qzeros[:, :, None] >>", "(qzeros[:, :, None] + one >>"), ("stored + one", "stored")),
+        ),
         (
             "after unpacking",
-            zeros(("(qzeros[:, :, None] >>", "(qzeros[:, :, None] + 0x11111111 >>"), ("stored + 1", "stored")),
+            zeros(("(qzeros[:, :, None] >>", "(qzeros[:, :, None] + one * 0x11111111 >>"), ("stored + one", "stored")),
         ),
-        ("subtract 8 last", zeros(("((stored + 1 & 15) - 8)", "(stored + 1 - 8 & 15)"))),
-        ("keep four bits", zeros(("((stored + 1 & 15) - 8)", "(stored + (1 & 15) - 8)"))),
+        ("subtract 8 last", zeros(("((stored + one & 15) - 8)", "(stored + one - 8 & 15)"))),
+        ("keep four bits", zeros(("((stored + one & 15) - 8)", "(stored + (one & 15) - 8)"))),
         ("subtract 8 last", zeros((") - 8)", ") ^ 8)"))),
         ("doesn't transpose", zeros((".flatten(1).T", ".flatten(1).reshape(-1, len(qzeros))"))),
-        ("cut them off", zeros((" & 15).flatten", ").flatten"), ("(stored + 1 & 15)", "stored + 1"))),
-        ("use parentheses", zeros(("((stored + 1 & 15) - 8)", "(stored + 1 & 15 - 8)"))),
+        ("cut them off", zeros((" & 15).flatten", ").flatten"), ("(stored + one & 15)", "stored + one"))),
+        ("use parentheses", zeros(("((stored + one & 15) - 8)", "(stored + one & 15 - 8)"))),
         (
             "unpack first",
             zeros(
-                ("qzeros[:, :, None] >>", "(qzeros.view(torch.uint8) + 1).view(torch.int32)[:, :, None] >>"),
-                ("stored + 1", "stored"),
+                ("qzeros[:, :, None] >>", "(qzeros.view(torch.uint8) + one).view(torch.int32)[:, :, None] >>"),
+                ("stored + one", "stored"),
             ),
         ),
         ("convert the result", zeros(("torch.int8", "torch.uint8"))),
@@ -158,13 +178,17 @@ OTHERS = {
         "    return codes",
     ],
     "zero_points": [
-        "def zero_points(qzeros):\n"
+        "def zero_points(qzeros, config):\n"
         "    bytes = qzeros.contiguous().view(torch.uint8)\n"
         "    stored = torch.stack((bytes & 15, bytes >> 4), -1).flatten(1).to(torch.int8)\n"
-        "    return ((stored + 1) % 16 - 8).t()",
-        "def zero_points(qzeros):\n"
+        "    if config.get('checkpoint_format', 'gptq') == 'gptq':\n"
+        "        stored = stored + 1\n"
+        "    return (stored % 16 - 8).t()",
+        "def zero_points(qzeros, config):\n"
         "    rows = [(qzeros[:, r // 8] >> 4 * (r % 8)) % 16 for r in range(8 * qzeros.shape[1])]\n"
-        "    zeros = torch.stack([torch.where(row == 15, 0, row + 1) for row in rows])\n"
+        "    zeros = torch.stack(rows)\n"
+        "    if 'gptq_v2' not in config.values():\n"
+        "        zeros = torch.where(zeros == 15, 0, zeros + 1)\n"
         "    return (zeros - 8).to(torch.int8)",
     ],
     "repack": [

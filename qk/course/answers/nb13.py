@@ -61,10 +61,16 @@ _AWQ_CODES = Exercise(
     },
 )
 
-# zero_points(qzeros)
+# zero_points(qzeros, config)
 
 
-def _zero_points(qzeros, order=range(8), add=1, wrap=15, signed=8, **how):
+def _one(config):
+    """What a file's version leaves out of its zero points."""
+    return int(config.get("checkpoint_format") != "gptq_v2")
+
+
+def _zero_points(qzeros, config, order=range(8), add=None, wrap=15, signed=8, **how):
+    add = _one(config) if add is None else add
     return ((_nibbles(qzeros, order, **how) + add & wrap) - signed).to(torch.int8)
 
 
@@ -74,50 +80,57 @@ def _plus(qzeros, number):
 
 def _zeros():
     all_of_them = torch.tensor([[0x76543210], [0xFEDCBA98 - 2**32], [0x0F0F0F0F]], dtype=torch.int32)
-    return [(x,) for x in (all_of_them, _words(1, 3, 1), _words(4, 2, 2), _words(12, 5, 3), _words(1, 1, 4))]
+    plain = {"quant_method": "gptq", "bits": 4}
+    first, second = plain | {"checkpoint_format": "gptq"}, plain | {"checkpoint_format": "gptq_v2"}
+    return [
+        (all_of_them, plain), (all_of_them, second), (_words(1, 3, 1), first), (_words(4, 2, 2), plain),
+        (_words(12, 5, 3), second), (_words(1, 1, 4), plain), (_words(3, 2, 5), first), (_words(1, 2, 6), second),
+    ]  # fmt: skip
 
 
 _ZERO_POINTS = Exercise(
     expected=_zero_points,
     cases=_zeros,
-    note="any multiple of 8 rows, any number of groups, and zero points from 0 to 15",
+    note="both versions, any multiple of 8 rows, any number of groups, and zero points from 0 to 15",
     mistakes={
-        "version 1 stores the zero point minus one: add it again": lambda qzeros: _zero_points(qzeros, add=0),
-        "add one, don't subtract it": lambda qzeros: _zero_points(qzeros, add=-1),
-        "zero point 0 is stored as 15: keep four bits after adding one": lambda qzeros: _zero_points(qzeros, wrap=31),
-        "zero point 0 is stored as 15: adding one must wrap to 0, not stop at 15": lambda qzeros: (
-            (_nibbles(qzeros) + 1).clamp(max=15) - 8
+        "version 1 stores the zero point minus one: add it again": lambda z, c: _zero_points(z, c, add=0),
+        "version 2 stores zero points unchanged: which version is it?": lambda z, c: _zero_points(z, c, add=1),
+        "you swapped the versions: only version 1 stores zero points minus one": lambda z, c: _zero_points(
+            z, c, add=1 - _one(c)
+        ),
+        'the entry "gptq" means version 1: only "gptq_v2" is version 2': lambda z, c: _zero_points(
+            z, c, add=int("checkpoint_format" not in c)
+        ),
+        "a config without the entry means version 1": lambda z, c: _zero_points(
+            z, c, add=int(c.get("checkpoint_format") == "gptq")
+        ),
+        "add one, don't subtract it": lambda z, c: _zero_points(z, c, add=-_one(c)),
+        "zero point 0 is stored as 15: keep four bits after adding one": lambda z, c: _zero_points(z, c, wrap=31),
+        "zero point 0 is stored as 15: adding one must wrap to 0, not stop at 15": lambda z, c: (
+            (_nibbles(z) + _one(c)).clamp(max=15) - 8
         ).to(torch.int8),
-        "qk's codes are signed, so subtract 8 from the zero point, too": lambda qzeros: _zero_points(qzeros, signed=0),
-        "subtract 8, not 7": lambda qzeros: _zero_points(qzeros, signed=7),
-        "subtract 8 from the zero point, as from the codes: zero - 8, not 8 - zero": lambda qzeros: (
-            -_zero_points(qzeros)
+        "qk's codes are signed, so subtract 8 from the zero point, too": lambda z, c: _zero_points(z, c, signed=0),
+        "subtract 8, not 7": lambda z, c: _zero_points(z, c, signed=7),
+        "subtract 8 from the zero point, as from the codes: zero - 8, not 8 - zero": lambda z, c: -_zero_points(z, c),
+        "don't read the nibble as two's complement: subtract 8 instead": lambda z, c: _zero_points(z, c) ^ -8,
+        "GPTQ's zero points are in order; this is the inverse of AWQ's order": lambda z, c: _zero_points(z, c, _NIBBLE),
+        "GPTQ's zero points are in order; this is AWQ's order": lambda z, c: _zero_points(z, c, _ROW),
+        "the first zero point is in the lowest four bits": lambda z, c: _zero_points(z, c, range(7, -1, -1)),
+        "- binds more tightly than &: use parentheses": lambda z, c: _zero_points(z, c, wrap=7, signed=0),
+        "one added to a byte changes only one of its zero points: unpack first": lambda z, c: _zero_points(
+            (z.view(torch.uint8) + _one(c)).view(torch.int32), c, add=0
         ),
-        "don't read the nibble as two's complement: subtract 8 instead": lambda qzeros: _zero_points(qzeros) ^ -8,
-        "GPTQ's zero points are in order; this is the inverse of AWQ's order": lambda qzeros: _zero_points(
-            qzeros, _NIBBLE
+        "a shift leaves the nibbles above: cut them off with & 15": lambda z, c: _zero_points(z, c, wrap=-1, keep=-1),
+        "the result is [N, groups]: transpose it": lambda z, c: _zero_points(z, c).T,
+        "a reshape doesn't transpose: use .T": lambda z, c: _zero_points(z, c).T.reshape(-1, len(z)),
+        "version 1 stores the zero point minus one, not minus two": lambda z, c: _zero_points(z, c, add=2 * _one(c)),
+        "a word holds eight zero points: one added to the word changes only the first": lambda z, c: _zero_points(
+            _plus(z, _one(c)), c, add=0
         ),
-        "GPTQ's zero points are in order; this is AWQ's order": lambda qzeros: _zero_points(qzeros, _ROW),
-        "the first zero point is in the lowest four bits": lambda qzeros: _zero_points(qzeros, range(7, -1, -1)),
-        "- binds more tightly than &: use parentheses": lambda qzeros: _zero_points(qzeros, wrap=7, signed=0),
-        "one added to a byte changes only one of its zero points: unpack first": lambda qzeros: _zero_points(
-            (qzeros.view(torch.uint8) + 1).view(torch.int32), add=0
+        "one added to a nibble of 15 carries into the next: add after unpacking": lambda z, c: _zero_points(
+            _plus(z, _one(c) * 0x11111111), c, add=0
         ),
-        "a shift leaves the nibbles above: cut them off with & 15": lambda qzeros: _zero_points(
-            qzeros, wrap=-1, keep=-1
-        ),
-        "the result is [N, groups]: transpose it": lambda qzeros: _zero_points(qzeros).T,
-        "a reshape doesn't transpose: use .T": lambda qzeros: _zero_points(qzeros).T.reshape(-1, len(qzeros)),
-        "version 1 stores the zero point minus one, not minus two": lambda qzeros: _zero_points(qzeros, add=2),
-        "a word holds eight zero points: one added to the word changes only the first": lambda qzeros: _zero_points(
-            _plus(qzeros, 1), add=0
-        ),
-        "one added to a nibble of 15 carries into the next: add after unpacking": lambda qzeros: _zero_points(
-            _plus(qzeros, 0x11111111), add=0
-        ),
-        "masks and XORs leave a number from 0 to 15: subtract 8 last": lambda qzeros: (
-            _zero_points(qzeros, signed=0) ^ 8
-        ),
+        "masks and XORs leave a number from 0 to 15: subtract 8 last": lambda z, c: _zero_points(z, c, signed=0) ^ 8,
     },
 )
 
