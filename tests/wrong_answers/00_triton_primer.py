@@ -19,7 +19,7 @@ def turned(*lines):
 
 
 def bias(*lines):
-    arguments = "x_ptr, bias_ptr, out_ptr, rows, columns, stride_r, stride_c, ROWS: tl.constexpr, COLUMNS: tl.constexpr"
+    arguments = "x_ptr, bias_ptr, out_ptr, rows, columns, stride_0, stride_1, ROWS: tl.constexpr, COLUMNS: tl.constexpr"
     return kernel("bias_kernel", arguments, *lines)
 
 
@@ -44,7 +44,7 @@ TILE_R = "offs_r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]"
 TILE_C = "offs_c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]"
 TILE_MASK = "mask = (offs_r < rows) & (offs_c < columns)"
 TILE = TILE_R, TILE_C, TILE_MASK
-TILE_LOAD = "x = tl.load(x_ptr + offs_r * stride_r + offs_c * stride_c, mask=mask)"
+TILE_LOAD = "x = tl.load(x_ptr + offs_c * stride_0 + offs_r * stride_1, mask=mask)"
 TILE_BIAS = "b = tl.load(bias_ptr + offs_c, mask=offs_c < columns)"
 TILE_STORE = "tl.store(out_ptr + offs_r * columns + offs_c, x + b, mask=mask)"
 ROW_OFFS = "offs = tl.arange(0, BLOCK)"
@@ -106,7 +106,7 @@ ANSWERS = {
         ),
         (
             "use its strides",
-            bias(*TILE, TILE_LOAD.replace("* stride_r", "* columns").replace(" * stride_c", ""), TILE_BIAS, TILE_STORE),
+            bias(*TILE, TILE_LOAD.replace("* stride_0", "* rows").replace(" * stride_1", ""), TILE_BIAS, TILE_STORE),
         ),
         (
             "first COLUMNS",
@@ -115,8 +115,19 @@ ANSWERS = {
         ("mask", bias(TILE_R, TILE_C, *(s.replace(", mask=mask", "") for s in (TILE_LOAD, TILE_BIAS, TILE_STORE)))),
         ("mask", bias(TILE_R, TILE_C, "mask = offs_c < columns", TILE_LOAD, TILE_BIAS, TILE_STORE)),
         ("mask", bias(TILE_R, TILE_C, "mask = offs_r < rows", TILE_LOAD, TILE_BIAS, TILE_STORE)),
-        ("mask", bias(*TILE, TILE_LOAD, TILE_BIAS, TILE_STORE.replace("* columns", "* stride_r"))),
-        ("", bias(*TILE, TILE_LOAD.replace("offs_r * stride_r", "offs_r * stride_c"), TILE_BIAS, TILE_STORE)),
+        ("mask", bias(*TILE, TILE_LOAD, TILE_BIAS, TILE_STORE.replace("* columns", "* stride_0"))),
+        ("", bias(*TILE, TILE_LOAD.replace("offs_c * stride_0", "offs_c * stride_1"), TILE_BIAS, TILE_STORE)),
+        (
+            "which stride",
+            bias(
+                *TILE,
+                TILE_LOAD.replace("offs_c * stride_0 + offs_r", "offs_r * stride_0 + offs_c"),
+                TILE_BIAS,
+                TILE_STORE,
+            ),
+        ),
+        ("use stride_1", bias(*TILE, TILE_LOAD.replace(" * stride_1", ""), TILE_BIAS, TILE_STORE)),
+        ("added twice", bias(*TILE, TILE_LOAD, TILE_BIAS, TILE_STORE.replace("x + b", "x + 2 * b"))),
     ],
     "row_max": [
         ("0 is the largest", longest(MAX, load=ROW_LOAD.replace(LOWEST, "0"))),
@@ -182,7 +193,7 @@ ANSWERS["reverse"] += [
 ]
 ANSWERS["add_bias"] += [
     ("a race", bias(*TILE, TILE_LOAD, TILE_BIAS, "tl.store(out_ptr + offs_r + 0 * offs_c, x, mask=mask)", TILE_STORE)),
-    ("course.launch", "def add_bias(x, bias, ROWS, COLUMNS):\n    return x + bias"),
+    ("course.launch", "def add_bias(x, bias, ROWS, COLUMNS):\n    return x.t() + bias"),
     ("", bias(*TILE, TILE_LOAD, TILE_BIAS, TILE_STORE.replace("x + b", "x.to(tl.int32) + b"))),
     (
         "",
@@ -233,6 +244,18 @@ OTHERS = {
             "x = tl.flip(tl.load(x_ptr + back, mask=back >= 0, other=0), 0)",
             OFFS,
             "tl.store(out_ptr + offs, x, mask=offs < n)",
+        )
+    ],
+    # loads x as it is stored, and transposes the tile
+    "add_bias": [
+        bias(
+            *TILE,
+            "r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)",
+            "c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)",
+            "x_mask = (c < columns)[:, None] & (r < rows)[None, :]",
+            "x = tl.load(x_ptr + c[:, None] * stride_0 + r[None, :] * stride_1, mask=x_mask)",
+            TILE_BIAS,
+            TILE_STORE.replace("x + b", "tl.trans(x) + b"),
         )
     ],
     # orders that load as few bytes

@@ -29,13 +29,21 @@ def _first_of(count):
 
 
 def _matrix_and_bias():
-    wide, tall, bias = _numbers(20, 40), _numbers(50, 18, seed=1), _numbers(70, seed=2)
-    yield wide[:7, :33], bias[:33], 4, 16
-    yield tall.t(), bias[9:59], 8, 16
-    yield wide[:8, :32], bias[-32:], 2, 32
-    yield tall[:, ::3], bias[:6], 16, 4
-    yield wide[3:4], bias[20:60], 4, 16
-    yield wide, bias[:40], 32, 64
+    """(x, bias, ROWS, COLUMNS)."""
+    wide, tall, bias = _numbers(40, 40), _numbers(50, 18, seed=1), _numbers(70, seed=2)
+    yield wide, bias[:40], 8, 16
+    yield wide[:24, :24], bias[9:33], 8, 16
+    yield wide[:33, :7], bias[:33], 4, 16
+    yield tall, bias[9:59], 8, 16
+    yield wide[:32, :8], bias[-32:], 2, 32
+    yield tall[:, ::3].t(), bias[:6], 16, 4
+    yield wide[:, 3:4], bias[20:60], 4, 16
+    yield tall[:40].t(), bias[:18], 32, 64
+
+
+def _turned(x):
+    """x as a kernel reads it that takes the strides of x for those of its transpose."""
+    return x.as_strided(x.shape[::-1], x.stride())
 
 
 def _packed(x):
@@ -165,21 +173,25 @@ EXERCISES = {
         note="any length and BLOCK, and any float32 numbers, including NaN and infinity",
     ),
     "add_bias": Exercise(
-        expected=lambda x, bias, ROWS, COLUMNS: x + bias,
+        expected=lambda x, bias, ROWS, COLUMNS: x.t() + bias,
         cases=lambda: [*_matrix_and_bias()],
         mistakes={
-            "the bias is missing": lambda x, bias, R, C: x.contiguous(),
-            "bias has an element for each column, not for each row": lambda x, bias, R, C: x + bias[: len(x), None],
-            "the bias is added twice": lambda x, bias, R, C: x + 2 * bias,
-            "each column gets the bias of its neighbor": lambda x, bias, R, C: (
-                x + bias[(torch.arange(x.shape[1], device=x.device) - 1).clamp(min=0)]
+            "out[r, c] comes from x[c, r]: which stride belongs to c?": lambda x, bias, R, C: _turned(x) + bias,
+            "out[r, c] comes from x[c, r]; and the bias is missing": lambda x, bias, R, C: _turned(x).contiguous(),
+            "the bias is missing": lambda x, bias, R, C: x.t().contiguous(),
+            "bias has an element for each column of out, not for each row": lambda x, bias, R, C: (
+                x.t() + bias[: x.shape[1], None]
             ),
-            "x isn't always contiguous: use its strides": lambda x, bias, R, C: _packed(x) + bias,
-            "neighbors in a row needn't be neighbors in memory: use stride_c": lambda x, bias, R, C: (
-                x.as_strided(x.shape, (x.stride(0), 1)) + bias
+            "the bias is added twice": lambda x, bias, R, C: x.t() + 2 * bias,
+            "each column gets the bias of its neighbor": lambda x, bias, R, C: (
+                x.t() + bias[(torch.arange(len(x), device=x.device) - 1).clamp(min=0)]
+            ),
+            "x isn't always contiguous: use its strides": lambda x, bias, R, C: _packed(x).t() + bias,
+            "neighbors in a row needn't be neighbors in memory: use stride_1": lambda x, bias, R, C: (
+                x.as_strided(x.shape, (x.stride(0), 1)).t() + bias
             ),
             "each program adds the first COLUMNS of the bias": lambda x, bias, R, C: (
-                x + bias[torch.arange(x.shape[1], device=x.device) % C]
+                x.t() + bias[torch.arange(len(x), device=x.device) % C]
             ),
         },
         kernel=True,
