@@ -12,9 +12,23 @@ def changed(right, *pairs):
     return right
 
 
-def moved(expression):
-    return f"def moved(M, N, block_size):\n    blocks = -(-N // block_size)\n    return {expression}"
-
+LARGEST = """
+def largest_k(M, N, block_size, speed, copy, share):
+    before, after = (total(method, M, N, block_size) for method in ("nothing fused", "all fused"))
+    saved = (before - after) / copy
+    return int(saved * speed / (share * M * N))
+"""
+SAVED = "(before - after)"
+TIME = "saved * speed / (share * M * N)"
+SEARCH = """
+def largest_k(M, N, block_size, speed, copy, share):
+    before, after = (total(method, M, N, block_size) for method in ("nothing fused", "all fused"))
+    saved = (before - after) / copy
+    K = 0
+    while saved >= share * M * N * (K + 1) / speed:
+        K += 1
+    return K
+"""
 
 SOFTPLUS = """
 @triton.jit
@@ -46,20 +60,33 @@ def gated_kernel(gate_ptr, up_ptr, codes_ptr, scale_ptr, N, GROUP: tl.constexpr)
 SILU = "gate / (1.0 + tl.exp(-gate)) * up"
 
 ANSWERS = {
-    "moved": [
-        ("the next kernel reads what", moved("2 * M * N + M * N + 4 * M * blocks")),
-        ("round up", moved("5 * M * N + 4 * M * (N // block_size)")),
-        ("there are scales", moved("5 * M * N")),
-        ("four bytes", moved("5 * M * N + M * blocks")),
-        ("GELU move nothing", moved("9 * M * N + 4 * M * blocks")),
-        ("a code has one byte", moved("6 * M * N + 4 * M * blocks")),
-        ("each row has its own blocks", moved("5 * M * N + 4 * blocks")),
-        ("", moved("M * N + 4 * M * blocks")),
-        ("", moved("5 * M * N + 2 * M * blocks")),
-        ("only written", moved("5 * M * N + 8 * M * blocks")),
-        ("round up for each row", moved("5 * M * N + 4 * -(-M * N // block_size)")),
-        ("blocks lie along N", moved("5 * M * N + 4 * N * -(-M // block_size)")),
-        ("not to the nearest", moved("5 * M * N + 4 * M * round(N / block_size)")),
+    "largest_k": [
+        ("take the difference", changed(LARGEST, (SAVED, "before"))),
+        ("not with GELU separate", changed(LARGEST, ("all fused", "GELU separate"))),
+        ("not with around each", changed(LARGEST, ("nothing fused", "around each"))),
+        ("not what still moves", changed(LARGEST, (SAVED, "after"))),
+        ("16 bits", changed(LARGEST, ("block_size) for", "block_size, 4) for"))),
+        ("one for each of M x N x K", changed(LARGEST, ("(share * M", "(2 * share * M"))),
+        ("M is missing", changed(LARGEST, ("share * M * N", "share * N"))),
+        ("M and N are missing", changed(LARGEST, ("share * M * N", "share"))),
+        ("those of M x N values", changed(LARGEST, (SAVED, "12"))),
+        ("one more column", changed(LARGEST, (f"int({TIME})", f"-int(-({TIME}) // 1)"))),
+        ("one more column", changed(SEARCH, ("(K + 1)", "K"))),
+        ("nearest integer", changed(LARGEST, ("int(", "round("))),
+        ("K is an integer", changed(LARGEST, (f"int({TIME})", TIME))),
+        ("divide by it", changed(LARGEST, (TIME, "saved * speed * share / (M * N)"))),
+        ("share is missing", changed(LARGEST, ("share * M * N)", "M * N)"))),
+        (
+            "amount divided by a speed",
+            changed(LARGEST, (") / copy", ") * copy"), (TIME, "saved / speed / (share * M * N)")),
+        ),
+        (
+            "without that of the bytes",
+            changed(LARGEST, (TIME, f"max({TIME} - before * speed / copy / M / N, 0)")),
+        ),
+        ("", changed(LARGEST, (TIME, "share * M * N / (saved * speed)"))),
+        ("", changed(LARGEST, (TIME, f"{TIME} // block_size * block_size"))),
+        ("", changed(SEARCH, ("    while", "    while K < 4096 and"))),
     ],
     "softplus_codes": [
         ("softplus(-5)", changed(SOFTPLUS, ("other=0.0", "other=-5.0"))),
@@ -129,3 +156,10 @@ ANSWERS["gated"] += [
     ("the largest code is 127", changed(GATED, ("127.0 / absmax", "128.0 / absmax"), ("absmax / 127", "absmax / 128"))),
     ("course.launch", "def gated(gate, up, GROUP):\n    return (F.silu(gate) * up).to(torch.int8), gate[:1]"),
 ]
+
+OTHERS = {
+    "largest_k": [
+        SEARCH,
+        "def largest_k(M, N, block_size, speed, copy, share):\n    return 12 * speed // (share * copy)",
+    ],
+}

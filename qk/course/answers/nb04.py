@@ -1,6 +1,7 @@
 """04_fused_epilogues: the exercises' right answers, cases and mistakes."""
 
 import itertools
+import math
 
 import torch
 import torch.nn.functional as F
@@ -8,8 +9,29 @@ import torch.nn.functional as F
 from qk.course.exercises import Exercise
 
 
-def _moved(M, N, block_size):
-    return 2 * M * N + 2 * M * N + M * N + 4 * M * -(-N // block_size)
+def _bytes(M, N, block_size, width=2):
+    """Bytes moved, in total, as the page's `passes` counts them."""
+    codes = M * N + 4 * M * -(-N // block_size)
+    separate, around = width * 6 * M * N + codes, width * 4 * M * N + codes
+    return {"nothing fused": separate, "around each": around, "GELU separate": 3 * codes, "all fused": codes}
+
+
+def _largest_k(
+    before="nothing fused",
+    after="all fused",
+    width=2,
+    work=lambda M, N: M * N,  # multiply-adds for each column of K
+    less=lambda M, N, moved: 0,
+    whole=math.floor,
+):
+    """The right answer, or what a mistake makes of it. less: bytes that are taken from those saved."""
+
+    def largest(M, N, block_size, speed, copy, share):
+        moved = _bytes(M, N, block_size, width)
+        saved = moved[before] - moved.get(after, 0) - less(M, N, {name: share * size for name, size in moved.items()})
+        return max(whole(saved * speed / (copy * share * work(M, N))), 0)
+
+    return largest
 
 
 # (N, GROUP, the largest softplus of the last group)
@@ -105,40 +127,52 @@ def _in_place_of(codes=None, scales=None):
 _why = "what was loaded beyond N became the largest value"
 
 EXERCISES = {
-    "moved": Exercise(
-        expected=_moved,
-        cases=lambda: [(256, 1536, 128), (10, 300, 128), (1, 31, 32), (7, 64, 64), (4096, 11008, 96)],
+    "largest_k": Exercise(
+        expected=_largest_k(),
+        # (M, N, block_size, speed, copy, share), none with a K that is nearly an integer
+        cases=lambda: [
+            (8192, 16384, 128, 4.9e14, 4.3e12, 0.1),
+            (1, 31, 32, 6.5e13, 3e11, 0.3),
+            (10, 300, 128, 2e9, 7e9, 0.5),
+            (7, 64, 64, 1e9, 3e10, 0.9),
+            (4096, 11008, 96, 9.9e14, 3.35e12, 2.0),
+            (256, 1536, 128, 1.01e14, 1.9e12, 0.015),
+        ],
         mistakes={
-            "the next kernel reads what the matmul writes": lambda M, N, b: 3 * M * N + 4 * M * -(-N // b),
-            "a short last block has a scale too: round up": lambda M, N, b: 5 * M * N + 4 * M * (N // b),
-            "there are scales too": lambda M, N, b: 5 * M * N,
-            "nobody has read the scales yet: they are only written": lambda M, N, b: 5 * M * N + 8 * M * -(-N // b),
-            "each row has its own blocks: round up for each row": lambda M, N, b: 5 * M * N + 4 * -(-M * N // b),
-            "a block is part of one row: blocks lie along N": lambda M, N, b: 5 * M * N + 4 * N * -(-M // b),
-            "bias and GELU are in the same kernel, and move nothing": lambda M, N, b: 13 * M * N + 4 * M * -(-N // b),
-            "one block too many where N is a multiple of block_size": lambda M, N, b: 5 * M * N + 4 * M * (N // b + 1),
-            "a scale has four bytes": lambda M, N, b: 5 * M * N + M * -(-N // b),
-            "a scale is a float32: four bytes": lambda M, N, b: 5 * M * N + 2 * M * -(-N // b),
-            "a scale belongs to a block, not to each value": lambda M, N, b: 9 * M * N,
-            "each block of each row has a scale; this counts one per row": lambda M, N, b: 5 * M * N + 4 * M,
-            "a block is part of one row: each row has its own": lambda M, N, b: 5 * M * N + 4 * -(-M // b) * -(-N // b),
-            "count each block's scale once, not the values that would fill the last block": lambda M, N, b: (
-                (5 * b + 4) * M * -(-N // b)
+            "fused, the GEMM still writes codes and scales: take the difference": _largest_k(after=None),
+            "compare with all fused, not with GELU separate": _largest_k(after="GELU separate"),
+            "compare with all fused, not with around each": _largest_k(after="around each"),
+            "compare with nothing fused, not with around each": _largest_k("around each"),
+            "compare with nothing fused, not with GELU separate": _largest_k("GELU separate"),
+            "what is saved counts, not what still moves": _largest_k("all fused", None),
+            "the GEMM's own output shrinks, too: two bytes per value become one": _largest_k(
+                less=lambda M, N, moved: M * N
             ),
-            "bfloat16 has two bytes, is written once and read once; bias and GELU move nothing": lambda M, N, b: (
-                9 * M * N + 4 * M * -(-N // b)
+            "count what the GEMM writes in both methods": _largest_k(after=None, less=lambda M, N, moved: 2 * M * N),
+            "floats have 16 bits here, as in passes": _largest_k(width=4),
+            "speed counts multiply-adds: one for each of M x N x K": _largest_k(work=lambda M, N: 2 * M * N),
+            "M x N x K multiply-adds: M is missing": _largest_k(work=lambda M, N: N),
+            "M x N x K multiply-adds: N is missing": _largest_k(work=lambda M, N: M),
+            "the bytes saved are those of M x N values": _largest_k(work=lambda M, N: M * N * M * N),
+            "M x N x K multiply-adds: M and N are missing": _largest_k(work=lambda M, N: 1),
+            "with one more column, the share is too small: round down": _largest_k(whole=math.ceil),
+            "at the nearest integer, the share may be too small: round down": _largest_k(whole=round),
+            "K is an integer: round down": _largest_k(whole=float),
+            "the share is of the GEMM's time alone, without that of the bytes": _largest_k(
+                less=lambda M, N, moved: moved["nothing fused"]
             ),
-            "a short last block has a whole scale: round up, not to the nearest": lambda M, N, b: (
-                5 * M * N + 4 * M * round(N / b)
+            "the share is of the GEMM's time alone; the fused output's time isn't part of it": _largest_k(
+                less=lambda M, N, moved: moved["all fused"]
             ),
-            "a short last block has a whole scale: don't leave a fraction": lambda M, N, b: 5 * M * N + 4 * M * N / b,
-            "a code has one byte": lambda M, N, b: 6 * M * N + 4 * M * -(-N // b),
-            "each row has its own blocks": lambda M, N, b: 5 * M * N + 4 * -(-N // b),
-            "that's a fused kernel; here the output is written in bfloat16 and read back": lambda M, N, b: (
-                M * N + 4 * M * -(-N // b)
+            "a larger share leaves a smaller K: divide by it": lambda M, N, block_size, speed, copy, share: int(
+                12 * speed * share / copy
+            ),
+            "share is missing": lambda M, N, block_size, speed, copy, share: int(12 * speed / copy),
+            "a time is an amount divided by a speed": lambda M, N, block_size, speed, copy, share: int(
+                12 * copy / (speed * share)
             ),
         },
-        note="any sizes, including those where N ends in a short block",
+        note="any sizes, slow and fast GPUs, and shares from 0.015 to 2",
     ),
     "softplus_codes": Exercise(
         expected=_softplus,
