@@ -10,15 +10,26 @@ def size(expression):
     return f"def int4_bytes(N, K, group_size):\n    groups = -(-K // group_size)\n    return {expression}"
 
 
-def moment(*lines):
-    return "\n    ".join(["def second_moment(x, mask):", *lines])
+def output(*lines):
+    return "\n    ".join(["def output_error(error, S):", *lines])
 
 
-def plan(*lines):
-    order = "names = sorted(costs, key=costs.get, reverse=True)"
-    left = "left = lambda n: sum(costs[name] for name in names[n:])"
-    enough = "enough = next((n for n in range(len(names)) if left(n) <= budget), len(names))"
-    return "\n    ".join(["def keep(costs, budget):", order, left, enough, *lines])
+def plan(
+    useful="saved[name] > 0", key="costs[name] / saved[name]", before="", order="costs", start="[]",
+    fits="spent + costs[name] <= budget", spend="costs[name]", otherwise="", result="moved",
+):  # fmt: skip
+    return f"""def shrink(costs, saved, budget):
+    {before or "pass"}
+    moved, spent = {start}, 0
+    useful = [name for name in {order} if {useful}]
+    ranked = sorted(useful, key=lambda name: {key})
+    for name in ranked:
+        if {fits}:
+            moved.append(name)
+            spent += {spend}
+        {otherwise}
+    return {result}
+"""
 
 
 def lookup(
@@ -90,65 +101,82 @@ ANSWERS = {
         ("the sign", lookup(value="-code.to(tl.float32) * scale")),
         ("signs are lost", lookup(value="tl.abs(code.to(tl.float32)) * scale")),
     ],
-    "second_moment": [
-        ("padding was counted: use", moment("x = x.reshape(-1, x.shape[-1])", "return x.T @ x")),
-        ("where the mask is 0", moment("kept = x[mask == 0]", "return kept.T @ kept")),
-        ("not the mean", moment("kept = x[mask.bool()]", "return kept.T @ kept / len(kept)")),
-        ("select the tokens", moment("x = (x * mask[..., None]).flatten(0, 1)", "return x.T @ x")),
-        ("and padding was counted", moment("kept = x[mask.bool()]", "return kept.T @ kept / mask.numel()")),
-        ("then sum them", moment("total = x[mask.bool()].sum(0)", "return torch.outer(total, total)")),
-        ("not just the diagonal", moment("return torch.diag((x[mask.bool()] ** 2).sum(0))")),
-        ("[K, K]", moment("kept = x[mask.bool()]", "return kept @ kept.T")),
-        ("", moment("kept = x[mask.bool()]", "return (kept.T @ kept).squeeze()")),
-        ("add up the sentences", moment("x = x * mask[..., None]", "return x.transpose(1, 2) @ x")),
-        ("the first sentence", moment("x = x[0][mask[0].bool()]", "return x.T @ x")),
-        ("subtract the mean", moment("x = x[mask.bool()]", "x = x - x.mean(0)", "return x.T @ x")),
-        ("", moment("x = x.sum(1)", "return x.T @ x")),
-        (
-            "padding can come first",
-            moment("x = torch.cat([row[: int(m.sum())] for row, m in zip(x, mask)])", "return x.T @ x"),
-        ),
-        ("must stay as it is.", moment("x[mask == 0] = 0", "x = x.flatten(0, 1)", "return x.T @ x")),
-        ("", moment("x = x[mask.bool()].half()", "return (x.T @ x).float()")),
+    "output_error": [
+        ("off the diagonal", output("return error.square() @ S.diagonal()")),
+        ("off the diagonal", output("return (error**2 * torch.diag(S)).sum(dim=1)")),
+        ("(a + b)² isn't", output("return (error**2 @ S).sum(1)")),
+        ("two factors of error", output("return (error @ S).sum(1)")),
+        ("don't square error @ S", output("return (error @ S).square().sum(1)")),
+        ("S is missing", output("return error.square().sum(1)")),
+        ("not one for all", output("return torch.trace(error @ S @ error.T)")),
+        ("the diagonal of error @ S", output("return error @ S @ error.T")),
+        ("not summed yet", output("return error @ S * error")),
+        ("rows of error don't mix", output("return (error @ S @ error.T).sum(1)")),
+        ("not the mean", output("return (error @ S * error).mean(1)")),
+        ("not its root", output("return (error @ S * error).sum(1).sqrt()")),
+        ("signs of error", output("error = error.abs()", "return (error @ S * error).sum(1)")),
+        ("once in each order", output("return (error @ torch.triu(S) * error).sum(1)")),
+        ("[N], not [N, 1]", output("return (error @ S * error).sum(1, keepdim=True)")),
+        ("", output("return (error @ S * error).sum(1).double()")),
+        ("", output("return torch.linalg.cholesky(S)")),
+        ("must stay as it is.", output("error *= error @ S", "return error.sum(1)")),
+        ("float16", output("return (error.half().float() @ S.half().float() * error.half().float()).sum(1)")),
     ],
-    "keep": [
-        (
-            "to the last unit",
-            plan("return names[:next((n for n in range(len(names)) if left(n) < budget), len(names))]"),
-        ),
-        (
-            "keep the most costly ones",
-            plan(
-                "names.reverse()",
-                "return names[:next((n for n in range(len(names)) if left(n) <= budget), len(names))]",
-            ),
-        ),
-        (
-            "not for the ones you keep",
-            plan("return names[:max(n for n in range(len(names) + 1) if left(0) - left(n) <= budget)]"),
-        ),
-        ("the costs add up", plan("return [name for name in names if costs[name] > budget]")),
-        ("not of the others", plan("return names[enough:]")),
-        ("comes first", plan("return names[:enough][::-1]")),
-        ("not by name", plan("return sorted(names[:enough])")),
-        ("one fewer", plan("return names[:enough + 1]")),
-        ("one more", plan("return names[:max(enough - 1, 0)]")),
-        ("not how many", plan("return enough")),
-        (
-            "the first in `costs` comes first",
-            plan("return sorted(reversed(list(costs)), key=costs.get, reverse=True)[:enough]"),
-        ),
-        (
-            "even if others cost as much",
-            plan("return [name for name in names if enough and costs[name] >= costs[names[enough - 1]]]"),
-        ),
-        ("sort by cost", plan("return list(costs)[:enough]")),
-        ("return a list", plan("return tuple(names[:enough])")),
-        ("not their costs", plan("return [costs[name] for name in names[:enough]]")),
-        ("stop when the others fit", plan("return names")),
-        ("", plan("return set(names[:enough])")),
-        ("", plan("return names[:next(n for n in range(len(names)) if left(n) <= budget)]")),
-        ("", plan("return names[:2]")),
-        ("layers of no cost", plan("return names[:enough] if budget else names")),
+    "shrink": [
+        ("not by cost alone", plan(key="costs[name]")),
+        ("not by bytes alone", plan(key="-saved[name]")),
+        ("lowest cost per byte", plan(key="-costs[name] / saved[name]")),
+        ("lowest cost per byte", plan(key="saved[name] / max(costs[name], 1e-9)")),
+        ("don't multiply", plan(key="costs[name] * saved[name]")),
+        ("use /, not //", plan(key="costs[name] // saved[name]")),
+        ("not the largest", plan(key="(costs[name] / saved[name], -saved[name])")),
+        ("not in `saved`", plan(order="saved")),
+        ("not the last", plan(order="reversed(costs)")),
+        ("by name", plan(key="(costs[name] / saved[name], name)")),
+        ("is skipped", plan(otherwise="else: break")),
+        ("to the last unit", plan(fits="spent + costs[name] < budget")),
+        ("one layer below the budget", plan(fits="costs[name] <= budget")),
+        ("before you move", plan(fits="spent < budget")),
+        ("not the bytes", plan(fits="spent + saved[name] <= budget", spend="saved[name]")),
+        ("saves nothing", plan(useful="True", key="costs[name] / saved[name] if saved[name] else float('inf')")),
+        ("division by zero", plan(useful="True")),
+        ("division by zero", plan(key="-saved[name] / costs[name]")),
+        ("costs nothing can", plan(useful="saved[name] > 0 and costs[name] > 0")),
+        ("order of the ranking", plan(result="[name for name in costs if name in moved]")),
+        ("moved comes first", plan(result="moved[::-1]")),
+        ("not of the others", plan(result="[name for name in costs if name not in moved]")),
+        ("stop moving layers", plan(result="ranked")),
+        ("not how many", plan(result="len(moved)")),
+        ("return a list", plan(result="tuple(moved)")),
+        ("return a list", plan(result="set(moved)")),
+        ("not the bytes saved", plan(result="sum(saved[name] for name in moved)")),
+        ("a budget of 0", plan(before="if budget == 0: return []")),
+        ("", plan(result="moved[:2]")),
+    ],
+}
+
+# right, in another style
+OTHERS = {
+    "output_error": [
+        output("return torch.einsum('ni,ij,nj->n', error, S, error)"),
+        output("return torch.diagonal(error @ S @ error.T)"),
+        output("return (error.double() @ S.double() * error.double()).sum(1).float()"),
+        output("return torch.stack([row @ S @ row for row in error])"),
+    ],
+    "shrink": [
+        plan(key="-saved[name] / costs[name] if costs[name] else float('-inf')"),
+        """from fractions import Fraction
+
+
+def shrink(costs, saved, budget):
+    left, names, moved = budget, [n for n in costs if saved[n]], []
+    while names:
+        best = min(names, key=lambda n: Fraction(costs[n], saved[n]))
+        names.remove(best)
+        if left >= costs[best]:
+            left -= costs[best]
+            moved += [best]
+    return moved
+""",
     ],
 }

@@ -1,4 +1,4 @@
-"""The exercises of notebook 8: bytes of a layer, a kernel that looks up rows, a plan, and second moments."""
+"""The exercises of notebook 8: bytes of a layer, a kernel that looks up rows, a plan, and errors of outputs."""
 
 import torch
 
@@ -40,93 +40,83 @@ def _of_first_columns(ids, codes, scale, BLOCK):
     return _lookup(ids, codes, scale) * (torch.arange(codes.shape[1], device=codes.device) < BLOCK)
 
 
-def _ordered(costs):
-    return sorted(costs, key=costs.get, reverse=True)
+def _ranked(costs, saved, key=None):
+    """Names of layers that save something, the lowest cost per byte first."""
+    key = key or (lambda name: costs[name] / saved[name])
+    return sorted((name for name in costs if saved[name] > 0), key=key)
 
 
-def _needed(costs, budget, names=None):
-    """How many of the names, from the first on, must be kept."""
-    names = _ordered(costs) if names is None else names
-    enough = (n for n in range(len(names)) if sum(costs[name] for name in names[n:]) <= budget)
-    return next(enough, len(names))
-
-
-def _keep(costs, budget):
-    return _ordered(costs)[: _needed(costs, budget)]
-
-
-def _within_budget(costs, budget):
-    names = _ordered(costs)
-    return names[: max(n for n in range(len(names) + 1) if sum(costs[name] for name in names[:n]) <= budget)]
-
-
-def _what_does_not_fit(costs, budget):
-    kept = []
-    for name in _ordered(costs):
+def _fit(names, costs, budget, stops=False):
+    """The names, from the first on, whose costs fit into the budget together. stops: at the first that doesn't."""
+    moved = []
+    for name in names:
         if costs[name] <= budget:
+            moved.append(name)
             budget -= costs[name]
-        else:
-            kept.append(name)
-    return kept
-
-
-def _from_the_budget(costs, budget):
-    kept = []
-    for name in _ordered(costs):
-        if budget < 0:
+        elif stops:
             break
-        kept.append(name)
+    return moved
+
+
+def _shrink(costs, saved, budget):
+    return _fit(_ranked(costs, saved), costs, budget)
+
+
+def _by(key):
+    """The plan that ranks layers by key(cost, bytes saved)."""
+    return lambda c, s, b: _fit(_ranked(c, s, lambda name: key(c[name], s[name])), c, b)
+
+
+def _until_spent(costs, saved, budget):
+    """Whether a layer fits is only looked at when it has been moved."""
+    moved = []
+    for name in _ranked(costs, saved):
+        if budget <= 0:
+            break
+        moved.append(name)
         budget -= costs[name]
-    return kept
-
-
-def _until_small(costs, budget):
-    kept = 0
-    while kept < len(costs) and costs[_ordered(costs)[kept]] > budget:
-        kept += 1
-    return _ordered(costs)[:kept]
+    return moved
 
 
 def _plans():
-    few = {"query": 1, "value": 9, "in": 8, "out": 4}
-    more = {"a": 20, "b": 3, "c": 21, "d": 5, "e": 40, "f": 2}
-    numbers = torch.randperm(5000, generator=torch.Generator().manual_seed(0)).tolist()
+    few = {"query": 1, "value": 9, "in": 16, "out": 6}, {"query": 7, "value": 7, "in": 28, "out": 28}
+    more = {"a": 20, "b": 3, "c": 21, "d": 5, "e": 40, "f": 2}, {"f": 1, "e": 64, "d": 2, "c": 30, "b": 6, "a": 16}
+    free = {"a": 3, "b": 0, "c": 2, "d": 0}, {"a": 5, "b": 4, "c": 0, "d": 8}
+    ties = (
+        {"value": 6, "a": 3, "in": 12, "output": 9, "key": 5},
+        {"in": 16, "a": 4, "key": 20, "output": 12, "value": 8},
+    )
+    numbers = torch.randperm(9000, generator=torch.Generator().manual_seed(0)).tolist()
     many = {f"layer {i}": cost**2 for i, cost in enumerate(numbers[:60])}
+    bytes_of = {f"layer {i}": 71460 if i % 3 else 285840 for i in range(60)}
+    close = {"a": 50, "b": 51, "c": 52, "d": 53}, {"a": 100, "b": 103, "c": 101, "d": 109}
     return [
-        (few, 5), (few, 22), (more, 12), (more, 29), (few, 0), (few, 21), ({}, 3), ({"one": 7}, 6), ({"one": 7}, 7),
-        (many, sum(many.values()) // 10), (many, 10**12), ({"a": 3, "b": 0}, 0),
-        ({"value": 5, "a": 5, "in": 5, "output": 9}, 10),
-        ({"a": 2, "b": 5, "c": 5, "d": 2, "e": 5}, 9), ({"a": 2, "b": 5, "c": 5, "d": 2, "e": 5}, 3),
+        (*few, 8), (*few, 17), (*few, 23), (*few, 100), (*few, 0), (*more, 50), (*more, 69), (*more, 70), (*more, 1),
+        (*free, 0), (*free, 2), (*free, 5), (*ties, 5), (*ties, 20), (*ties, 26), ({}, {}, 3), (*close, 103),
+        ({"one": 7}, {"one": 1}, 6), ({"one": 7}, {"one": 1}, 7), ({"one": 7}, {"one": 0}, 9),
+        (many, bytes_of, sum(many.values()) // 10), (many, bytes_of, sum(many.values()) // 3), (many, bytes_of, 10**12),
     ]  # fmt: skip
 
 
-def _second_moment(x, mask):
-    kept = x[mask == 1]
-    return kept.T @ kept
+def _output_error(error, S):
+    return (error @ S * error).sum(1)
 
 
-def _of_all(x, mask):
-    every = x.flatten(0, 1)
-    return every.T @ every
-
-
-def _of_masked(x, mask):
-    return _of_all(x * mask[..., None], mask)
-
-
-def _moments():
-    def case(lengths, K, seed, size=1.0, pad=None, left=False, most=31):
-        """Eighths times a power of two, so that sums are exact in any order. left: padding comes first."""
+def _changes():
+    def case(N, K, tokens, seed, size=1.0, scale=1.0):
+        """Small whole numbers times powers of two, so that sums are exact in any order."""
         numbers = torch.Generator().manual_seed(seed)
-        x = torch.randint(-most, most + 1, (len(lengths), max(lengths), K), generator=numbers).float() / 8 * size
-        mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
-        mask = mask.flip(1) if left else mask
-        return (x if pad is None else x.masked_fill(mask[..., None] == 0, pad)), mask
+        v = torch.randint(-3, 4, (tokens, K), generator=numbers).float()
+        error = torch.randint(-4, 5, (N, K), generator=numbers).float()
+        return error * size, (v.T @ v) * scale**2
 
+    inputs = torch.arange(1.0, 9.0).view(2, 4)
+    together = torch.tensor([[2.0, 2.0, 1.0], [-1.0, -1.0, 3.0]])
     return [
-        case([3, 5, 2], 4, 0), case([4, 1], 3, 1, 2.0**40), case([2, 2, 3, 1], 2, 2, 2.0**-40), case([6], 5, 3),
-        case([1, 7, 3], 33, 4), case([5, 2], 6, 5, pad=torch.nan), case([2, 9], 3, 6, pad=torch.inf),
-        case([1, 4, 2], 5, 7, left=True), case([3, 2], 1, 8), case([1], 1, 9), case([4, 3], 4, 10, most=500),
+        case(3, 4, 5, 0), case(5, 3, 2, 1, 2.0**20), case(2, 6, 4, 2, 2.0**-20), case(4, 4, 9, 3), case(1, 33, 7, 4),
+        case(7, 1, 3, 5), case(9, 20, 1, 6, 0.125, 2.0**12), case(6, 5, 8, 7, 1.0, 2.0**-12), case(33, 33, 10, 8),
+        (torch.tensor([[1.0, -1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.5]]), together.T @ together),
+        (torch.zeros(2, 3), together.T @ together), (torch.arange(257.0, 269.0).view(3, 4), inputs.T @ inputs),
     ]  # fmt: skip
 
 
@@ -207,73 +197,95 @@ EXERCISES = {
             ),
         },
     ),
-    "keep": Exercise(
-        expected=_keep,
+    "shrink": Exercise(
+        expected=_shrink,
         cases=_plans,
         note="any number of layers and any budget",
         mistakes={
-            "of layers that cost the same, the first in `costs` comes first": lambda c, b: sorted(
-                reversed(list(c)), key=c.get, reverse=True
-            )[: _needed(c, b)],
-            "keep as few as you can, even if others cost as much": lambda c, b: [
-                name for name in _ordered(c) if c[name] >= min((c[kept] for kept in _keep(c, b)), default=10**15)
+            "rank by cost per byte saved, not by cost alone": _by(lambda c, s: c),
+            "rank by cost per byte saved, not by bytes alone": _by(lambda c, s: -s),
+            "the lowest cost per byte comes first": _by(lambda c, s: -c / s),
+            "divide the cost by the bytes, don't multiply": _by(lambda c, s: c * s),
+            "a difference of costs and bytes isn't a rate: divide": _by(lambda c, s: c - s),
+            "the rank of a layer isn't a whole number: use /, not //": _by(lambda c, s: c // s),
+            "bytes per unit of cost isn't a whole number: use /, not //": _by(
+                lambda c, s: -(s // c) if c else -(10**9)
+            ),
+            "of equal ranks, the first in `costs` comes first, not the largest": _by(lambda c, s: (c / s, -s)),
+            "of equal ranks, the first in `costs` comes first, not the smallest": _by(lambda c, s: (c / s, s)),
+            "of equal ranks, the first in `costs` comes first, not in `saved`": lambda c, s, b: _fit(
+                _ranked({name: c[name] for name in s}, s), c, b
+            ),
+            "of equal ranks, the first in `costs` comes first, not the last": lambda c, s, b: _fit(
+                _ranked({name: c[name] for name in reversed(list(c))}, s), c, b
+            ),
+            "of equal ranks, the first in `costs` comes first, not the first by name": lambda c, s, b: _fit(
+                _ranked(c, s, lambda name: (c[name] / s[name], name)), c, b
+            ),
+            "a layer that doesn't fit is skipped: a later one may still fit": lambda c, s, b: _fit(
+                _ranked(c, s), c, b, stops=True
+            ),
+            "the costs may add up to the budget, to the last unit": lambda c, s, b: _fit(_ranked(c, s), c, b - 1),
+            "the costs add up: one layer below the budget is not enough": lambda c, s, b: [
+                name for name in _ranked(c, s) if c[name] <= b
             ],
-            "the others may cost as much as the budget, to the last unit": lambda c, b: _keep(c, b - 1),
-            "keep the most costly ones, so that fewer are enough": lambda c, b: _ordered(c)[::-1][
-                : _needed(c, b, _ordered(c)[::-1])
+            "look at the sum before you move a layer, not after": _until_spent,
+            "the budget limits the costs, not the bytes": lambda c, s, b: _fit(_ranked(c, s), s, b),
+            "a layer that saves nothing stays in int8": lambda c, s, b: _fit(
+                sorted(c, key=lambda name: c[name] / s[name] if s[name] else 10**15), c, b
+            ),
+            "a layer that costs nothing can always be moved": lambda c, s, b: [
+                name for name in _shrink(c, s, b) if c[name]
             ],
-            "the budget is for the others, not for the ones you keep": _within_budget,
-            "the costs add up: one layer below the budget is not enough": _until_small,
-            "return the names of those in 8 bits, not of the others": lambda c, b: _ordered(c)[_needed(c, b) :],
-            "the most costly comes first": lambda c, b: _keep(c, b)[::-1],
-            "keep the most costly first; this keeps whatever no longer fits": _what_does_not_fit,
-            "the budget is for the others: subtract a kept layer's cost from their sum": _from_the_budget,
-            "the budget limits the sum of the others' costs, not the mean": lambda c, b: _keep(c, b * max(len(c), 1)),
-            "costs are numbers: compared as text, 9 is larger than 40": lambda c, b: (
-                names := sorted(c, key=lambda name: str(c[name]), reverse=True)
-            )[: _needed(c, b, names)],
-            "sort by cost, not by name": lambda c, b: sorted(_keep(c, b)),
-            "one fewer is enough": lambda c, b: _ordered(c)[: _needed(c, b) + 1],
-            "one more is needed": lambda c, b: _ordered(c)[: max(_needed(c, b) - 1, 0)],
-            "layers of no cost fit into any budget, even into 0": lambda c, b: _keep(c, b) if b else _ordered(c),
-            "return names, not how many": _needed,
-            "return a list": lambda c, b: tuple(_keep(c, b)),
-            "return the names, not their costs": lambda c, b: [c[name] for name in _keep(c, b)],
-            "sort by cost": lambda c, b: list(c)[: _needed(c, b)],
-            "that's every layer: stop when the others fit into the budget": lambda c, b: _ordered(c),
+            "a budget of 0 is enough for layers that cost nothing": lambda c, s, b: _shrink(c, s, b) if b else [],
+            "return the names in the order of the ranking": lambda c, s, b: [
+                name for name in c if name in _shrink(c, s, b)
+            ],
+            "the first layer moved comes first": lambda c, s, b: _shrink(c, s, b)[::-1],
+            "return the names of the moved layers, not of the others": lambda c, s, b: [
+                name for name in c if name not in _shrink(c, s, b)
+            ],
+            "that's the ranking: stop moving layers when the budget is used up": lambda c, s, b: _ranked(c, s),
+            "return names, not how many": lambda c, s, b: len(_shrink(c, s, b)),
+            "return names, not the bytes saved": lambda c, s, b: sum(s[name] for name in _shrink(c, s, b)),
+            "return a list": lambda c, s, b: tuple(_shrink(c, s, b)),
+            "return a list, in order; a set has none": lambda c, s, b: set(_shrink(c, s, b)),
         },
     ),
-    "second_moment": Exercise(
-        expected=_second_moment,
-        cases=_moments,
-        note="values of any size, and padding at either end, which may hold NaN or infinity",
+    "output_error": Exercise(
+        expected=_output_error,
+        cases=_changes,
+        note="any N and K, and values of any size",
+        bound=1e-5,
         mistakes={
-            "padding was counted: use the mask": _of_all,
-            "padding can come first: the mask says where it is": lambda x, mask: _second_moment(
-                x, mask.sort(1, descending=True).values
-            ),
-            "0 times NaN is NaN: select the tokens instead of multiplying by the mask": _of_masked,
-            "padding is where the mask is 0": lambda x, mask: _second_moment(x, 1 - mask),
-            "the sum, not the mean": lambda x, mask: _second_moment(x, mask) / mask.sum(),
-            "the sum, not the mean; and padding was counted": lambda x, mask: _second_moment(x, mask) / mask.numel(),
-            "take an outer product per token, then sum them": lambda x, mask: torch.outer(
-                x[mask == 1].sum(0), x[mask == 1].sum(0)
-            ),
-            "signs matter: don't take magnitudes": lambda x, mask: _second_moment(x.abs(), mask),
-            "negative numbers count too": lambda x, mask: x[mask == 1].clamp(min=0).T @ x[mask == 1],
-            "float16 can't hold the values": lambda x, mask: (
-                (x[mask == 1].half().float().T @ x[mask == 1].half().float()).half().float()
-            ),
-            "all tokens count, not only as many as the shortest sentence has": lambda x, mask: _of_all(
-                x[:, : int(mask.sum(1).min())], mask
-            ),
-            "the whole matrix is needed, not just the diagonal": lambda x, mask: (
-                _second_moment(x, mask).diagonal().diag()
-            ),
-            "the result has an entry for each pair of columns: [K, K]": lambda x, mask: x[mask == 1] @ x[mask == 1].T,
-            "add up the sentences": lambda x, mask: (x * mask[..., None]).mT @ (x * mask[..., None]),
-            "that is the first sentence alone": lambda x, mask: _second_moment(x[:1], mask[:1]),
-            "don't subtract the mean": lambda x, mask: _second_moment(x - x[mask == 1].mean(0), mask),
+            "columns vary together: entries off the diagonal of S count too": lambda error, S: error**2 @ S.diagonal(),
+            "square the whole sum: (a + b)² isn't a² + b²": lambda error, S: (error**2 @ S).sum(1),
+            "S holds products of two inputs, so each needs two factors of error": lambda error, S: (error @ S).sum(1),
+            "S already holds squares of inputs: don't square error @ S": lambda error, S: ((error @ S) ** 2).sum(1),
+            "the error of the output, not of the weight: S is missing": lambda error, S: (error**2).sum(1),
+            "return one number for each row, not one for all": lambda error, S: (error @ S * error).sum(),
+            "each row by itself: that is the diagonal of error @ S @ error.T": lambda error, S: error @ S @ error.T,
+            "sum over the columns, for each row": lambda error, S: (error @ S * error).sum(0),
+            "not summed yet: add up each row": lambda error, S: error @ S * error,
+            "rows of error don't mix: only the diagonal of error @ S @ error.T": lambda error, S: (
+                error @ S @ error.T
+            ).sum(1),
+            "the sum, not the mean": lambda error, S: (error @ S * error).mean(1),
+            "the sum of squares, not its root": lambda error, S: (error @ S * error).sum(1).clamp(min=0).sqrt(),
+            "signs matter: errors of two columns can cancel": lambda error, S: (
+                error.abs() @ S.abs() * error.abs()
+            ).sum(1),
+            "signs of error matter: errors of two columns can cancel": lambda error, S: (
+                error.abs() @ S * error.abs()
+            ).sum(1),
+            "S is symmetric: take each pair of columns twice, once in each order": lambda error, S: (
+                error @ S.triu() * error
+            ).sum(1),
+            "float16 can't hold the values": lambda error, S: (error.half().float() @ S.half().float() * error).sum(1),
+            "bfloat16 is too coarse": lambda error, S: (
+                error.bfloat16().float() @ S.bfloat16().float() * error.bfloat16().float()
+            ).sum(1),
+            "a shape of [N], not [N, 1]": lambda error, S: (error @ S * error).sum(1, keepdim=True),
         },
     ),
 }
