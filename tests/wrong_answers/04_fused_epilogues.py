@@ -59,6 +59,31 @@ def gated_kernel(gate_ptr, up_ptr, codes_ptr, scale_ptr, N, GROUP: tl.constexpr)
 """
 SILU = "gate / (1.0 + tl.exp(-gate)) * up"
 
+PEAK = """
+def peak_bytes(kernels, sizes):
+    made = {written: i for i, (_, written) in enumerate(kernels)}
+    last = {name: i for i, (read, _) in enumerate(kernels) for name in read}
+    end = len(kernels)
+    moments = []
+    for i in range(end):
+        moments.append([name for name in sizes if name not in made or made[name] <= i <= last.get(name, end)])
+    return max(sum(sizes[name] for name in moment) for moment in moments)
+"""
+ALIVE = "name not in made or made[name] <= i <= last.get(name, end)"
+WALK = """
+def peak_bytes(kernels, sizes):
+    written = {name for _, name in kernels}
+    alive = {name for name in sizes if name not in written}
+    peak, rest = 0, list(kernels)
+    while rest:
+        read, name = rest.pop(0)
+        alive.add(name)
+        peak = max(peak, sum(map(sizes.get, alive)))
+        later = {name for names, _ in rest for name in names}
+        alive -= {name for name in read if name in written and name not in later}
+    return peak
+"""
+
 ANSWERS = {
     "largest_k": [
         ("take the difference", changed(LARGEST, (SAVED, "before"))),
@@ -122,6 +147,34 @@ ANSWERS = {
         ("past the end of scale_ptr", changed(GATED, ("scale_ptr + tl.program_id(0)", "scale_ptr + n"))),
         ("", changed(GATED, ("tl.max(tl.abs(x), 0)", "tl.max(x, 0)"))),
     ],
+    "peak_bytes": [
+        ("inputs stay alive", changed(PEAK, (ALIVE, "made.get(name, 0) <= i <= last.get(name, end)"))),
+        ("inputs count, too", changed(PEAK, (ALIVE, ALIVE.replace("not in made or", "in made and")))),
+        ("though this one doesn't", changed(PEAK, (ALIVE, "name in kernels[i][0] or name == kernels[i][1]"))),
+        ("that wait for", changed(PEAK, (ALIVE, "name not in made or name in kernels[i][0] or name == kernels[i][1]"))),
+        ("after its last reader", changed(PEAK, (ALIVE, "made.get(name, 0) <= i"))),
+        ("before it's written", changed(PEAK, (ALIVE, ALIVE.replace("made[name] <= ", "")))),
+        ("what it reads is still", changed(PEAK, (ALIVE, ALIVE.replace("<= last", "< last")))),
+        ("what it writes is already", changed(PEAK, (ALIVE, ALIVE.replace("<= i", "< i")))),
+        (
+            "the last reader",
+            changed(PEAK, ("in enumerate(kernels) for name", "in [*enumerate(kernels)][::-1] for name")),
+        ),
+        ("stays alive to the end", changed(PEAK, (ALIVE, ALIVE.replace("end", "made[name]")))),
+        ("results count, too", changed(PEAK, (ALIVE, ALIVE.replace("end", "-1")))),
+        ("not one kernel later", changed(PEAK, (ALIVE, ALIVE.replace("end)", "end) + 1")))),
+        (
+            "add up",
+            changed(PEAK, ("max(sum(", "max(max(")),
+        ),
+        ("needn't be the last", changed(PEAK, ("in moments)", "in moments[-1:])"))),
+        ("not the most tensors", changed(PEAK, ("in moments)", "in [max(moments, key=len)])"))),
+        ("not the fewest", changed(PEAK, ("max(", "min("))),
+        ("not a number of tensors", changed(PEAK, ("sum(sizes[name] for name in moment)", "len(moment)"))),
+        ("", changed(PEAK, ("in moments)", "in moments[1:-1])"))),
+        ("", changed(WALK, (" and name not in later", ""))),
+        ("", changed(WALK, ("name in written and ", ""))),
+    ],
 }
 
 # kinds that were once called right, or whose words were wrong
@@ -162,4 +215,5 @@ OTHERS = {
         SEARCH,
         "def largest_k(M, N, block_size, speed, copy, share):\n    return 12 * speed // (share * copy)",
     ],
+    "peak_bytes": [WALK],
 }

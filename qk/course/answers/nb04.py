@@ -34,6 +34,56 @@ def _largest_k(
     return largest
 
 
+_BYTES = {"x": 64, "x8": 33, "h": 512, "g": 520, "g8": 264, "out": 72, "mean": 3, "up": 500, "old": 90}
+
+
+def _peak_cases():
+    """(kernels, sizes): a chain of kernels or one with branches, whose peak comes early or late."""
+    for kernels in (
+        "x>h h>g g>out",
+        "x>x8 x8>h h>g g>g8 g8>out",
+        "x>x8 x8>g8 g8>out",
+        "x>mean x,mean>x8 x8>h x8>up h,up>g8 g8>out",  # gated
+        "x>old old>h h>g g>g8 g8,old>out",  # a skip connection
+        "x>h h>mean mean>up up>old old>g8 h,g8>out",  # read twice, far apart
+        "x,up>old x>h h,h>g g>g8 g8>mean mean>out",  # a result that comes first
+        "x,h>out",
+        "x>mean mean>old old,mean>x8 x>g g,x8>up up>out",
+    ):
+        pairs = [pair.split(">") for pair in kernels.split()]
+        names = {name for read, written in pairs for name in (*read.split(","), written)}
+        sizes = {name: size for name, size in _BYTES.items() if name in names}
+        yield [(read.split(","), written) for read, written in pairs], sizes
+    yield [(["a"], "b"), (["b", "a"], "c"), (["c"], "d")], {"d": 10**12, "c": 5, "b": 2 * 10**12 + 1, "a": 7}
+
+
+def _peak(
+    alive=lambda i, made, last, end, own: made <= i <= last,
+    inputs=lambda i, last, own: True,
+    reader=max,
+    unread=lambda made, end: end,
+    worst=lambda moments: max(moments),
+    value=lambda names, sizes, own: sum(sizes[name] for name in names),
+):
+    """The right answer, or what a mistake makes of it; `own` are the names that kernel i reads and writes."""
+
+    def peak(kernels, sizes):
+        made = {written: i for i, (_, written) in enumerate(kernels)}
+        end, moments = len(kernels), []
+        for i, (read, written) in enumerate(kernels):
+            names = []
+            for name in sizes:
+                readers = [k for k, (read, _) in enumerate(kernels) if name in read]
+                last = reader(readers) if readers else unread(made[name], end)
+                own = name in read or name == written
+                there = alive(i, made[name], last, end, own) if name in made else inputs(i, last, own)
+                names += [name] * bool(there)
+            moments.append((value(names, sizes, [*read, written]), len(names)))
+        return worst(moments)[0]
+
+    return peak
+
+
 # (N, GROUP, the largest softplus of the last group)
 _SOFTPLUS = (
     (64, 32, 0.001),
@@ -245,5 +295,51 @@ EXERCISES = {
         kernel=True,
         bound=[0.0, 1e-5],
         note="any N and GROUP, gates from -40 to 90, and groups of huge or tiny values",
+    ),
+    "peak_bytes": Exercise(
+        expected=_peak(),
+        cases=lambda: [*_peak_cases()],
+        mistakes={
+            "inputs stay alive, even after their last reader": _peak(inputs=lambda i, last, own: i <= last),
+            "inputs count, too": _peak(inputs=lambda i, last, own: False),
+            "what a later kernel reads is alive, too, though this one doesn't touch it": _peak(
+                alive=lambda i, made, last, end, own: own, inputs=lambda i, last, own: own
+            ),
+            "besides inputs, tensors that wait for a later kernel are alive, too": _peak(
+                alive=lambda i, made, last, end, own: own
+            ),
+            "free a tensor after its last reader, and don't count it before it's written": lambda kernels, sizes: sum(
+                sizes.values()
+            ),
+            "while a kernel runs, what it reads is still alive": _peak(
+                alive=lambda i, made, last, end, own: made <= i < last
+            ),
+            "while a kernel runs, what it writes is already alive": _peak(
+                alive=lambda i, made, last, end, own: made < i <= last
+            ),
+            "a later kernel may read a tensor again: look for the last reader, not the first": _peak(reader=min),
+            "a result that no kernel reads stays alive to the end": _peak(unread=lambda made, end: made),
+            "results count, too": _peak(unread=lambda made, end: -1),
+            "a tensor is freed right after its last reader, not one kernel later": _peak(
+                alive=lambda i, made, last, end, own: made <= i <= last + 1
+            ),
+            "a tensor is alive only once, even if a kernel reads it twice": _peak(
+                value=lambda names, sizes, own: (
+                    sum(sizes[name] for name in names) + sum(sizes[name] for name in own) - sum(map(sizes.get, {*own}))
+                )
+            ),
+            "the largest tensor isn't all: add up what is alive with it": lambda kernels, sizes: max(sizes.values()),
+            "the worst moment needn't be the last": _peak(worst=lambda moments: moments[-1]),
+            "the worst moment needn't be the first": _peak(worst=lambda moments: moments[0]),
+            "the most bytes, not the fewest": _peak(worst=min),
+            "the most bytes, not the most tensors": _peak(
+                worst=lambda moments: max(moments, key=lambda moment: moment[1])
+            ),
+            "return bytes, not a number of tensors": _peak(value=lambda names, sizes, own: len(names)),
+            "one moment's bytes, not those of all moments together": _peak(
+                worst=lambda moments: [sum(size for size, _ in moments)]
+            ),
+        },
+        note="chains and branches, tensors read twice, and results that come early",
     ),
 }
