@@ -83,7 +83,7 @@ NUMBERS = [
     ("13_checkpoints", r"at ([\d.]+) to ([\d.]+) times the speed of cuBLAS FP8", lambda: extremes(fp8().values())),
     (
         "13_checkpoints",
-        r"chain needs (\d+) µs on the CPU and (\d+) on the GPU, bfloat16's (\d+) and (\d+)",
+        r"chain needs (\d+) µs on the CPU and (\d+) on the GPU; bfloat16's needs (\d+) and (\d+)",
         lambda: [times("chain", field)[1, 8192, 8192][name] for name in ("qk", "bf16") for field in ("wall_us", "us")],
     ),
     (
