@@ -10,7 +10,7 @@ import torch
 from filelock import FileLock
 
 import qk
-from qk.core import launch, replay
+from qk.core import replay
 
 sys.path.insert(0, os.path.dirname(__file__))
 
@@ -40,7 +40,7 @@ def nothing_remembered():
 @pytest.fixture
 def poison(monkeypatch):
     """Poisons every tensor that a kernel file allocates: an unwritten element shows."""
-    monkeypatch.setattr(launch, "REMEMBER", False)  # replays allocate in another way
+    monkeypatch.setattr(replay, "REMEMBER", False)  # replays allocate in another way
     new_empty = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *args, **kwargs: poisoned(new_empty(x, *args, **kwargs)))
 
@@ -67,7 +67,7 @@ def windows(monkeypatch):
         return whole[4096 : 4096 + count].view(size)
 
     monkeypatch.setattr(torch.Tensor, "new_empty", window)
-    monkeypatch.setattr(launch, "REMEMBER", False)  # replays allocate in another way
+    monkeypatch.setattr(replay, "REMEMBER", False)  # replays allocate in another way
     return surroundings
 
 

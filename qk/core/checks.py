@@ -3,7 +3,7 @@
 import torch
 import triton
 
-from .launch import INTERPRETING, ORDINARY
+from .launch import INTERPRETING
 from .numerics import ROUNDINGS
 
 if triton.__version__.startswith("3.4."):
@@ -13,6 +13,7 @@ if triton.__version__.startswith("3.4."):
     )
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+ORDINARY = (torch.Tensor, torch.nn.Parameter)  # classes whose memory holds the values they show
 BLOCKS = (32, 64, 128, 256)
 SCALE_LAYOUTS = ("row", "column")
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu")

@@ -11,7 +11,8 @@ import itertools
 
 import torch
 
-from .launch import ORDINARY, recording
+from .checks import ORDINARY
+from .launch import recording
 from .replay import listened, replayed
 
 # Operators go away with their library, so a reloaded module keeps the libraries it had.

@@ -3,20 +3,29 @@
     @replayed()                       the first call     checks, operator, launches; the launches are recorded
     def act_quant(x): ...             a matching call    outputs are allocated; the launches get their addresses
 
-For a few tokens, the Python before a launch takes longer than the GPU needs. One token of 8192 columns, wall time on an
-H100 (2026-11) where a call of torch.matmul takes 16 us: act_quant 50 us and int8_gemm 125 us through the cache of
-launches alone, 15 and 25 us replayed.
+For a few tokens, the Python before a launch takes longer than the GPU needs.
+
+Replays need private parts of torch and of Triton, which stand in this file alone. If a release changes them, calls are
+not replayed, and tests/core/test_launch.py fails.
 """
 
+import copy
 import functools
+import inspect
 import itertools
 import os
 from typing import NamedTuple
 
 import torch
+import triton
 
-from .launch import INTERPRETING, ORDINARY, current_device, raw_stream, record, recording, remembers
+from .checks import ORDINARY
+from .launch import INTERPRETING, current_device, record, recording
 
+REMEMBER = True  # False: nothing is replayed, for tools that patch what a call goes through
+raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # the current stream of a device, by its index
+_KNOBS = triton.knobs.runtime if hasattr(triton, "knobs") else triton.compiler.CompiledKernel  # the latter: Triton 3.3
+_MOST_MAPS = 64  # tensor maps that a launch remembers for each of its descriptors
 _MOST_CALLS = 512  # that a function remembers before it forgets them all
 _peek_transform = torch._C._functorch.peek_interpreter_stack
 _remembered = []  # a dictionary for each function
@@ -50,6 +59,12 @@ def listened():
     )
 
 
+def _remembers():
+    """Whether calls are replayed: not while a hook observes launches, as Triton's profiler does."""
+    enter, leave = _KNOBS.launch_enter_hook, _KNOBS.launch_exit_hook
+    return REMEMBER and not getattr(enter, "calls", enter) and not getattr(leave, "calls", leave)  # 3.5: a chain
+
+
 def replayed(*depends, passed_by=listened):
     """Make a function remember its calls, and replay a call that matches one of them.
 
@@ -70,7 +85,7 @@ def _replayed(function, depends, passed_by):
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        if INTERPRETING or passed_by() or recording() is not None or not remembers():
+        if INTERPRETING or passed_by() or recording() is not None or not _remembers():
             return function(*args, **kwargs)
         key, tensors = [*kwargs, torch.get_default_dtype()], []
         for depend in depends:
@@ -125,8 +140,8 @@ class _Call(NamedTuple):
         stream = raw_stream(self.device)
         for run, grid, values, places in self.steps:
             values = values.copy()
-            for place, number, tensor_map in places:
-                values[place] = addresses[number] if tensor_map is None else tensor_map(addresses[number])
+            for place, number, encode in places:
+                values[place] = addresses[number] if encode is None else encode(addresses[number])
             run(*grid, stream, *values)
         return results[0] if self.single else tuple(results)
 
@@ -144,13 +159,15 @@ def _call_of(tensors, results, noted):
     # If a tensor is passed twice, which of the two does a kernel use? And a view doesn't own its memory.
     if not noted.launches or 0 in numbers or len(numbers) < len(tensors) + len(new):
         return None
-    if any(compiled is None or compiled.index != device for compiled, *_ in noted.launches):
-        return None  # this Triton launches differently
+    if any(index != device for _, index, *_ in noted.launches):
+        return None
     if any(x.storage_offset() or x.untyped_storage().nbytes() != x.numel() * x.itemsize for x in new):
         return None
     try:
         steps = [_step(numbers, *each) for each in noted.launches]
     except KeyError:  # a kernel got the address of a copy
+        return None
+    except (AttributeError, ImportError, TypeError, ValueError):  # this Triton launches differently
         return None
     # temporaries share one allocation, each aligned as torch aligns tensors on a GPU
     *offsets, size = itertools.accumulate((-(-x.nbytes // 512) * 512 for x in temporaries), initial=0)
@@ -158,20 +175,51 @@ def _call_of(tensors, results, noted):
     return _Call(device, results, single, size, offsets, steps)
 
 
-def _step(numbers, compiled, grid, args):
-    """Returns a launcher, its grid, its arguments after the stream, and what changes among them.
+def _step(numbers, compiled, _, grid, args, constexprs):
+    """Returns Triton's launcher, its grid, its arguments after the stream, and what changes among them.
 
     That is a list of (place, number of a tensor, None or a function from its address to its tensor map).
     """
-    values, places = [*compiled.between], []
-    expanded = dict(zip(compiled.places, compiled.tensor_maps(args), strict=True)) if compiled.places else {}
-    for i, arg in enumerate(args):
-        if i in expanded:
-            places.append((len(values), numbers[arg.base.data_ptr()], compiled.map_of(i, args)))
-            values += expanded[i]
+    run, values, places = compiled.run, [compiled.function, compiled.packed_metadata, None, None, None], []
+    formats = iter(compiled.metadata.tensordesc_meta) if any(hasattr(arg, "block_shape") for arg in args) else None
+    if formats:  # Triton's wrapper would encode the descriptors for every launch
+        run = copy.copy(run)
+        run.launch = inspect.getclosurevars(run.launch).nonlocals["launcher"]
+    for arg in args:
+        if hasattr(arg, "block_shape"):
+            number, encode = numbers[arg.base.data_ptr()], _encoder(arg, next(formats))
+            places.append((len(values), number, encode))
+            values += encode(arg.base.data_ptr()), *arg.shape, *arg.strides
         elif isinstance(arg, torch.Tensor):
             places.append((len(values), numbers[arg.data_ptr()], None))
             values.append(None)
         else:
             values.append(arg)
-    return compiled.run, (*grid, 1, 1)[:3], [*values, *compiled.rest], places
+    return run, (*grid, 1, 1)[:3], [*values, *constexprs], places
+
+
+def _encoder(descriptor, format):
+    """Returns a function from an address to the tensor map of this TMA descriptor there. It keeps no tensor alive."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    more = [None] * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)  # one since Triton 3.7
+    descriptor = copy.copy(descriptor)
+    descriptor.base = None
+
+    @functools.lru_cache(_MOST_MAPS)
+    def encode(address):
+        there = copy.copy(descriptor)
+        there.base = _Address(address)
+        tensor_map, *sizes = make_tensordesc_arg(there, format, *more)
+        if sizes != [*there.shape, *there.strides]:
+            raise AttributeError("this Triton passes TMA descriptors differently")
+        return tensor_map
+
+    return encode
+
+
+class _Address(int):
+    """Stands for a tensor of which the address is all that counts."""
+
+    def data_ptr(self):
+        return int(self)

@@ -119,15 +119,15 @@ def test_a_launch_waits_for_the_one_before(chain, M, monkeypatch):
 @gpu
 def test_the_gpu_decides(monkeypatch):
     """What is launched early, or not, by the GPU and by the kernel."""
-    early, make = {}, launch._compiled_launch
+    early, run = {}, triton.JITFunction.run
 
-    def noted(kernel, compiled, index, args, options):
+    def noted(kernel, *args, **options):
+        compiled = run(kernel, *args, **options)
         early.setdefault(kernel.__name__, set()).add((compiled.metadata.launch_pdl, options.get("EARLY")))
-        return make(kernel, compiled, index, args, options)
+        return compiled
 
     replay.forget()
-    monkeypatch.setattr(launch, "_launches", {})
-    monkeypatch.setattr(launch, "_compiled_launch", noted)
+    monkeypatch.setattr(triton.JITFunction, "run", noted)
     x = randn(16, 256)
     codes, scale = qk.act_quant(x)
     qk.int8_gelu(*qk.quantize_per_token(x), 256)

@@ -4,7 +4,9 @@ import concurrent.futures
 import contextlib
 import ctypes
 import os
+import sys
 import threading
+import types
 
 import pytest
 import torch
@@ -21,6 +23,8 @@ class Kernel:
 
     def __init__(self):
         self.launches = []
+
+    function, packed_metadata = 7, (4, 1, 0)
 
     def run(self, *args):
         *grid, stream, function, metadata, nothing, enter, leave, x, out, n, constexpr = args
@@ -44,7 +48,6 @@ def doubled(monkeypatch):
         replay, "_empty_strided", lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype)
     )
     kernel, outside = Kernel(), []
-    compiled = launch._Launch(kernel, kernel.run, -1, (7, (4, 1, 0), None, None, None), [False], [], None)
 
     def double(x, n=None, *, more=None, copies=False, computes=False):
         if not isinstance(x, torch.Tensor):
@@ -54,7 +57,7 @@ def doubled(monkeypatch):
         out.copy_(2 * source)
         call.first.append((n, more))
         if (noted := launch.recording()) is not None:
-            noted.launches.append((compiled, (x.numel(),), (source, out, x.numel())))
+            noted.launches.append((kernel, -1, (x.numel(),), (source, out, x.numel()), [False]))
             noted.temporaries.append(out)
         return out + 1 if computes else out
 
@@ -147,9 +150,9 @@ def test_temporaries_share_one_allocation(monkeypatch):
 
     monkeypatch.setattr(replay, "_empty_strided", empty)
     x, codes, scale, out = torch.ones(3), torch.ones(700, dtype=torch.int8), torch.ones(5), torch.ones(2, 2).t()
-    compiled = launch._Launch(None, lambda *args: launched.append(args[4:]), -1, (), [], [], None)
+    compiled = types.SimpleNamespace(run=lambda *args: launched.append(args[9:]), function=7, packed_metadata=(4, 1, 0))
     monkeypatch.setattr(replay, "raw_stream", lambda device: 0)
-    record = launch.Record([(compiled, (1,), (x, codes, scale, out))], [codes, scale, out])
+    record = launch.Record([(compiled, -1, (1,), (x, codes, scale, out), [])], [codes, scale, out])
     call = replay._call_of([x], out, record)
     got = call([x])
     assert got is allocated[0] and got.stride() == (1, 2) and len(allocated) == 2 and allocated[1].nbytes == 1536
@@ -198,7 +201,7 @@ def test_whoever_listens_hears(doubled):
     assert len(doubled.first) == before + 1
     torch.jit.trace(lambda y: y + doubled(x), x, check_trace=False)
     assert len(doubled.first) == before + 2
-    hooks = launch._KNOBS.launch_enter_hook
+    hooks = replay._KNOBS.launch_enter_hook
     if hasattr(hooks, "add"):  # before Triton 3.5 it is one function
 
         def hear(metadata):
@@ -280,121 +283,52 @@ def test_a_child_process_starts_without_calls(doubled):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and len(doubled.known) == 1
 
 
-# The cache of launches
+@pytest.mark.parametrize("missing", ["function", "packed_metadata", "run"])
+def test_nothing_is_replayed_if_triton_launches_differently(doubled, monkeypatch, missing):
+    monkeypatch.delattr(Kernel, missing)
+    for n in (1, 2):
+        doubled(torch.randn(5))
+        assert len(doubled.first) == n and not doubled.known
 
 
-class Launched:
-    """A kernel as Triton has it: the first call compiles. `calls` counts those that Triton made itself."""
+def test_a_descriptor_gets_the_new_address(monkeypatch):
+    """A TMA descriptor of a replayed launch describes the call's own tensor, and keeps none alive."""
+    driver, encoded, launched = types.ModuleType("driver"), [], []
 
-    arg_names = ["x_ptr", "n", "BLOCK"]
+    def make_tensordesc_arg(descriptor, format):
+        assert format == "its format" and descriptor.block_shape == [2]
+        encoded.append(descriptor)
+        return [("map", descriptor.base.data_ptr()), 3, 1]
 
-    def __init__(self):
-        self.calls, self.direct = [], []
-        parameter = type("Parameter", (), {"is_constexpr": False})
-        self.params = [parameter, parameter, type("Parameter", (), {"is_constexpr": True})]
-        self.function, self.packed_metadata = 7, (4, 1, 0)
+    driver.make_tensordesc_arg = make_tensordesc_arg
+    monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", driver)
+    monkeypatch.setattr(replay, "current_device", lambda: -1)
+    monkeypatch.setattr(replay, "raw_stream", lambda device: 0)
+    monkeypatch.setattr(replay, "_empty_strided", lambda shape, stride, dtype: torch.empty(shape, dtype=dtype))
 
-    def __getitem__(self, grid):
-        def first(*args, **options):
-            self.calls.append((args, options))
-            return self
+    def wrapped(launcher):
+        return lambda *args: launcher("encoded again")
 
-        return first
+    class Launcher:
+        launch = staticmethod(wrapped(launched.append))
 
-    def run(self, *args):
-        self.direct.append(args)
+        def __call__(self, *args):
+            self.launch(args[9:])
 
+    class Compiled:
+        run, function, packed_metadata = Launcher(), 7, ()
+        metadata = types.SimpleNamespace(tensordesc_meta=["its format"])
 
-@pytest.fixture
-def compiled_launches(monkeypatch):
-    monkeypatch.setattr(launch, "INTERPRETING", False)
-    monkeypatch.setattr(launch, "current_device", lambda: 0)
-    monkeypatch.setattr(launch, "raw_stream", lambda index: 5)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(launch, "_launches", {})
-    return torch.device("cuda", 0)
-
-
-def test_a_launch_like_one_before_goes_past_triton(compiled_launches):
-    kernel, x = Launched(), torch.zeros(64)
-    launch.launch(compiled_launches, kernel, (3,), x, 30, BLOCK=16, num_warps=4)
-    for n in (31, 45, 7):  # no multiples of 16, as 30
-        launch.launch(compiled_launches, kernel, (n, 2), x[16:], n, BLOCK=16, num_warps=4)
-    assert len(kernel.calls) == 1
-    assert kernel.direct[-1] == (7, 2, 1, 5, 7, (4, 1, 0), None, None, None, x[16:].data_ptr(), 7, 16)
-
-
-@pytest.mark.parametrize(
-    "n, options, offset",
-    [
-        (32, {}, 0),  # a multiple of 16
-        (1, {}, 0),
-        (2**31, {}, 0),
-        (2**31 + 1, {}, 0),
-        (2**63, {}, 0),
-        (True, {}, 0),
-        (None, {}, 0),
-        (30, {}, 1),  # an address that is no multiple of 16
-        (30, {"BLOCK": 32}, 0),
-        (30, {"num_warps": 8}, 0),
-    ],
-)
-def test_what_triton_specializes_on_is_another_launch(compiled_launches, n, options, offset):
-    kernel, x = Launched(), torch.zeros(64)
-    launch.launch(compiled_launches, kernel, (3,), x, 30, **({"BLOCK": 16, "num_warps": 4}))
-    launch.launch(compiled_launches, kernel, (3,), x[offset:], n, **({"BLOCK": 16, "num_warps": 4} | options))
-    assert len(kernel.calls) == 2
-    launch.launch(compiled_launches, kernel, (3,), x.half(), 30, BLOCK=16, num_warps=4)
-    launch.launch(compiled_launches, Launched(), (3,), x, 30, BLOCK=16, num_warps=4)
-    assert len(kernel.calls) == 3
-
-
-def test_constexprs_go_by_name(compiled_launches):
-    with pytest.raises(TypeError, match="pass constexprs by name"):
-        launch.launch(compiled_launches, Launched(), (3,), torch.zeros(4), 30, 16)
-
-
-def test_another_triton_launches_by_itself(compiled_launches):
-    kernel, x = Launched(), torch.zeros(64)
-    del kernel.packed_metadata
-    for _ in range(3):
-        launch.launch(compiled_launches, kernel, (3,), x, 30, BLOCK=16)
-    assert len(kernel.calls) == 3 and not kernel.direct
-
-
-class Wrapper:
-    """Triton's launcher: Python that adds constants, around C. `one`: since Triton 3.7, arguments are one sequence."""
-
-    def __init__(self, one, scratch):
-        self.one, self.global_scratch_size, self.direct, self.calls = one, scratch, [], 0
-
-    def launch(self, *args):
-        self.direct.append(args)
-
-    def __call__(self, x, y, z, stream, function, *args):
-        self.calls += 1
-        self.launch(x, y, z, stream, function, False, *args[:4], *([args[4:]] if self.one else args[4:]))
-
-
-@pytest.mark.parametrize("one", [False, True])
-@pytest.mark.parametrize("scratch", [0, 64])
-def test_the_launcher_s_python_is_left_out_unless_it_allocates(one, scratch):
-    wrapper, between = Wrapper(one, scratch), (7, (4, 1, 0), None, None, None)
-    run, more = launch._bare(wrapper, between)
-    before = wrapper.calls
-    run(3, 2, 1, 5, *more, 8, 9)
-    passed = ((8, 9),) if one else (8, 9)
-    assert wrapper.direct[-1] == (3, 2, 1, 5, 7, False, *between[1:], *passed)
-    assert wrapper.calls == before + bool(scratch) and len(wrapper.direct) == 1
-
-
-def test_another_launcher_is_called_as_it_is():
-    class Other(Wrapper):
-        def __call__(self, x, y, z, *args):
-            self.launch((x, y, z), *args)
-
-    for run in (Other(False, 0), Launched().run):
-        assert launch._bare(run, (7,)) == (run, (7,))
+    x, out = torch.ones(3), torch.ones(3)
+    described = types.SimpleNamespace(base=x, shape=[3], strides=[1], block_shape=[2])
+    record = launch.Record([(Compiled, -1, (1,), (described, out, 5), [64])], [out])
+    call = replay._call_of([x], out, record)
+    fresh = torch.ones(3)
+    for given in (fresh, torch.ones(3), fresh):
+        got = call([given])
+        assert launched.pop() == (("map", given.data_ptr()), 3, 1, got.data_ptr(), 5, 64)
+    assert len(encoded) == 3 and not any(isinstance(each.base, torch.Tensor) for each in encoded)
+    assert described.base is x and not launched
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="of the interpreter's lock")
@@ -454,11 +388,13 @@ def kept():
 
 
 @gpu
-def test_remembered_launches_go_past_triton_s_python():
-    x = qk.act_quant(randn(4, 256))
-    gemm.int8_gemm(*x, *int8.weight_quant(randn(256, 256)))
-    known = [each for each in launch._launches.values() if each is not None]
-    assert known and not any(hasattr(each.run, "global_scratch_size") for each in known)
+def test_calls_are_replayed_with_this_torch_and_triton():
+    x, b = qk.act_quant(randn(4, 256)), int8.weight_quant(randn(256, 256))
+    gemm.int8_gemm(*x, *b)
+    before = kept()
+    assert before >= 3
+    gemm.int8_gemm(*x, *b)
+    assert kept() == before
 
 
 @gpu
@@ -477,9 +413,8 @@ def test_qk_gemm_path_counts(monkeypatch):
 
 @gpu
 @pytest.mark.parametrize("M", [4, 300])
-def test_tensor_maps_follow_their_addresses(M, monkeypatch):
-    """Fresh operands at ever new addresses, more of them than maps are kept of, and addresses that come back."""
-    monkeypatch.setattr(launch, "_MOST_MAPS", 8)
+def test_tensor_maps_follow_their_addresses(M):
+    """Fresh operands at ever new addresses, and addresses that come back."""
     replay.forget()
     b = [int8.weight_quant(randn(1024, 512, seed=seed)) for seed in range(3)]
     keep = []

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from qk.core import launch
+from qk.core import launch, replay
 from qk.gemm.problem import Problem
 from qk.gemm_int4.problem import Int4Problem
 
@@ -129,7 +129,7 @@ def prepare():
         return _compiled[-1]
 
     JITFunction.run = compile_only
-    launch.REMEMBER = False
+    replay.REMEMBER = False
     launch.current_device = lambda: 0  # torch has none of its own in a build without CUDA
     _pretend(80)
     with _RunOperators():

@@ -31,7 +31,7 @@ import triton
 
 import qk
 from qk import data
-from qk.core import launch
+from qk.core import replay
 from qk.tools import bench
 from qk.tools.bench.jobs import DTYPES, JOBS, TUNED
 
@@ -90,11 +90,11 @@ def correct(job, cases):
 @contextlib.contextmanager
 def _remembering_nothing():
     """Keep calls from being replayed with an outdated tuning table."""
-    before, launch.REMEMBER = launch.REMEMBER, False
+    before, replay.REMEMBER = replay.REMEMBER, False
     try:
         yield
     finally:
-        launch.REMEMBER = before
+        replay.REMEMBER = before
 
 
 @_remembering_nothing()
