@@ -81,13 +81,14 @@ def barriers(COUNT: tl.constexpr, ARRIVALS: tl.constexpr):
 @jit
 def _load_step(
     x, w, scales, ready, stage, tile_m, tile_n, k, X: tl.constexpr, W: tl.constexpr, DOTS: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr, W_PIECES: tl.constexpr,
 ):  # fmt: skip
     """Load step k of a tile into a stage of the ring: the weight if W, x and its scales if X."""
     if W:
-        for d in gl.static_range(PARTS):
-            step = k * PARTS + d
-            tma_load(w[0], [tile_n * w[1].shape[1], step * w[1].shape[2]], ready, w[1].index(stage * PARTS + d))
+        for part in gl.static_range(PARTS):
+            row = (tile_n * W_PIECES + part % W_PIECES) * w[1].shape[1]
+            column = (k * (PARTS // W_PIECES) + part // W_PIECES) * w[1].shape[2]
+            tma_load(w[0], [row, column], ready, w[1].index(stage * PARTS + part))
     if X:
         for d in gl.static_range(DOTS):
             buf = stage * DOTS + d
@@ -100,13 +101,14 @@ def _load_step(
 @jit
 def keep_full(
     operands, DOTS: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr, WEIGHT_WAITS: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY: tl.constexpr, W_PIECES: tl.constexpr = 1,
 ):  # fmt: skip
     """Keep a ring of x and a weight full by TMA, which fills in zeros beyond the matrices. Runs in one warp.
 
     x, w: a descriptor and its buffers, [STAGES * n, tokens or rows of w, columns of K]. n is DOTS for x, one buffer for
     each dot of a stage. scales: the same for x's scales, K-major, with buffers [STAGES * DOTS, 1, >= tokens], and how
     many dots share one; or ().
+    W_PIECES: buffers of w that make up a tile's rows.
     WEIGHT_WAITS: the previous kernel may have written the weight, too, so wait for it before loading any.
     """
     x, w, scales, full, empty, M, N, K = operands
@@ -116,7 +118,7 @@ def keep_full(
     PARTS: tl.constexpr = w[1].shape[0] // STAGES
     BYTES: tl.constexpr = PARTS * W_BYTES + DOTS * (X_BYTES + (4 * scales[1].shape[2] if len(scales) > 0 else 0))
     tiles_m = gl.cdiv(M, BLOCK_M)
-    tiles_n = gl.cdiv(N, w[1].shape[1])
+    tiles_n = gl.cdiv(N, W_PIECES * w[1].shape[1])
     steps = gl.cdiv(K, DOTS * x[1].shape[2])
     tile_m, tile_n = tile_of(gl.program_id(0), tiles_m, tiles_n, GROUP_M)
     # No more of the weight's stages than these are loaded before x, which has to wait for all of them.
@@ -125,11 +127,11 @@ def keep_full(
         gdc_wait()
     for k in range(ahead):
         mbarrier.expect(full.index(k), BYTES)
-        _load_step(x, w, scales, full.index(k), k, tile_m, tile_n, k, False, True, DOTS, PARTS)
+        _load_step(x, w, scales, full.index(k), k, tile_m, tile_n, k, False, True, DOTS, PARTS, W_PIECES)
     if EARLY and not WEIGHT_WAITS:
         gdc_wait()
     for k in range(ahead):
-        _load_step(x, w, scales, full.index(k), k, tile_m, tile_n, k, True, False, DOTS, PARTS)
+        _load_step(x, w, scales, full.index(k), k, tile_m, tile_n, k, True, False, DOTS, PARTS, W_PIECES)
     taken = ahead
     for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         tile_m, tile_n = tile_of(t, tiles_m, tiles_n, GROUP_M)
@@ -140,7 +142,7 @@ def keep_full(
             # thousand GEMMs on an H200 shared by several processes.
             fence_async_shared()
             mbarrier.expect(full.index(stage), BYTES)
-            _load_step(x, w, scales, full.index(stage), stage, tile_m, tile_n, k, True, True, DOTS, PARTS)
+            _load_step(x, w, scales, full.index(stage), stage, tile_m, tile_n, k, True, True, DOTS, PARTS, W_PIECES)
             taken += 1
 
 

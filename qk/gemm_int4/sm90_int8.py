@@ -4,13 +4,16 @@
 
 or with an x_scale[m, block] for each block of columns.
 
-One CTA per SM computes tile after tile of 128 tokens (or 64) x 128 rows of the weight. A producer warp fills a ring in
-shared memory by TMA with packed words and x. Two consumer warpgroups own 64 rows each. They unpack codes in registers,
-as `sm90.py` describes, multiply them by all tokens of the tile, and rescale the sums. A consumer loads its next words
-while a product is on the tensor cores:
+One CTA per SM computes tile after tile of 128 tokens (or 64) x 128 rows of the weight (or 192). A producer warp fills a
+ring in shared memory by TMA with packed words and x. Two consumer warpgroups (or three) own 64 rows each. They unpack
+codes in registers, as `sm90.py` describes, multiply them by all tokens of the tile, and rescale the sums. A consumer
+loads its next words while a product is on the tensor cores:
 
     consumer 0    unpack | multiply, load words | rescale | unpack | multiply, load words | rescale |
     consumer 1                     unpack | multiply, load words | rescale | unpack | multiply ...
+
+With three consumers, a thread has 160 registers: enough for the sums of 128 tokens and a product of 64. So a consumer
+multiplies a step's codes twice, by 64 tokens each.
 
 For 64 rows, 128 tokens and 128 columns the tensor cores need 256 clocks. A consumer's rescale takes 128 instructions
 (a conversion and an fma for each of a thread's 64 sums), unpacking and the loop 77 more. With scales of blocks, it is a
@@ -73,11 +76,14 @@ class _Tile(NamedTuple):
     stages: int
     group_m: int  # tile rows in a group, which is multiplied column by column
     block_m: int = 128  # tokens
+    wgs: int = 2  # consumers
+    product: int = 128  # tokens of a product, at most; all of the tile's where nothing is rescaled
 
 
 _CONFIGS = {
     "groups of 128": _Tile(1, columns=256, stages=3, group_m=8),
     "small groups": _Tile(1, columns=128, stages=6, group_m=8),
+    "three consumers": _Tile(1, columns=128, stages=6, group_m=8, wgs=3, product=64),  # small groups would spill
     "wide": _Tile(2, columns=128, stages=5, group_m=8),  # where nothing is rescaled; otherwise it spills
 }
 
@@ -135,13 +141,14 @@ def _scales(
 
 @jit
 def _stage_words(
-    w_bufs, stage, WG: tl.constexpr, DOT_K: tl.constexpr, PIECES: tl.constexpr, DOTS: tl.constexpr
+    w_bufs, stage, WG: tl.constexpr, DOT_K: tl.constexpr, PIECES: tl.constexpr, DOTS: tl.constexpr,
+    WGS: tl.constexpr,
 ):  # fmt: skip
     """Load a stage's packed words for each dot and piece of 64 rows."""
     words = ()
     for d in gl.static_range(DOTS):
         for piece in gl.static_range(PIECES):
-            buf = w_bufs.index(stage).slice((WG * PIECES + piece) * WG_N, WG_N, 0)
+            buf = w_bufs.index(stage * WGS + WG).slice(piece * WG_N, WG_N, 0)
             buf = buf.slice(d * DOT_K // 8, DOT_K // 8, 1)
             words += (buf.load(words_layout_of(DOT_K // 8, gl.int8)),)
     return words
@@ -161,21 +168,24 @@ def _codes(words, scales, GROUP: tl.constexpr, layout: tl.constexpr):
 def _sum_steps(
     ring, weights, stage, phase, N, K, never,
     WG: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr,
-    layout: tl.constexpr,
+    layout: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
-    """Multiply all of K. Returns the sums [64, tokens] of each piece, the next stage, and its phase."""
+    """Multiply all of K. Returns the sums [64, PRODUCT] of each piece or product, the next stage, and its phase."""
     x_bufs, w_bufs, scale_bufs, full, empty = ring
     BLOCK_M: tl.constexpr = x_bufs.shape[1]
     DOT_K: tl.constexpr = x_bufs.shape[2]
+    PRODUCTS: tl.constexpr = BLOCK_M // PRODUCT
+    WGS: tl.constexpr = w_bufs.shape[0] // STAGES
     WHOLE: tl.constexpr = GROUP == 0 and len(scale_bufs) == 0
+    gl.static_assert(not WHOLE or PRODUCTS == 1)
     sums = ()
-    for _ in gl.static_range(PIECES):
-        sums += (gl.full([WG_N, BLOCK_M], 0, gl.int32 if WHOLE else gl.float32, layout),)
-    product = gl.full([WG_N, BLOCK_M], 0, gl.int32, layout)
+    for _ in gl.static_range(PIECES * PRODUCTS):
+        sums += (gl.full([WG_N, PRODUCT], 0, gl.int32 if WHOLE else gl.float32, layout),)
+    product = gl.full([WG_N, PRODUCT], 0, gl.int32, layout)
     steps = gl.cdiv(K, DOTS * DOT_K)
     scales = _scales(weights, 0, N, K, GROUP, DOT_K, PIECES, DOTS)
     mbarrier.wait(full.index(stage), phase)
-    words = _stage_words(w_bufs, stage, WG, DOT_K, PIECES, DOTS)
+    words = _stage_words(w_bufs, stage, WG, DOT_K, PIECES, DOTS, WGS)
     for k in range(steps):
         next_scales = _scales(weights, k + 1, N, K, GROUP, DOT_K, PIECES, DOTS)
         next_stage = stage + 1
@@ -187,34 +197,33 @@ def _sum_steps(
         ahead = gl.where(last, stage, next_stage)
         for d in gl.static_range(DOTS):
             codes = _codes(words[d * PIECES : (d + 1) * PIECES], scales[d * PIECES : (d + 1) * PIECES], GROUP, layout)
-            x = x_bufs.index(stage * DOTS + d).permute([1, 0])
-            if WHOLE:
-                started = ()
-                for piece in gl.static_range(PIECES):
-                    started += (warpgroup_mma(codes[piece], x, sums[piece], use_acc=True, is_async=True),)
-            else:
-                product = warpgroup_mma(codes[0], x, product, use_acc=never, is_async=True)
-            if d == DOTS - 1:
-                # while this goes on, load the next step's words (the last step's own once more)
-                mbarrier.wait(full.index(ahead), gl.where(last, phase, next_phase))
-                words = _stage_words(w_bufs, ahead, WG, DOT_K, PIECES, DOTS)
-            if WHOLE:
-                sums = warpgroup_mma_wait(0, started)
-                if PIECES == 1:
-                    sums = (sums,)
-            else:
-                product = warpgroup_mma_wait(0, (product,))
-                scale = ()
-                x_scale = ()
-                if GROUP > 0:
-                    scale = (half_of(scales[d][0]),)
-                if len(scale_bufs) > 0:
-                    buf = scale_bufs[0].index(stage * DOTS + d).reshape([BLOCK_M])
-                    x_scale = (buf.load(gl.SliceLayout(0, layout)),)
-            if d == DOTS - 1:
-                mbarrier.arrive(empty.index(stage), count=1)
-            if not WHOLE:
-                sums = (_add_scaled(sums[0], product, scale, x_scale),)
+            for i in gl.static_range(PRODUCTS):
+                x = x_bufs.index(stage * DOTS + d).slice(i * PRODUCT, PRODUCT, 0).permute([1, 0])
+                if WHOLE:
+                    started = ()
+                    for piece in gl.static_range(PIECES):
+                        started += (warpgroup_mma(codes[piece], x, sums[piece], use_acc=True, is_async=True),)
+                else:
+                    product = warpgroup_mma(codes[0], x, product, use_acc=never, is_async=True)
+                if d == DOTS - 1 and i == 0:
+                    # while this goes on, load the next step's words (the last step's own once more)
+                    mbarrier.wait(full.index(ahead), gl.where(last, phase, next_phase))
+                    words = _stage_words(w_bufs, ahead, WG, DOT_K, PIECES, DOTS, WGS)
+                if WHOLE:
+                    sums = warpgroup_mma_wait(0, started)
+                    if PIECES == 1:
+                        sums = (sums,)
+                else:
+                    product = warpgroup_mma_wait(0, (product,))
+                    scale = (half_of(scales[d][0]),) if GROUP > 0 else ()
+                    x_scale = ()
+                    if len(scale_bufs) > 0:
+                        buf = scale_bufs[0].index(stage * DOTS + d).reshape([BLOCK_M]).slice(i * PRODUCT, PRODUCT)
+                        x_scale = (buf.load(gl.SliceLayout(0, layout)),)
+                if d == DOTS - 1 and i == PRODUCTS - 1:
+                    mbarrier.arrive(empty.index(stage), count=1)
+                if not WHOLE:
+                    sums = sums[1:] + (_add_scaled(sums[0], product, scale, x_scale),)  # each in turn
         stage = next_stage
         phase = next_phase
         scales = next_scales
@@ -236,16 +245,16 @@ def _store(x, out_desc, buf, row, column):
 def _consume(
     WG: tl.constexpr, operands,
     GROUP: tl.constexpr, PIECES: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
-    WAITS: tl.constexpr,
+    WAITS: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
     ring, out, absmax_ptr, zero_ptr, x_scale_ptr, bias_ptr, M, N, K = operands[:9]
     stride_an, stride_ag, stride_zn, stride_zg, stride_xs = operands[9:]
     BLOCK_M: tl.constexpr = ring[0].shape[1]
     DOT_K: tl.constexpr = ring[0].shape[2]
-    layout: tl.constexpr = sums_layout(BLOCK_M, gl.int8)
+    layout: tl.constexpr = sums_layout(PRODUCT, gl.int8)
     words_layout: tl.constexpr = words_layout_of(DOT_K // 8, gl.int8)
     FACTOR: tl.constexpr = 1.0 / 64 if zero_ptr is None else 0.25
-    ROWS: tl.constexpr = 2 * PIECES * WG_N
+    ROWS: tl.constexpr = ring[1].shape[0] // STAGES * PIECES * WG_N
     if WAITS:
         gdc_wait()
     tiles_m = gl.cdiv(M, BLOCK_M)
@@ -262,12 +271,12 @@ def _consume(
             rows = first + gl.arange(0, WG_N, gl.SliceLayout(1, words_layout))
             weights += ((zero_ptr + rows.to(gl.int64) * stride_zn, stride_zn, stride_zg, rows),)
         sums, stage, phase = _sum_steps(
-            ring, weights, stage, phase, N, K, never, WG, GROUP, PIECES, DOTS, STAGES, layout
+            ring, weights, stage, phase, N, K, never, WG, GROUP, PIECES, DOTS, STAGES, layout, PRODUCT
         )  # fmt: skip
-        for i in gl.static_range(PIECES):
-            row = tile_m * BLOCK_M
-            offs_m = row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
-            offs_n = first + i * WG_N + gl.arange(0, WG_N, gl.SliceLayout(1, layout))
+        for i in gl.static_range(len(sums)):
+            row = tile_m * BLOCK_M + i // PIECES * PRODUCT
+            offs_m = row + gl.arange(0, PRODUCT, gl.SliceLayout(0, layout))
+            offs_n = first + i % PIECES * WG_N + gl.arange(0, WG_N, gl.SliceLayout(1, layout))
             absmax_ptrs = absmax_ptr + gl.minimum(offs_n, N - 1).to(gl.int64) * stride_an
             x = finished(sums[i], absmax_ptrs, x_scale_ptr, stride_xs, offs_m, M, GROUP, FACTOR)
             if len(out) == 1:
@@ -275,7 +284,7 @@ def _consume(
             else:
                 if bias_ptr is not None:
                     x += gl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(gl.float32).expand_dims(1)
-                _store(x, out[0], out[1].index(WG), row, first + i * WG_N)
+                _store(x, out[0], out[1].index(WG), row, first + i % PIECES * WG_N)
     if len(out) == 2:
         tma.store_wait(0)
 
@@ -296,6 +305,8 @@ def _int4_gemm_sm90_int8_kernel(
     PIECES: tl.constexpr,  # pieces of 64 rows that a consumer owns
     DOT_K: tl.constexpr,  # columns of a product
     DOTS: tl.constexpr,  # products of a stage
+    WGS: tl.constexpr,  # consumers
+    PRODUCT: tl.constexpr,  # tokens of a product
     STAGES: tl.constexpr, GROUP_M: tl.constexpr, TMA_OUT: tl.constexpr,
     WAITS: tl.constexpr,  # the previous kernel may have written any operand; otherwise it was `_permute_kernel`
     EARLY: tl.constexpr,
@@ -303,36 +314,47 @@ def _int4_gemm_sm90_int8_kernel(
     if EARLY:
         gdc_launch_dependents()
     x_bufs = gl.allocate_shared_memory(gl.int8, [STAGES * DOTS, BLOCK_M, DOT_K], x_desc.layout)
-    w_bufs = gl.allocate_shared_memory(gl.int32, [STAGES, 2 * PIECES * WG_N, DOTS * DOT_K // 8], w_desc.layout)
+    w_bufs = gl.allocate_shared_memory(gl.int32, [STAGES * WGS, PIECES * WG_N, DOTS * DOT_K // 8], w_desc.layout)
     x_scales = ()
     if scale_desc is not None:
         scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES * DOTS, 1, BLOCK_M], scale_desc.layout)
         x_scales = (scale_desc, scale_bufs, SCALED_DOTS)
     outs = (out,)
     if TMA_OUT:
-        outs += (gl.allocate_shared_memory(out.dtype, [2, BLOCK_M, WG_N], out.layout),)
+        outs += (gl.allocate_shared_memory(out.dtype, [WGS, PRODUCT, WG_N], out.layout),)
     full = barriers(STAGES, 1)
-    empty = barriers(STAGES, 2)
+    empty = barriers(STAGES, WGS)
     consume = (
         (x_bufs, w_bufs, x_scales[1:2], full, empty), outs, absmax_ptr, zero_ptr, x_scale_ptr, bias_ptr,
         M, N, K, stride_an, stride_ag, stride_zn, stride_zg, stride_xs,
     )  # fmt: skip
     produce = ((x_desc, x_bufs), (w_desc, w_bufs), x_scales, full, empty, M, N, K)
-    gl.warp_specialize(
-        [
-            (_consume, (0, consume, GROUP, PIECES, DOTS, STAGES, GROUP_M, WAITS)),
-            (_consume, (1, consume, GROUP, PIECES, DOTS, STAGES, GROUP_M, WAITS)),
-            (keep_full, (produce, DOTS, STAGES, GROUP_M, WAITS, EARLY)),
-        ],
-        [4, 1], [240, 24],
-    )  # fmt: skip
+    if WGS == 3:
+        gl.warp_specialize(
+            [
+                (_consume, (0, consume, GROUP, PIECES, DOTS, STAGES, GROUP_M, WAITS, PRODUCT)),
+                (_consume, (1, consume, GROUP, PIECES, DOTS, STAGES, GROUP_M, WAITS, PRODUCT)),
+                (_consume, (2, consume, GROUP, PIECES, DOTS, STAGES, GROUP_M, WAITS, PRODUCT)),
+                (keep_full, (produce, DOTS, STAGES, GROUP_M, WAITS, EARLY, WGS)),
+            ],
+            [4, 4, 1], [160, 160, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (0, consume, GROUP, PIECES, DOTS, STAGES, GROUP_M, WAITS, PRODUCT)),
+                (_consume, (1, consume, GROUP, PIECES, DOTS, STAGES, GROUP_M, WAITS, PRODUCT)),
+                (keep_full, (produce, DOTS, STAGES, GROUP_M, WAITS, EARLY, WGS)),
+            ],
+            [4, 1], [240, 24],
+        )  # fmt: skip
 
 
 def _choose(p):
     """Choose a config. All give the same bits.
 
-    The wide tile where nothing is rescaled, unless it would leave more of the GPU idle. Otherwise, tiles of 64 tokens
-    where they need at most one and a half times as many rounds: each takes two thirds of the time of one of 128.
+    The wide tile where nothing is rescaled, unless it would leave more of the GPU idle. Otherwise, the tile that
+    finishes first: its rounds times what a round of it takes.
     """
 
     def rounds(tokens, rows):
@@ -340,8 +362,12 @@ def _choose(p):
 
     if p.group_size is None and p.block_size is None and 2 * rounds(128, 256) <= rounds(128, 128):
         return _CONFIGS["wide"]
-    c = _CONFIGS["groups of 128" if min(p.group_size or 128, p.block_size or 128) >= 128 else "small groups"]
-    return c._replace(block_m=64) if 2 * rounds(64, 128) <= 3 * rounds(128, 128) else c
+    small = min(p.group_size or 128, p.block_size or 128) < 128
+    two, three = _CONFIGS["small groups" if small else "groups of 128"], _CONFIGS["three consumers"]
+    costs = {two._replace(block_m=64): 8, two: 12}
+    if not small and (p.group_size or p.block_size):
+        costs |= {three._replace(block_m=64): 10, three: 15}
+    return min(costs, key=lambda c: costs[c] * rounds(c.block_m, 64 * c.wgs))
 
 
 def supports_int4_sm90_int8(problem):
@@ -359,16 +385,16 @@ def int4_gemm_sm90_int8(problem, config=None):
     c = _CONFIGS[config] if isinstance(config, str) else config or _choose(p)
     dot_k = min(p.group_size or 128, p.block_size or 128, 128)
     x, stride, token_scale, stride_xs, scale_desc, waits = order_and_scales(p, c.block_m, dot_k, True)
-    rows, out, tma_out = 128 * c.pieces, p.out, False
+    rows, product, out, tma_out = 64 * c.pieces, min(c.product, c.block_m), p.out, False
     if N * out.itemsize % 16 == 0 and out.data_ptr() % 16 == 0:
-        out, tma_out = descriptor(out, M, N, N, (c.block_m, 64)), True
+        out, tma_out = descriptor(out, M, N, N, (product, 64)), True
     launch(
         x.device, _int4_gemm_sm90_int8_kernel,
-        (min(gpu(x.device).multiprocessors, cdiv(M, c.block_m) * cdiv(N, rows)),),
+        (min(gpu(x.device).multiprocessors, cdiv(M, c.block_m) * cdiv(N, c.wgs * rows)),),
         descriptor(x, M, x.shape[1], stride, (c.block_m, dot_k)),
         descriptor(p.words, N, cdiv(K, 8), p.words.stride(0), (rows, c.columns // 8)), scale_desc, out,
         p.absmax, p.zero_point, token_scale, p.bias, M, N, K, p.absmax.stride(0), p.group_stride, *p.zero_strides,
         stride_xs, GROUP=p.group_size or 0, SCALED_DOTS=(p.block_size or dot_k) // dot_k, BLOCK_M=c.block_m,
-        PIECES=c.pieces, DOT_K=dot_k, DOTS=c.columns // dot_k, STAGES=c.stages, GROUP_M=c.group_m, TMA_OUT=tma_out,
-        WAITS=waits, early=True, num_warps=4,
+        PIECES=c.pieces, DOT_K=dot_k, DOTS=c.columns // dot_k, WGS=c.wgs, PRODUCT=product, STAGES=c.stages,
+        GROUP_M=c.group_m, TMA_OUT=tma_out, WAITS=waits, early=True, num_warps=4,
     )  # fmt: skip

@@ -231,7 +231,7 @@ def test_16_bit_activations_refuse_what_int8_has():
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(("group_size", "block_size"), SCALES)
 @pytest.mark.parametrize(("M", "N", "K"), [(130, 384, 512), (129, 72, 200), (255, 333, 1000)])
-def test_tiles_of_64_tokens_give_the_bits_of_128(M, N, K, group_size, block_size, zeros):
+def test_all_tiles_give_the_same_bits(M, N, K, group_size, block_size, zeros):
     x, packed, absmax, options = operands(M, N, K, group_size, block_size, zeros=zeros)
     problem = Int4Problem(
         x, gemm_int4._as_words(packed), absmax, None, torch.empty(M, N, device=DEVICE), group_size, **options
@@ -240,8 +240,12 @@ def test_tiles_of_64_tokens_give_the_bits_of_128(M, N, K, group_size, block_size
         pytest.skip("needs Hopper")
     small = min(group_size or 128, block_size or 128) < 128
     config = sm90_int8._CONFIGS["small groups" if small else "groups of 128"]
-    outs = [torch.full_like(problem.out, NAN) for _ in range(2)]
-    for out, tokens in zip(outs, (128, 64), strict=True):
-        sm90_int8.int4_gemm_sm90_int8(problem._replace(out=out), config._replace(block_m=tokens))
-    assert same(*outs)
+    configs = [config, config._replace(block_m=64)]
+    if not small and (group_size or block_size):
+        three = sm90_int8._CONFIGS["three consumers"]
+        configs += three, three._replace(block_m=64)
+    outs = [torch.full_like(problem.out, NAN) for _ in configs]
+    for out, config in zip(outs, configs, strict=True):
+        sm90_int8.int4_gemm_sm90_int8(problem._replace(out=out), config)
+    assert all(same(out, outs[0]) for out in outs)
     assert not outs[0].isnan().any()

@@ -289,7 +289,11 @@ def _gemm_int4_sm90_int8_cases(arch):
             yield f"int4_gemm_sm90_int8({_int8_problem(M, group, block, zero, True, out)})", products
     for config, group, block in ("groups of 128", 128, None), ("groups of 128", 128, 128), ("small groups", 64, 32):
         problem, products = _int8_problem(200, group, block, block == 32, True), {"wgmma": 8 if block == 32 else 16}
+        yield f"int4_gemm_sm90_int8({problem}, '{config}')", products
         yield f"int4_gemm_sm90_int8({problem}, _CONFIGS['{config}']._replace(block_m=64))", products
+        if block != 32:
+            yield f"int4_gemm_sm90_int8({problem}, 'three consumers')", {"wgmma": 24}
+            yield f"int4_gemm_sm90_int8({problem}, _CONFIGS['three consumers']._replace(block_m=64))", {"wgmma": 12}
 
 
 def _hadamard_cases(arch):
