@@ -79,7 +79,7 @@ __all__ = [
 _CONFIGS = {
     "act_quant": TileConfig(elements=2048, columns=1024, thread=32),
     "weight_quant": TileConfig(elements=8192, columns=128, thread=16, held=4),
-    "per_token": TileConfig(elements=8192, columns=8192, thread=16, held=4),
+    "per_token": TileConfig(elements=4096, columns=8192, thread=16, held=4),
     "square_quant": TileConfig(elements=16384, columns=128, thread=64),
     "dequantize": TileConfig(elements=1024, columns=1024, thread=8, held=4),
     "dequantize_float32": TileConfig(elements=1024, columns=1024, thread=4, held=4),

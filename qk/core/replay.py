@@ -11,7 +11,6 @@ not replayed, and tests/core/test_launch.py fails.
 
 import copy
 import functools
-import inspect
 import itertools
 import os
 from typing import NamedTuple
@@ -184,7 +183,9 @@ def _step(numbers, compiled, _, grid, args, constexprs):
     formats = iter(compiled.metadata.tensordesc_meta) if any(hasattr(arg, "block_shape") for arg in args) else None
     if formats:  # Triton's wrapper would encode the descriptors for every launch
         run = copy.copy(run)
-        run.launch = inspect.getclosurevars(run.launch).nonlocals["launcher"]
+        wrapper = run.launch
+        inside = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True))
+        run.launch = inside["launcher"].cell_contents
     for arg in args:
         if hasattr(arg, "block_shape"):
             number, encode = numbers[arg.base.data_ptr()], _encoder(arg, next(formats))
@@ -202,7 +203,7 @@ def _encoder(descriptor, format):
     """Returns a function from an address to the tensor map of this TMA descriptor there. It keeps no tensor alive."""
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
-    more = [None] * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)  # one since Triton 3.7
+    more = [None] * (make_tensordesc_arg.__code__.co_argcount - 2)  # one since Triton 3.7
     descriptor = copy.copy(descriptor)
     descriptor.base = None
 

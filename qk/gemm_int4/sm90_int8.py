@@ -354,7 +354,8 @@ def _choose(p):
     """Choose a config. All give the same bits.
 
     The wide tile where nothing is rescaled, unless it would leave more of the GPU idle. Otherwise, the tile that
-    finishes first: its rounds times what a round of it takes.
+    finishes first: its rounds times what a round of it takes, as measured on an H100. For scales of blocks, a round
+    with three consumers takes too long.
     """
 
     def rounds(tokens, rows):
@@ -365,8 +366,8 @@ def _choose(p):
     small = min(p.group_size or 128, p.block_size or 128) < 128
     two, three = _CONFIGS["small groups" if small else "groups of 128"], _CONFIGS["three consumers"]
     costs = {two._replace(block_m=64): 8, two: 12}
-    if not small and (p.group_size or p.block_size):
-        costs |= {three._replace(block_m=64): 10, three: 15}
+    if not small and p.group_size and not p.block_size:
+        costs |= {three._replace(block_m=64): 10.5, three: 17}
     return min(costs, key=lambda c: costs[c] * rounds(c.block_m, 64 * c.wgs))
 
 
