@@ -494,6 +494,14 @@ def test_gemm_speed_shows_tops_or_where_memory_decides_times():
     assert "int8 peak (data sheet): 1979 TOPS" in texts(ax.figure) and not ax.figure.legends
 
 
+def test_gemm_speed_shows_the_time_that_an_epilogue_adds():
+    row = {"op": "fused", "shape": [8, 8, 8], "dtype": "int8", "options": {}, "tops": 1.0}
+    results = [row | {"contender": name, "us": us} for name, us in (("qk", 110.0), ("int8_gemm", 100.0))]
+    ax = course.gemm_speed(GEMM_RECORD | {"results": results}, "fused", (8, 8, 8)).axes[0]
+    assert [bar.get_width() for bar in ax.patches] == [100, 110] and "µs" in ax.get_xlabel() and not ax.lines
+    assert {"100", "110 (+10%)"} <= {text.get_text() for text in ax.texts}
+
+
 GAINS = {"bf16": 20.0, "qk": 5.0, "other": 40.0}
 COPIED = {1: {"copy": 4.0}, 128: {"copy": 0.1}}
 GAIN_RECORD = RECORD | {
