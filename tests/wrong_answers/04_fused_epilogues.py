@@ -97,6 +97,13 @@ def peak_bytes(kernels, sizes):
     return max(sum(sizes[name] for name in moment) for moment in moments)
 """
 ALIVE = "name not in made or made[name] <= i <= last.get(name, end)"
+# an input begins with its first reader; KEPT: it stays
+FIRST = (
+    "    end = ",
+    "    first = {name: i for i, (read, _) in [*enumerate(kernels)][::-1] for name in read} | made\n    end = ",
+)
+KEPT = "    moments = []", "    last = {name: i for name, i in last.items() if name in made}\n    moments = []"
+OWN = "return max(sum(sizes[name] for name in (*read, written)) for read, written in kernels)"
 WALK = """
 def peak_bytes(kernels, sizes):
     written = {name for _, name in kernels}
@@ -143,6 +150,11 @@ ANSWERS = {
             "without that of the bytes",
             changed(LARGEST, (SAVED, "(before - after - share * before)"), (f"int({TIME})", f"max(int({TIME}), 0)")),
         ),
+        ("return 0", changed(LARGEST, (f"int({TIME})", f"max(1, int({TIME}))"))),
+        ("more than 1", changed(LARGEST, ("saved / share", "saved / min(share, 1)"))),
+        ("once, at the end", changed(LARGEST, (f"int({TIME})", f"int(int({TIME.replace('/ share ', '')}) / share)"))),
+        ("every kernel's", changed(LARGEST, (SAVED, '(passes(M, N, block_size)["nothing fused"]["GEMM"] - after)'))),
+        ("", changed(LARGEST, ("saved / share", "saved / (1 + share)"))),
         ("", changed(LARGEST, (TIME, f"1 / ({TIME})"))),
         ("", changed(LARGEST, (TIME, f"{TIME} // block_size * block_size"))),
         ("", changed(SEARCH, ("    while", "    while K < 4096 and"))),
@@ -214,6 +226,15 @@ ANSWERS = {
         ("not the most tensors", changed(PEAK, ("in moments)", "in [max(moments, key=len)])"))),
         ("not the fewest", changed(PEAK, ("max(", "min("))),
         ("not a number of tensors", changed(PEAK, ("sum(sizes[name] for name in moment)", "len(moment)"))),
+        (
+            "not from their first reader on",
+            changed(PEAK, (ALIVE, "first[name] <= i <= last.get(name, end)"), FIRST, KEPT),
+        ),
+        ("from the start to the end", changed(PEAK, (ALIVE, "first[name] <= i <= last.get(name, end)"), FIRST)),
+        ("is there only once", "def peak_bytes(kernels, sizes):\n    " + OWN),
+        ("by the next kernel", changed(PEAK, (ALIVE, ALIVE.replace("last.get(name, end)", "made[name] + 1")))),
+        ("same size", changed(PEAK, ("sum(sizes[name] for name in moment)", "sum({sizes[name] for name in moment})"))),
+        ("", changed(PEAK, ("for name in read}", "for name in read[:1]}"))),
         ("", changed(PEAK, ("in moments)", "in moments[1:-1])"))),
         ("", changed(WALK, (" and name not in later", ""))),
         ("", changed(WALK, ("name in written and ", ""))),
