@@ -193,7 +193,8 @@ def gemm_speed(record, op, shape, **options):
     """Measured GEMMs of one shape (M, N, K), a bar for each contender: TOPS, or microseconds if memory-bound.
 
     options: show only results with these, e.g. activation="gelu". The axis is the same for all shapes. Dashed lines
-    show the data sheet's peaks where they aren't far away, or the time of a copy.
+    show the data sheet's peaks where they aren't far away, or the time of a copy. If a plain GEMM was timed along with
+    those that do more, it comes first, and bars show microseconds and the share of time added.
     """
     names = {"ladder": "int8_gemm, step by step", "ffn": "an FFN", "versions of int4_gemm int8": "int4 x int8"}
     what = f"{names.get(op, op.removeprefix(_VERSIONS))}, {' x '.join(map(str, shape))}"
@@ -207,10 +208,13 @@ def gemm_speed(record, op, shape, **options):
     if not any("us" in row for row in rows.values()):
         return _not_measured(what)
     copy = rows.pop("copy", None)
-    key, label = ("us", "time (µs; shorter is better)") if copy else ("tops", "speed (TOPS; longer is better)")
+    alone = rows.get("int8_gemm", {}).get("us")
+    timed = copy or alone
+    key, label = ("us", "time (µs; shorter is better)") if timed else ("tops", "speed (TOPS; longer is better)")
     copied = [row["shape"] for row in results if row["contender"] == "copy"]
     longest = max(row.get(key, 0) for row in results if (row["shape"] in copied) == (copy is not None))
     rows = {name: row for name, row in rows.items() if "us" in row}
+    rows = {name: rows[name] for name in sorted(rows, key=lambda name: name != "int8_gemm")}
     colors = _colors_of(rows) | dict.fromkeys((name for name in rows if name.startswith("qk")), BLUE)
     bf16 = rows.get("bf16", {}).get("us")
     fig, ax = subplots(9, 1.7 + 0.32 * len(rows))
@@ -219,9 +223,11 @@ def gemm_speed(record, op, shape, **options):
         text = f"{row[key]:.4g}"
         if bf16 and name != "bf16":
             text += f" ({bf16 / row['us']:.2f}x {'as fast as ' if copy else ''}bf16)"
+        elif alone and name != "int8_gemm":
+            text += f" ({row['us'] / alone - 1:+.0%})"
         ax.annotate(text, (row[key], y), (5, 0), textcoords="offset points", va="center", fontsize=9, bbox=PLAIN)
     line = (copy["us"], f"a copy that moves as many bytes: {_microseconds(copy['us'])}") if copy else None
-    if (peaks := _PEAKS.get(record["gpu"])) and not copy and not op.startswith("sparse"):
+    if (peaks := _PEAKS.get(record["gpu"])) and not timed and not op.startswith("sparse"):
         line = peaks["int8"], f"int8 peak (data sheet): {peaks['int8']} TOPS"
         if line[0] > 1.8 * longest:  # the axis would be half empty
             line, label = None, f"{label[:-1]}; {line[1]})"

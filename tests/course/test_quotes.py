@@ -101,7 +101,11 @@ NUMBERS = [
         r"bf16 takes ([\d.]+) to ([\d.]+) times as long as int8",
         lambda: extremes(ratios("int8_gemm", "bf16", "qk")[m, 8192, 8192] for m in (1, 16)),
     ),
-    ("04_fused_epilogues", r"saves (\d+) to (\d+)% of the time[;,] [a-zA-Z ]+,? (\d+) to (\d+)%", fusing),
+    (
+        "04_fused_epilogues",
+        r"saves (\d+) to (\d+)% of the time of \*around each\*\. [a-zA-Z *]+, it saves (\d+) to (\d+)%",
+        fusing,
+    ),
     (
         "07_int4_gemm",
         r"int4 generates ([\d.]+)x as many tokens as bf16",

@@ -16,16 +16,16 @@ LARGEST = """
 def largest_k(M, N, block_size, speed, copy, share):
     before, after = (total(method, M, N, block_size) for method in ("nothing fused", "all fused"))
     saved = (before - after) / copy
-    return int(saved * speed / (share * M * N))
+    return int(saved / share / max(M * N / speed, (M + N) / copy))
 """
 SAVED = "(before - after)"
-TIME = "saved * speed / (share * M * N)"
+TIME = "saved / share / max(M * N / speed, (M + N) / copy)"
 SEARCH = """
 def largest_k(M, N, block_size, speed, copy, share):
     before, after = (total(method, M, N, block_size) for method in ("nothing fused", "all fused"))
     saved = (before - after) / copy
     K = 0
-    while saved >= share * M * N * (K + 1) / speed:
+    while saved >= share * max(M * N / speed, (M + N) / copy) * (K + 1):
         K += 1
     return K
 """
@@ -46,16 +46,43 @@ WHERE = "    x = tl.where(mask, x, 0.0)\n"
 
 GATED = """
 @triton.jit
-def gated_kernel(gate_ptr, up_ptr, codes_ptr, scale_ptr, N, GROUP: tl.constexpr):
-    n = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+def gated_kernel(gate_ptr, up_ptr, codes_ptr, scale_ptr, N, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    n = tl.program_id(0) * GROUPS * GROUP + tl.arange(0, GROUPS * GROUP)
+    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     mask = n < N
     gate = tl.load(gate_ptr + n, mask=mask, other=0.0)
     up = tl.load(up_ptr + n, mask=mask, other=0.0)
-    x = gate / (1.0 + tl.exp(-gate)) * up
-    absmax = tl.max(tl.abs(x), 0)
+    x = tl.reshape(gate / (1.0 + tl.exp(-gate)) * up, (GROUPS, GROUP))
+    absmax = tl.max(tl.abs(x), 1)
+    codes = (x * (127.0 / absmax)[:, None] + 12582912.0) - 12582912.0
+    tl.store(codes_ptr + n, tl.reshape(codes.to(tl.int8), (GROUPS * GROUP,)), mask=mask)
+    tl.store(scale_ptr + group, absmax / 127.0, mask=group < tl.cdiv(N, GROUP))
+"""
+BY_ROWS = """
+@triton.jit
+def gated_kernel(gate_ptr, up_ptr, codes_ptr, scale_ptr, N, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    n = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    gate = tl.load(gate_ptr + n, mask=n < N, other=0.0)
+    x = gate * tl.sigmoid(gate) * tl.load(up_ptr + n, mask=n < N, other=0.0)
+    absmax = tl.max(tl.abs(x), 1, keep_dims=True)
     codes = (x * (127.0 / absmax) + 12582912.0) - 12582912.0
-    tl.store(codes_ptr + n, codes.to(tl.int8), mask=mask)
-    tl.store(scale_ptr + tl.program_id(0), absmax / 127.0)
+    tl.store(codes_ptr + n, codes.to(tl.int8), mask=n < N)
+    tl.store(scale_ptr + group[:, None], absmax / 127.0, mask=group[:, None] * GROUP < N)
+"""
+ONE_BY_ONE = """
+@triton.jit
+def gated_kernel(gate_ptr, up_ptr, codes_ptr, scale_ptr, N, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    for i in range(GROUPS):
+        group = tl.program_id(0) * GROUPS + i
+        if group * GROUP < N:
+            n = group * GROUP + tl.arange(0, GROUP)
+            gate = tl.load(gate_ptr + n, mask=n < N, other=0.0)
+            x = gate / (1.0 + tl.exp(-gate)) * tl.load(up_ptr + n, mask=n < N, other=0.0)
+            absmax = tl.max(tl.abs(x), 0)
+            codes = (x * (127.0 / absmax) + 12582912.0) - 12582912.0
+            tl.store(codes_ptr + n, codes.to(tl.int8), mask=n < N)
+            tl.store(scale_ptr + group, absmax / 127.0)
 """
 SILU = "gate / (1.0 + tl.exp(-gate)) * up"
 
@@ -70,6 +97,13 @@ def peak_bytes(kernels, sizes):
     return max(sum(sizes[name] for name in moment) for moment in moments)
 """
 ALIVE = "name not in made or made[name] <= i <= last.get(name, end)"
+# an input begins with its first reader; KEPT: it stays
+FIRST = (
+    "    end = ",
+    "    first = {name: i for i, (read, _) in [*enumerate(kernels)][::-1] for name in read} | made\n    end = ",
+)
+KEPT = "    moments = []", "    last = {name: i for name, i in last.items() if name in made}\n    moments = []"
+OWN = "return max(sum(sizes[name] for name in (*read, written)) for read, written in kernels)"
 WALK = """
 def peak_bytes(kernels, sizes):
     written = {name for _, name in kernels}
@@ -91,25 +125,37 @@ ANSWERS = {
         ("not with around each", changed(LARGEST, ("nothing fused", "around each"))),
         ("not what still moves", changed(LARGEST, (SAVED, "after"))),
         ("16 bits", changed(LARGEST, ("block_size) for", "block_size, 4) for"))),
-        ("one for each of M x N x K", changed(LARGEST, ("(share * M", "(2 * share * M"))),
-        ("M is missing", changed(LARGEST, ("share * M * N", "share * N"))),
-        ("M and N are missing", changed(LARGEST, ("share * M * N", "share"))),
-        ("those of M x N values", changed(LARGEST, (SAVED, "12"))),
+        ("one for each of M x N x K", changed(LARGEST, ("max(M *", "max(2 * M *"))),
+        ("M is missing", changed(LARGEST, ("max(M * N", "max(N"))),
+        ("M and N are missing", changed(LARGEST, ("max(M * N", "max(1"))),
+        ("with few rows", changed(LARGEST, ("max(M * N / speed, (M + N) / copy)", "(M * N / speed)"))),
+        ("with many rows", changed(LARGEST, ("max(M * N / speed, (M + N) / copy)", "((M + N) / copy)"))),
+        ("not the shorter", changed(LARGEST, ("max(", "min("))),
+        ("not the sum", changed(LARGEST, ("max(M * N / speed, (M + N) / copy)", "(M * N / speed + (M + N) / copy)"))),
+        ("of M rows, too", changed(LARGEST, ("(M + N)", "N"))),
+        ("of N rows, too", changed(LARGEST, ("(M + N)", "M"))),
+        ("one byte per value", changed(LARGEST, ("(M + N)", "2 * (M + N)"))),
+        ("is the output", changed(LARGEST, ("(M + N)", "M * N"))),
         ("one more column", changed(LARGEST, (f"int({TIME})", f"-int(-({TIME}) // 1)"))),
         ("one more column", changed(SEARCH, ("(K + 1)", "K"))),
         ("nearest integer", changed(LARGEST, ("int(", "round("))),
         ("K is an integer", changed(LARGEST, (f"int({TIME})", TIME))),
-        ("divide by it", changed(LARGEST, (TIME, "saved * speed * share / (M * N)"))),
-        ("share is missing", changed(LARGEST, ("share * M * N)", "M * N)"))),
+        ("divide by it", changed(LARGEST, ("saved / share", "saved * share"))),
+        ("share is missing", changed(LARGEST, ("saved / share", "saved"))),
         (
             "amount divided by a speed",
-            changed(LARGEST, (") / copy", ") * copy"), (TIME, "saved / speed / (share * M * N)")),
+            changed(LARGEST, ("after) / copy", "after) * copy"), ("N / speed, (M + N) /", "N * speed, (M + N) *")),
         ),
         (
             "without that of the bytes",
-            changed(LARGEST, (TIME, f"max({TIME} - before * speed / copy / M / N, 0)")),
+            changed(LARGEST, (SAVED, "(before - after - share * before)"), (f"int({TIME})", f"max(int({TIME}), 0)")),
         ),
-        ("", changed(LARGEST, (TIME, "share * M * N / (saved * speed)"))),
+        ("return 0", changed(LARGEST, (f"int({TIME})", f"max(1, int({TIME}))"))),
+        ("more than 1", changed(LARGEST, ("saved / share", "saved / min(share, 1)"))),
+        ("once, at the end", changed(LARGEST, (f"int({TIME})", f"int(int({TIME.replace('/ share ', '')}) / share)"))),
+        ("every kernel's", changed(LARGEST, (SAVED, '(passes(M, N, block_size)["nothing fused"]["GEMM"] - after)'))),
+        ("", changed(LARGEST, ("saved / share", "saved / (1 + share)"))),
+        ("", changed(LARGEST, (TIME, f"1 / ({TIME})"))),
         ("", changed(LARGEST, (TIME, f"{TIME} // block_size * block_size"))),
         ("", changed(SEARCH, ("    while", "    while K < 4096 and"))),
     ],
@@ -133,19 +179,28 @@ ANSWERS = {
         ("SiLU is missing", changed(GATED, (SILU, "gate * up"))),
         (
             "truncated" if INTERPRETED else "",
-            changed(GATED, ("(x * (127.0 / absmax) + 12582912.0) - 12582912.0", "x * (127.0 / absmax)")),
+            changed(GATED, ("[:, None] + 12582912.0) - 12582912.0", "[:, None])")),
         ),
-        ("absmax / 127", changed(GATED, ("absmax / 127.0)", "absmax)"))),
-        ("not its inverse", changed(GATED, ("absmax / 127.0)", "127.0 / absmax)"))),
-        ("a race" if INTERPRETED else "", changed(GATED, ("scale_ptr + tl.program_id(0)", "scale_ptr"))),
-        ("its own group", changed(GATED, ("n = tl.program_id(0) * GROUP + ", "n = "))),
-        ("past the end of codes_ptr", changed(GATED, ("tl.int8), mask=mask", "tl.int8)"))),
+        ("absmax / 127", changed(GATED, ("absmax / 127.0,", "absmax,"))),
+        ("not its inverse", changed(GATED, ("absmax / 127.0,", "127.0 / absmax,"))),
+        (
+            "a race" if INTERPRETED else "",
+            changed(
+                GATED,
+                (
+                    "scale_ptr + group, absmax / 127.0, mask=group < tl.cdiv(N, GROUP)",
+                    "scale_ptr, tl.max(absmax) / 127.0",
+                ),
+            ),
+        ),
+        ("its own values", changed(GATED, ("n = tl.program_id(0) * GROUPS * GROUP + ", "n = "))),
+        ("past the end of codes_ptr", changed(GATED, ("(GROUPS * GROUP,)), mask=mask", "(GROUPS * GROUP,))"))),
         (
             "load's mask",
             GATED.replace("_ptr + n, mask=mask, other=0.0", "_ptr + n"),
         ),
-        ("past the end of scale_ptr", changed(GATED, ("scale_ptr + tl.program_id(0)", "scale_ptr + n"))),
-        ("", changed(GATED, ("tl.max(tl.abs(x), 0)", "tl.max(x, 0)"))),
+        ("past the end of scale_ptr", changed(GATED, (", mask=group < tl.cdiv(N, GROUP)", ""))),
+        ("", changed(GATED, ("tl.max(tl.abs(x), 1)", "tl.max(x, 1)"))),
     ],
     "peak_bytes": [
         ("inputs stay alive", changed(PEAK, (ALIVE, "made.get(name, 0) <= i <= last.get(name, end)"))),
@@ -171,6 +226,15 @@ ANSWERS = {
         ("not the most tensors", changed(PEAK, ("in moments)", "in [max(moments, key=len)])"))),
         ("not the fewest", changed(PEAK, ("max(", "min("))),
         ("not a number of tensors", changed(PEAK, ("sum(sizes[name] for name in moment)", "len(moment)"))),
+        (
+            "not from their first reader on",
+            changed(PEAK, (ALIVE, "first[name] <= i <= last.get(name, end)"), FIRST, KEPT),
+        ),
+        ("from the start to the end", changed(PEAK, (ALIVE, "first[name] <= i <= last.get(name, end)"), FIRST)),
+        ("is there only once", "def peak_bytes(kernels, sizes):\n    " + OWN),
+        ("by the next kernel", changed(PEAK, (ALIVE, ALIVE.replace("last.get(name, end)", "made[name] + 1")))),
+        ("same size", changed(PEAK, ("sum(sizes[name] for name in moment)", "sum({sizes[name] for name in moment})"))),
+        ("", changed(PEAK, ("for name in read}", "for name in read[:1]}"))),
         ("", changed(PEAK, ("in moments)", "in moments[1:-1])"))),
         ("", changed(WALK, (" and name not in later", ""))),
         ("", changed(WALK, ("name in written and ", ""))),
@@ -195,7 +259,16 @@ ANSWERS["softplus_codes"] += [
     ("course.launch", "def softplus_codes(x, GROUP):\n    return torch.zeros(len(x), dtype=torch.int8)"),
 ]
 ANSWERS["gated"] += [
-    ("", changed(GATED, ("* GROUP + tl.arange(0, GROUP)", "* 32 + tl.arange(0, 32)"))),
+    ("", changed(GATED, ("tl.program_id(0) * GROUPS * GROUP", "tl.program_id(0) * GROUPS * 32"))),
+    ("begin at program_id * GROUPS", changed(GATED, ("tl.program_id(0) * GROUPS * GROUP", "tl.program_id(0) * GROUP"))),
+    ("", changed(GATED, ("group = tl.program_id(0) * GROUPS", "group = tl.program_id(0)"))),
+    ("a scale, too", changed(GATED, ("tl.cdiv(N, GROUP)", "N // GROUP"))),
+    ("past the end of scale_ptr", changed(GATED, ("group < tl.cdiv(N, GROUP)", "group < N"))),
+    ("its own absmax", changed(GATED, ("tl.abs(x), 1)", "tl.abs(x)) + tl.zeros((GROUPS,), tl.float32)"))),
+    (
+        "values are neighbors",
+        changed(GATED, ("(GROUPS, GROUP)", "(GROUP, GROUPS)"), ("x), 1)", "x), 0)"), ("[:, None]", "[None, :]")),
+    ),
     ("", changed(GATED, (SILU, f"({SILU}).to(tl.float16)"))),
     ("", changed(GATED, (SILU, f"({SILU}) + 1e-8"))),
     ("infinity / infinity", changed(GATED, (SILU, "gate * tl.exp(gate) / (1.0 + tl.exp(gate)) * up"))),
@@ -207,13 +280,15 @@ ANSWERS["gated"] += [
     ("mind the sign", changed(GATED, (SILU, SILU.replace("-gate", "gate")))),
     ("with its sign", changed(GATED, (SILU, SILU.replace("-gate", "-tl.abs(gate)")))),
     ("the largest code is 127", changed(GATED, ("127.0 / absmax", "128.0 / absmax"), ("absmax / 127", "absmax / 128"))),
-    ("course.launch", "def gated(gate, up, GROUP):\n    return (F.silu(gate) * up).to(torch.int8), gate[:1]"),
+    ("course.launch", "def gated(gate, up, GROUP, GROUPS):\n    return (F.silu(gate) * up).to(torch.int8), gate[:1]"),
 ]
 
 OTHERS = {
     "largest_k": [
         SEARCH,
-        "def largest_k(M, N, block_size, speed, copy, share):\n    return 12 * speed // (share * copy)",
+        "def largest_k(M, N, block_size, speed, copy, share):\n"
+        "    return min(12 * speed // (share * copy), 12 * M * N / (M + N) / share // 1)",
     ],
+    "gated": [BY_ROWS, ONE_BY_ONE],
     "peak_bytes": [WALK],
 }

@@ -13,14 +13,19 @@ def _bytes(M, N, block_size, width=2):
     """Bytes moved, in total, as the page's `passes` counts them."""
     codes = M * N + 4 * M * -(-N // block_size)
     separate, around = width * 6 * M * N + codes, width * 4 * M * N + codes
-    return {"nothing fused": separate, "around each": around, "GELU separate": 3 * codes, "all fused": codes}
+    methods = {"nothing fused": separate, "around each": around, "GELU separate": 3 * codes, "all fused": codes}
+    return methods | {"unfused GEMM": width * M * N}
 
 
 def _largest_k(
     before="nothing fused",
     after="all fused",
     width=2,
-    work=lambda M, N: M * N,  # multiply-adds for each column of K
+    work=lambda M, N: M * N,  # multiply-adds for each column of K,
+    read=lambda M, N: M + N,  # and bytes read
+    longer=max,
+    time=lambda amount, rate: amount / rate,
+    goal=lambda share: share,
     less=lambda M, N, moved: 0,
     whole=math.floor,
 ):
@@ -29,7 +34,8 @@ def _largest_k(
     def largest(M, N, block_size, speed, copy, share):
         moved = _bytes(M, N, block_size, width)
         saved = moved[before] - moved.get(after, 0) - less(M, N, {name: share * size for name, size in moved.items()})
-        return max(whole(saved * speed / (copy * share * work(M, N))), 0)
+        column = longer(time(work(M, N), speed), time(read(M, N), copy))
+        return max(whole(time(saved, copy) / (goal(share) * column)), 0)
 
     return largest
 
@@ -49,17 +55,19 @@ def _peak_cases():
         "x,up>old x>h h,h>g g>g8 g8>mean mean>out",  # a result that comes first
         "x,h>out",
         "x>mean mean>old old,mean>x8 x>g g,x8>up up>out",
+        "x>h h>g g>x8 x8,up>out",  # an input that waits
     ):
         pairs = [pair.split(">") for pair in kernels.split()]
         names = {name for read, written in pairs for name in (*read.split(","), written)}
         sizes = {name: size for name, size in _BYTES.items() if name in names}
         yield [(read.split(","), written) for read, written in pairs], sizes
     yield [(["a"], "b"), (["b", "a"], "c"), (["c"], "d")], {"d": 10**12, "c": 5, "b": 2 * 10**12 + 1, "a": 7}
+    yield [(["a"], "b"), (["b"], "c"), (["c"], "d")], {"a": 6, "b": 6, "c": 6, "d": 2}
 
 
 def _peak(
     alive=lambda i, made, last, end, own: made <= i <= last,
-    inputs=lambda i, last, own: True,
+    inputs=lambda i, first, last, own: True,
     reader=max,
     unread=lambda made, end: end,
     worst=lambda moments: max(moments),
@@ -76,7 +84,7 @@ def _peak(
                 readers = [k for k, (read, _) in enumerate(kernels) if name in read]
                 last = reader(readers) if readers else unread(made[name], end)
                 own = name in read or name == written
-                there = alive(i, made[name], last, end, own) if name in made else inputs(i, last, own)
+                there = alive(i, made[name], last, end, own) if name in made else inputs(i, readers[0], last, own)
                 names += [name] * bool(there)
             moments.append((value(names, sizes, [*read, written]), len(names)))
         return worst(moments)[0]
@@ -127,41 +135,79 @@ def _padded(value):
 
 
 def _gated_cases():
-    """(gate, up, GROUP): the gated values of a group are near integers, times a size of its own."""
-    for N, GROUP in (32, 32), (64, 32), (70, 32), (137, 32), (5, 16), (50, 16), (150, 64):
+    """(gate, up, GROUP, GROUPS): the gated values of a group are near integers, times a size of its own."""
+    for N, GROUP, GROUPS in (
+        (32, 32, 1),
+        (64, 32, 2),
+        (70, 32, 2),
+        (137, 32, 4),
+        (5, 16, 4),
+        (50, 16, 1),
+        (150, 64, 2),
+        (150, 16, 8),
+    ):
         random = torch.Generator().manual_seed(N)
         codes = torch.randint(-126, 127, (N,), generator=random).double()
         codes += torch.where(torch.rand(N, generator=random) < 0.5, -0.3, 0.3)
         codes[::GROUP] = 127 - 254 * (torch.arange(len(codes[::GROUP])) % 2)
         gate = (0.5 + 2 * torch.rand(N, generator=random)) * torch.where(torch.arange(N) % 3 == 0, -1, 1)
-        if N == 150:  # a sigmoid that overflows, and one that is nearly 0
+        if GROUP == 64:  # a sigmoid that overflows, and one that is nearly 0
             gate[:GROUP], gate[GROUP : 2 * GROUP] = 89 + gate[:GROUP].abs(), -38 - gate[GROUP : 2 * GROUP].abs()
         powers = torch.tensor([0.0, -1, -12, 20, -30, 3, 30, -5, 0, 1])[: -(-N // GROUP)]
         size = (10.0**powers).repeat_interleave(GROUP)[:N]
-        yield gate, (codes * size / F.silu(gate.double())).float(), GROUP
+        yield gate, (codes * size / F.silu(gate.double())).float(), GROUP, GROUPS
 
 
 def _gated(
     gating=lambda gate, up: F.silu(gate) * up,
     rounding=torch.round,
     scaling=lambda absmax: absmax / 127,
-    largest=lambda values, up: values.abs().amax(1, keepdim=True),
+    largest=lambda values, up, GROUPS: values.abs().amax(1, keepdim=True),
     padding=0.0,
 ):
-    def codes_and_scales(gate, up, GROUP):
+    def codes_and_scales(gate, up, GROUP, GROUPS):
         N = len(gate)
         gate, up = (F.pad(x.double(), (0, -len(x) % GROUP), value=padding).view(-1, GROUP) for x in (gate, up))
         values = gating(gate, up)
-        absmax = largest(values, up)
+        absmax = largest(values, up, GROUPS)
         codes = rounding(values * (127 / absmax)).clamp(-1e9, 1e9)
         return codes.flatten()[:N].to(torch.int32).to(torch.int8), scaling(absmax[:, 0]).float()
 
     return codes_and_scales
 
 
-def _first_group(gate, up, GROUP):
-    codes, scales = _gated()(gate, up, GROUP)
-    return codes * (torch.arange(len(codes), device=codes.device) < GROUP), scales[:1].expand(len(scales))
+def _largest_of_program(values, up, GROUPS):
+    """The absmax of all the groups of a program, for each of them."""
+    each = values.abs().amax(1)
+    programs = F.pad(each, (0, -len(each) % GROUPS)).view(-1, GROUPS)
+    return programs.amax(1).repeat_interleave(GROUPS)[: len(each), None]
+
+
+def _of_program(start):
+    """start(program, GROUPS): the first group whose values a program loads and whose codes it stores."""
+
+    def codes_and_scales(gate, up, GROUP, GROUPS):
+        right_codes, right = _gated()(gate, up, GROUP, GROUPS)
+        codes, scales = torch.zeros_like(right_codes), torch.zeros_like(right)
+        for program in range(-(-len(right) // GROUPS)):
+            first, place = start(program, GROUPS), program * GROUPS
+            there = slice(first * GROUP, (first + GROUPS) * GROUP)
+            codes[there] = right_codes[there]
+            found = right[first : first + GROUPS][: len(right) - place]
+            scales[place : place + len(found)] = found
+        return codes, scales
+
+    return codes_and_scales
+
+
+def _transposed(gate, up, GROUP, GROUPS):
+    """As if a program's values were [GROUP, GROUPS], with a group in each column."""
+    N, width = len(gate), GROUP * GROUPS
+    gate, up = (F.pad(x.double(), (0, -N % width)).view(-1, GROUP, GROUPS) for x in (gate, up))
+    values = F.silu(gate) * up
+    absmax = values.abs().amax(1, keepdim=True)
+    codes = (values * (127 / absmax)).nan_to_num(0, 0, 0).round()
+    return codes.flatten()[:N].to(torch.int8), (absmax / 127).flatten()[: -(-N // GROUP)].float()
 
 
 def _in_place_of(codes=None, scales=None):
@@ -174,6 +220,12 @@ def _in_place_of(codes=None, scales=None):
     return changed
 
 
+def _without_last_scale(gate, up, GROUP, GROUPS):
+    codes, scales = _gated()(gate, up, GROUP, GROUPS)
+    scales[len(gate) // GROUP :] = 0
+    return codes, scales
+
+
 _why = "what was loaded beyond N became the largest value"
 
 EXERCISES = {
@@ -181,12 +233,17 @@ EXERCISES = {
         expected=_largest_k(),
         # (M, N, block_size, speed, copy, share), none with a K that is nearly an integer
         cases=lambda: [
-            (8192, 16384, 128, 4.9e14, 4.3e12, 0.1),
-            (1, 31, 32, 6.5e13, 3e11, 0.3),
-            (10, 300, 128, 2e9, 7e9, 0.5),
-            (7, 64, 64, 1e9, 3e10, 0.9),
-            (4096, 11008, 96, 9.9e14, 3.35e12, 2.0),
-            (256, 1536, 128, 1.01e14, 1.9e12, 0.015),
+            (8192, 16384, 128, 4.9e14, 4.3e12, 0.13),
+            (1, 31, 32, 6.5e13, 3e11, 0.37),
+            (10, 300, 128, 2e9, 7e9, 0.53),
+            (7, 64, 64, 1e9, 3e10, 0.89),
+            (4096, 11008, 96, 9.9e14, 3.35e12, 1.9),
+            (256, 1536, 128, 1.01e14, 1.9e12, 0.0151),
+            (2, 3, 64, 1e9, 3e10, 0.059),
+            (1, 128256, 128, 2e15, 8e12, 4.7),  # from here on, reading takes longer
+            (16, 4096, 128, 4.9e14, 4.3e12, 0.27),
+            (300, 40, 32, 2e14, 9e11, 1.1),
+            (64, 96, 64, 1e15, 3e12, 0.073),
         ],
         mistakes={
             "fused, the GEMM still writes codes and scales: take the difference": _largest_k(after=None),
@@ -203,8 +260,15 @@ EXERCISES = {
             "speed counts multiply-adds: one for each of M x N x K": _largest_k(work=lambda M, N: 2 * M * N),
             "M x N x K multiply-adds: M is missing": _largest_k(work=lambda M, N: N),
             "M x N x K multiply-adds: N is missing": _largest_k(work=lambda M, N: M),
-            "the bytes saved are those of M x N values": _largest_k(work=lambda M, N: M * N * M * N),
             "M x N x K multiply-adds: M and N are missing": _largest_k(work=lambda M, N: 1),
+            "with few rows, reading the operands takes longer than the multiply-adds": _largest_k(read=lambda M, N: 0),
+            "with many rows, the multiply-adds take longer than reading the operands": _largest_k(work=lambda M, N: 0),
+            "the longer time counts, not the shorter": _largest_k(longer=min),
+            "the longer time counts, not the sum of the two": _largest_k(longer=lambda *times: sum(times)),
+            "the GEMM reads both operands: the one of M rows, too": _largest_k(read=lambda M, N: N),
+            "the GEMM reads both operands: the one of N rows, too": _largest_k(read=lambda M, N: M),
+            "int8 operands have one byte per value": _largest_k(read=lambda M, N: 2 * (M + N)),
+            "the operands are [M, K] and [N, K]; M x N values is the output": _largest_k(read=lambda M, N: M * N),
             "with one more column, the share is too small: round down": _largest_k(whole=math.ceil),
             "at the nearest integer, the share may be too small: round down": _largest_k(whole=round),
             "K is an integer: round down": _largest_k(whole=float),
@@ -214,15 +278,15 @@ EXERCISES = {
             "the share is of the GEMM's time alone; the fused output's time isn't part of it": _largest_k(
                 less=lambda M, N, moved: moved["all fused"]
             ),
-            "a larger share leaves a smaller K: divide by it": lambda M, N, block_size, speed, copy, share: int(
-                12 * speed * share / copy
-            ),
-            "share is missing": lambda M, N, block_size, speed, copy, share: int(12 * speed / copy),
-            "a time is an amount divided by a speed": lambda M, N, block_size, speed, copy, share: int(
-                12 * copy / (speed * share)
-            ),
+            "a larger share leaves a smaller K: divide by it": _largest_k(goal=lambda share: 1 / share),
+            "share can be more than 1": _largest_k(goal=lambda share: min(share, 1)),
+            "share is missing": _largest_k(goal=lambda share: 1),
+            "round down once, at the end": lambda *case: int(_largest_k(goal=lambda share: 1)(*case) / case[-1]),
+            "if K = 1 saves too little, return 0": lambda *case: max(1, _largest_k()(*case)),
+            "every kernel's bytes count, not only the GEMM's": _largest_k("unfused GEMM"),
+            "a time is an amount divided by a speed": _largest_k(time=lambda amount, rate: amount * rate),
         },
-        note="any sizes, slow and fast GPUs, and shares from 0.015 to 2",
+        note="any sizes, slow and fast GPUs, and shares from 0.015 to 5",
     ),
     "softplus_codes": Exercise(
         expected=_softplus,
@@ -268,16 +332,16 @@ EXERCISES = {
             "multiply by up, don't add it": _gated(gating=lambda gate, up: F.silu(gate) + up),
             "sigmoid takes the gate with its sign": _gated(gating=lambda gate, up: gate * gate.abs().sigmoid() * up),
             "that is the sum of the magnitudes, not the largest": _gated(
-                largest=lambda values, up: values.abs().sum(1, keepdim=True)
+                largest=lambda values, up, GROUPS: values.abs().sum(1, keepdim=True)
             ),
             "masked elements must not become the absmax: which `other` is safe?": _gated(padding=1.0),
             "up counts once, not squared": _gated(gating=lambda gate, up: F.silu(gate) * up * up),
             "a scale is absmax / 127, not / 128": _gated(scaling=lambda absmax: absmax / 128),
             "absmax is the largest magnitude: abs is missing": _gated(
-                largest=lambda values, up: values.amax(1, keepdim=True)
+                largest=lambda values, up, GROUPS: values.amax(1, keepdim=True)
             ),
             "absmax is the product's: take it after multiplying by up": _gated(
-                largest=lambda values, up: up.abs().amax(1, keepdim=True)
+                largest=lambda values, up, GROUPS: up.abs().amax(1, keepdim=True)
             ),
             "exp(gate) overflows from about 89 on, and infinity / infinity is NaN": _gated(
                 gating=lambda gate, up: gate * gate.float().exp() / (1 + gate.float().exp()) * up
@@ -290,20 +354,39 @@ EXERCISES = {
             ),
             "the scales are missing": _in_place_of(scales=torch.zeros_like),
             "the codes are missing": _in_place_of(codes=torch.zeros_like),
-            "each program has its own group: program_id": _first_group,
+            "each group has its own absmax: one maximum per row": _gated(largest=_largest_of_program),
+            "a group's values are neighbors: reshape to (GROUPS, GROUP)": _transposed,
+            "each program has its own values: program_id": _of_program(lambda program, GROUPS: 0),
+            "a program's values begin at program_id * GROUPS * GROUP": _of_program(lambda program, GROUPS: program),
+            "the last, short group has a scale, too": _without_last_scale,
         },
         kernel=True,
         bound=[0.0, 1e-5],
-        note="any N and GROUP, gates from -40 to 90, and groups of huge or tiny values",
+        note="any N, GROUP and GROUPS, gates from -40 to 90, and groups of huge or tiny values",
     ),
     "peak_bytes": Exercise(
         expected=_peak(),
         cases=lambda: [*_peak_cases()],
         mistakes={
-            "inputs stay alive, even after their last reader": _peak(inputs=lambda i, last, own: i <= last),
-            "inputs count, too": _peak(inputs=lambda i, last, own: False),
+            "inputs stay alive, even after their last reader": _peak(inputs=lambda i, first, last, own: i <= last),
+            "inputs are alive from the start, not from their first reader on": _peak(
+                inputs=lambda i, first, last, own: first <= i
+            ),
+            "inputs are alive from the start to the end, not from their first reader to their last": _peak(
+                inputs=lambda i, first, last, own: first <= i <= last
+            ),
+            "inputs count, too": _peak(inputs=lambda i, first, last, own: False),
             "what a later kernel reads is alive, too, though this one doesn't touch it": _peak(
-                alive=lambda i, made, last, end, own: own, inputs=lambda i, last, own: own
+                alive=lambda i, made, last, end, own: own, inputs=lambda i, first, last, own: own
+            ),
+            "what a later kernel reads is alive, too; and a tensor that is read twice is there only once": (
+                lambda kernels, sizes: max(sum(map(sizes.get, (*read, written))) for read, written in kernels)
+            ),
+            "a tensor may be read again, later than by the next kernel": _peak(
+                alive=lambda i, made, last, end, own: made <= i <= made + 1
+            ),
+            "two tensors of the same size both count": _peak(
+                value=lambda names, sizes, own: sum({sizes[name] for name in names})
             ),
             "besides inputs, tensors that wait for a later kernel are alive, too": _peak(
                 alive=lambda i, made, last, end, own: own
