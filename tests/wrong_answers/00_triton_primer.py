@@ -208,7 +208,7 @@ ANSWERS["row_max"] += [
 ]
 ANSWERS["row_absmax"] += [
     ("", walk(ZERO.replace("float32", "float16"), keep=KEEP + ".to(tl.float16)")),
-    ("tl.constexpr", walk(ZERO.replace("float32", "int32"))),
+    ("a loop can't change" if INTERPRETED else "", walk(ZERO.replace("float32", "int32"))),
     ("a race", walk(end="tl.store(out_ptr + row + 1, 0.0, mask=row < tl.num_programs(0) - 1)\n    " + END)),
     ("", walk(loop=WALK.replace("columns", "min(columns, 10 * BLOCK)"))),
     ("start from", walk(ZERO.replace("zeros((BLOCK,)", "full((BLOCK,), 1e-30"))),
