@@ -420,7 +420,7 @@ def scale_map(x, block, name="values", names=("row", "column")):
     """Draw the magnitudes of a matrix next to the absmax of each block (rows, columns), on one color scale.
 
     Also counts the values that int8 would round to 0. A large matrix is drawn in tiles that show their largest value.
-    block: None makes the whole matrix one block, and draws no absmax. names: what rows and columns are called.
+    block: None makes the whole matrix one block, and draws no absmax. names: of rows and columns.
     """
     x = _tensor(x).abs()
     (rows, columns), (high, wide) = x.shape, block or x.shape
@@ -475,7 +475,7 @@ def operand_blocks(x, *blocks, line=0, step=0, k_step=128, names=("row", "column
     """Draw which scales a step meets as two matmuls read a matrix, along its rows and, transposed, along its columns.
 
     blocks: rows and columns that share a scale, one pair of pictures below another; darker blocks have larger scales.
-    line: the row that is read, of either. step: which piece of it, k_step long. names: what rows and columns are called.
+    line: the row that is read, of either. step: which piece of it, k_step long. names: of rows and columns.
     """
     x = _tensor(x).abs()
     size = (9, 4.6) if len(blocks) == 1 else (8, 3 * len(blocks))
