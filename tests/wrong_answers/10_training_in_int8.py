@@ -71,6 +71,7 @@ ANSWERS = {
         ("not the mean", changed(SQUARE, "tl.max(scale, 0)", "tl.sum(scale, 0) / B")),
         ("divided by 127 already", changed(SQUARE, "+ i, largest)", "+ i, largest / 127)")),
         ("127 times smaller", changed(SQUARE, "+ i, largest)", "+ i, largest * 127)")),
+        ("divide it by 127", changed(SQUARE, "tl.max(scale, 0)", "tl.max(tl.abs(codes * scale[:, None]))")),
         ("codes go up to 127", changed(SQUARE, "codes * share[:, None]", "codes * share[:, None] / 127")),
         ("a lower bound", changed(SQUARE, "tl.where(largest > 0, largest, 1.0)", "tl.maximum(largest, 1e-8)")),
         ("a lower bound", changed(SQUARE, "tl.where(largest > 0, largest, 1.0)", "(largest + 1e-12)")),
@@ -117,7 +118,9 @@ ANSWERS = {
         ("smaller or larger?", AVERAGE.format("value if value >= 0 else value - 1 if value <= -1 else 0.0")),
         ("above 0, the average is right", AVERAGE.format("math.copysign(max(abs(value) - 1, 0), value)")),
         ("a whole step", AVERAGE.format("value if value >= 0 else min(value + 0.5, 0)")),
-        ("without u", AVERAGE.format("int(value)")),
+        ("the average isn't 0", AVERAGE.format("max(value, 0)")),
+        ("below 0, that's the code without u", AVERAGE.format("value if value >= 0 else math.ceil(value)")),
+        ("that's the code without u", AVERAGE.format("int(value)")),
         ("for u = 1/2", AVERAGE.format("int(value + 0.5)")),
         ("rounding to nearest", AVERAGE.format("round(value)")),
         ("rounded down", AVERAGE.format("math.floor(value)")),
@@ -248,7 +251,7 @@ OTHERS = {
     ],
     "average_code": [
         AVERAGE.format("max(value, min(value + 1, 0))"),
-        AVERAGE.format("(value + (torch.arange(10**6) + 0.5) / 10**6).trunc().double().mean().item()"),
+        AVERAGE.format("(value + torch.linspace(0, 1, 100001)).to(torch.int8).double().mean().item()"),
         AVERAGE.format("value + (0 if value >= 0 else -value if value > -1 else 1)"),
     ],
     "weight_gradient_of": [

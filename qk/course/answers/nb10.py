@@ -48,13 +48,12 @@ def _without_short_block(codes, scale, B):
 def _requantize_cases():
     """(codes, scale, B), of scales that differ by a factor of a thousand or more. No code is almost halfway."""
     random, cases = torch.Generator().manual_seed(77), []
-    sizes = (64, 96, 32, 0), (130, 70, 64, -3), (100, 150, 32, 6), (1, 1, 64, 0), (200, 130, 128, 2)
+    sizes = (64, 96, 32, 0), (130, 70, 64, -3), (100, 150, 32, 6), (20, 70, 64, 0), (200, 130, 128, 2)
     for M, K, B, power in (*sizes, (65, 33, 32, -27), (33, 40, 32, 28)):
         scale = 10 ** (power - 3 * torch.rand(M, -(-K // B), generator=random))
         scale[1::7] = 0
         scale[-1] *= 30
-        if M > B:
-            scale[:B, -1] = 0
+        scale[:B, -1] = 0
         codes = torch.randint(-127, 128, (M, K), generator=random)
         codes[:, ::B] = 127 - 254 * (codes[:, ::B] < 0)  # as act_quant makes them
         largest = torch.stack([rows.amax(0) for rows in scale.split(B)]).repeat_interleave(B, 0)[:M]
@@ -83,6 +82,7 @@ _REQUANTIZED = Exercise(
         "the largest scale is the block's, not that of its first token": _requantized(lambda rows, B: rows[0]),
         "the scales are divided by 127 already: don't divide them again": _then(lambda new, large: (new, large / 127)),
         "that's the absmax of each block; its scale is 127 times smaller": _then(lambda new, large: (new, large * 127)),
+        "that's the absmax of each block: divide it by 127": _requantized(lambda rows, B: rows.amax(0) * 127),
         "codes go up to 127: multiply by scale / largest alone": _requantized(
             share=lambda scale, largest: scale / largest.where(largest > 0, 1) / 127
         ),
@@ -113,8 +113,7 @@ _REQUANTIZED = Exercise(
 _AVERAGE = Exercise(
     expected=lambda value: float(value if value >= 0 else min(value + 1, 0)),
     cases=lambda: [
-        (value,)
-        for value in (0.0, 0.25, 2.3, 5.0, 126.0, -0.01, -0.3, -0.5, -0.99, -1.01, -1.5, -2.3, -2.75, -5.0, -125.9)
+        (value,) for value in (0.25, 2.3, 5.0, 126.0, -0.01, -0.3, -0.5, -0.99, -1.1, -1.5, -2.3, -2.75, -5.0, -125.9)
     ],
     mistakes={
         "that's unbiased. A cast drops the fraction: what becomes of -2.3 + 0.5?": lambda value: value,
@@ -133,6 +132,10 @@ _AVERAGE = Exercise(
         "below -1, each sum is rounded up instead of down: that's a whole step, not half of one": lambda value: (
             value if value >= 0 else min(value + 0.5, 0)
         ),
+        "right above -1. Further down, the average isn't 0: what becomes of -2.3 + 0.5?": lambda value: max(value, 0.0),
+        "below 0, that's the code without u: average the codes of all u": lambda value: (
+            value if value >= 0 else float(math.trunc(value))
+        ),
         "that's the code without u": lambda value: float(math.trunc(value)),
         "that's the code for u = 1/2: average the codes of all u": lambda value: float(math.trunc(value + 0.5)),
         "that's rounding to nearest: average (value + u).to(tl.int8) over all u": lambda value: float(round(value)),
@@ -143,7 +146,7 @@ _AVERAGE = Exercise(
         ),
     },
     bound=1e-3,
-    note="values from -126 to 126",
+    note="values from -126 to 126, to three digits",
 )
 
 # weight_gradient_of(g, g_scale, x, x_scale, B)
