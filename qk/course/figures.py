@@ -420,7 +420,7 @@ def scale_map(x, block, name="values", names=("row", "column")):
     """Draw the magnitudes of a matrix next to the absmax of each block (rows, columns), on one color scale.
 
     Also counts the values that int8 would round to 0. A large matrix is drawn in tiles that show their largest value.
-    block: None makes the whole matrix one block, and draws no absmax. names: what rows and columns are called.
+    block: None makes the whole matrix one block, and draws no absmax. names: of rows and columns.
     """
     x = _tensor(x).abs()
     (rows, columns), (high, wide) = x.shape, block or x.shape
@@ -471,18 +471,26 @@ def block_grid(shape, block, element=(0, 0), name="s"):
 
 
 @style()
-def operand_blocks(x, block, line=0, step=0, k_step=128, names=("row", "column")):
+def operand_blocks(x, *blocks, line=0, step=0, k_step=128, names=("row", "column")):
     """Draw which scales a step meets as two matmuls read a matrix, along its rows and, transposed, along its columns.
 
-    block: rows and columns that share a scale; darker blocks have larger ones. line: the row that is read, of either.
-    step: which piece of it, k_step long. names: what rows and columns are called.
+    blocks: rows and columns that share a scale, one pair of pictures below another; darker blocks have larger scales.
+    line: the row that is read, of either. step: which piece of it, k_step long. names: of rows and columns.
     """
-    x, (high, wide) = _tensor(x).abs(), block
-    rows, columns = x.shape
+    x = _tensor(x).abs()
+    size = (9, 4.6) if len(blocks) == 1 else (8, 3 * len(blocks))
+    fig = Figure(figsize=size, layout="constrained")
+    for part, block in zip(fig.subfigures(len(blocks), 1, squeeze=False)[:, 0], blocks, strict=True):
+        _operand_blocks(part, x, block, line, step, k_step, names)
+    return fig
+
+
+def _operand_blocks(fig, x, block, line, step, k_step, names):
+    (rows, columns), (high, wide) = x.shape, block
     padded = F.pad(x, (0, -columns % wide, 0, -rows % high))
     absmax = padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high)).amax((1, 3)).clamp(min=1e-9).log10()
     low, top = absmax.min().item(), absmax.max().item()
-    fig, axes = subplots(9, 4.6, 1, 2, width_ratios=(columns, rows))
+    axes = fig.subplots(1, 2, width_ratios=(columns, rows))
     parts = ("x", absmax, (rows, columns), (high, wide)), ("x transposed", absmax.T, (columns, rows), (wide, high))
     for ax, (name, scales, (down, across), (tall, broad)), labels in zip(
         axes, parts, (names, names[::-1]), strict=True
@@ -490,6 +498,7 @@ def operand_blocks(x, block, line=0, step=0, k_step=128, names=("row", "column")
         extent = 0, scales.shape[1] * broad, scales.shape[0] * tall, 0
         # keep the darker half of the greys for the mark
         ax.imshow(scales.numpy(), "Greys", extent=extent, vmin=low - 0.5, vmax=2 * top - low + 1, aspect="equal")
+        ax.set_anchor("W")
         for edges, size, draw in ((across, broad, ax.axvline), (down, tall, ax.axhline)):
             for edge in range(0, edges, size) if size > 1 else ():
                 draw(edge, color="#666666", linewidth=0.6)
@@ -505,7 +514,6 @@ def operand_blocks(x, block, line=0, step=0, k_step=128, names=("row", "column")
         ax.set_xticks(range(0, across + 1, 128))
         ax.set_yticks(range(0, down + 1, 128))
     fig.suptitle(f"Blocks of {high} x {wide}", x=0.01, ha="left", fontsize=11)
-    return fig
 
 
 @style()

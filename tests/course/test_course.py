@@ -150,6 +150,7 @@ PLOTS = {
     "memory": lambda: course.memory_bars({"float16": {"weights": 4 << 20}, "int4": {"codes": 1 << 20, "absmax": 100}}),
     "benchmark": lambda: course.benchmark(RECORD, "quantize_int4", group_size=None),
     "operand blocks": lambda: course.operand_blocks(torch.randn(200, 300), (1, 128), line=60, step=1),
+    "operand blocks of two shapes": lambda: course.operand_blocks(torch.randn(200, 300), (1, 128), (128, 128)),
     "operand blocks of zeros": lambda: course.operand_blocks(torch.zeros(5, 3), (4, 4)),
     "one rescale": lambda: course.rescale_scatter(torch.arange(10), torch.rand(10), 0.1),
     "tile": lambda: tile(step=11, at=(128, 128)),

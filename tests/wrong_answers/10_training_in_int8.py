@@ -4,11 +4,18 @@ import qk
 
 # what doesn't compile, and how float32 is cut to TF32, is certain in the interpreter only
 INTERPRETED = qk.device() == "cpu"
-SCALES = """@triton.jit
-def square_scale_kernel(scale_ptr, out_ptr, M, groups, B: tl.constexpr):
-    rows, group = tl.program_id(0) * B + tl.arange(0, B), tl.program_id(1)
-    scales = tl.load(scale_ptr + rows * groups + group, mask=rows < M, other=0.0)
-    tl.store(out_ptr + group * tl.num_programs(0) + tl.program_id(0), tl.max(scales, 0))
+SQUARE = """@triton.jit
+def requantize_kernel(codes_ptr, scale_ptr, codes_t_ptr, scale_t_ptr, M, K, B: tl.constexpr):
+    i, j = tl.program_id(0), tl.program_id(1)
+    rows, columns = i * B + tl.arange(0, B), j * B + tl.arange(0, B)
+    inside = (rows < M)[:, None] & (columns < K)
+    codes = tl.load(codes_ptr + rows[:, None] * K + columns, mask=inside, other=0)
+    scale = tl.load(scale_ptr + rows * tl.num_programs(1) + j, mask=rows < M, other=0.0)
+    largest = tl.max(scale, 0)
+    share = scale / tl.where(largest > 0, largest, 1.0)
+    new = round_to_int32(codes * share[:, None]).to(tl.int8)
+    tl.store(codes_t_ptr + columns * M + rows[:, None], new, mask=inside)
+    tl.store(scale_t_ptr + j * tl.num_programs(0) + i, largest)
 """
 GRADIENT = """@triton.jit
 def weight_gradient_kernel(g_ptr, g_scale_ptr, x_ptr, x_scale_ptr, dw_ptr, M, N, K, B: tl.constexpr):
@@ -25,16 +32,9 @@ def weight_gradient_kernel(g_ptr, g_scale_ptr, x_ptr, x_scale_ptr, dw_ptr, M, N,
     tl.store(dw_ptr + n[:, None] * K + k, acc, mask=(n < N)[:, None] & (k < K))
 """
 DOT = "int_dot(g.T, x.T) * g_scale * x_scale"
-KERNEL = """@triton.jit
-def stochastic_kernel(x_ptr, u_ptr, codes_ptr, inverse, n, BLOCK: tl.constexpr):
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = offs < n
-    value = tl.load(x_ptr + offs, mask=mask, other=0.0) * inverse
-    u = tl.load(u_ptr + offs, mask=mask, other=0.0)
-    tl.store(codes_ptr + offs, tl.floor(value + u).to(tl.int8), mask=mask)
+AVERAGE = """def average_code(value):
+    return {}
 """
-
-
 IN_TORCH = """def weight_gradient_of(g, g_scale, x, x_scale, B):
     total = torch.zeros(g.shape[1], x.shape[1], device=g.device)
     for a, b, p, q in zip(g.split(B), x.split(B), g_scale, x_scale, strict=True):
@@ -52,76 +52,82 @@ def changed(answer, old, new):
 FLOAT16 = changed(GRADIENT, "(B, B), tl.float32", "(B, B), tl.float16")
 ALWAYS_32 = GRADIENT.replace("(0, B)", "(0, 32)").replace("(B, B)", "(32, 32)").replace("* B +", "* 32 +")
 ANSWERS = {
-    "transposed_square_scale": [
+    "requantize_transposed": [
+        ("the codes have to change, too", changed(SQUARE, " * share[:, None]", "")),
         (
-            "another order",
-            changed(
-                SCALES,
-                "group * tl.num_programs(0) + tl.program_id(0)",
-                "tl.program_id(0) * groups + group",
+            "a cast alone drops the fraction",
+            changed(SQUARE, "round_to_int32(codes * share[:, None])", "(codes * share[:, None])"),
+        ),
+        ("not down", changed(SQUARE, "round_to_int32(", "tl.floor(")),
+        ("row k of codes_t begins", changed(SQUARE, "columns * M + rows[:, None]", "columns + rows[:, None] * K")),
+        ("transpose the scales", changed(SQUARE, "j * tl.num_programs(0) + i", "i * tl.num_programs(1) + j")),
+        (
+            "transpose both",
+            changed(SQUARE, "j * tl.num_programs(0) + i", "i * tl.num_programs(1) + j").replace(
+                "columns * M + rows[:, None]", "columns + rows[:, None] * K"
             ),
         ),
-        ("load's mask", changed(SCALES, ", mask=rows < M, other=0.0", "")),
-        ("missing or too wide?", changed(SCALES, "rows < M", "rows < M + B")),
-        ("short block", changed(SCALES, "rows < M", "rows < M // B * B")),
-        ("with other=", changed(SCALES, ", other=0.0", "")),
-        ("", changed(SCALES, "tl.max(", "tl.sum(")),
-        ("not the smallest", changed(SCALES, "other=0.0", "other=1e38").replace("tl.max(", "tl.min(")),
-        ("not the mean", changed(SCALES, "tl.max(scales, 0)", "tl.sum(scales, 0) / B")),
+        ("not the sum", changed(SQUARE, "tl.max(scale, 0)", "tl.sum(scale, 0)")),
+        ("not the mean", changed(SQUARE, "tl.max(scale, 0)", "tl.sum(scale, 0) / B")),
+        ("divided by 127 already", changed(SQUARE, "+ i, largest)", "+ i, largest / 127)")),
+        ("127 times smaller", changed(SQUARE, "+ i, largest)", "+ i, largest * 127)")),
+        ("divide it by 127", changed(SQUARE, "tl.max(scale, 0)", "tl.max(tl.abs(codes * scale[:, None]))")),
+        ("codes go up to 127", changed(SQUARE, "codes * share[:, None]", "codes * share[:, None] / 127")),
+        ("a lower bound", changed(SQUARE, "tl.where(largest > 0, largest, 1.0)", "tl.maximum(largest, 1e-8)")),
+        ("a lower bound", changed(SQUARE, "tl.where(largest > 0, largest, 1.0)", "(largest + 1e-12)")),
+        ("load 0 there", changed(SQUARE, "rows < M, other=0.0", "rows < M, other=1.0")),
+        ("short block", SQUARE.replace("rows < M", "rows < M // B * B")),
+        ("begins at r * groups", changed(SQUARE, "rows * tl.num_programs(1) + j", "rows + j * M")),
         (
-            "and program_id(1) the group",
-            changed(SCALES, "group * tl.num_programs(0) + tl.program_id(0)", "group * tl.num_programs(1) + block")
-            .replace(
-                "rows, group = tl.program_id(0) * B",
-                "group, block = tl.program_id(0), tl.program_id(1)\n    rows = block * B",
-            )
-            .replace("tl.arange(0, B), tl.program_id(1)", "tl.arange(0, B)"),
+            "the scales of the first tokens",
+            changed(SQUARE, "scale_ptr + rows *", "scale_ptr + tl.arange(0, B) *"),
         ),
+        ("what is tl.program_id(1)?", changed(SQUARE, "tl.num_programs(1) + j", "tl.num_programs(1)")),
+        ("load's mask", changed(SQUARE, ", mask=inside, other=0)", ")")),
+        ("missing or too wide?", changed(SQUARE, "new, mask=inside)", "new)")),
+        ("with other=", changed(SQUARE, "mask=rows < M, other=0.0", "mask=rows < M")),
         (
-            "not B columns",
-            changed(SCALES, "rows * groups + group, mask=rows < M", "address, mask=inside")
-            .replace("tl.max(scales, 0)", "tl.max(scales)")
-            .replace(
-                "    scales =",
-                "    columns = group * B + tl.arange(0, B)\n    address = rows[:, None] * groups + columns\n"
-                "    inside = (rows < M)[:, None] & (columns < groups)\n    scales =",
-            ),
+            "",
+            changed(SQUARE, "scale / tl.where(largest > 0, largest, 1.0)", "largest / tl.where(scale > 0, scale, 1.0)"),
         ),
-        ("divided by 127 already", changed(SCALES, "tl.max(scales, 0)", "tl.max(scales, 0) / 127")),
-        ("reads the first block", changed(SCALES, "tl.program_id(0) * B + tl.arange", "tl.arange")),
-        (
-            "tl.program_id(1)",
-            changed(SCALES, "rows * groups + group", "rows * groups").replace("tl.load(", "0 * group + tl.load("),
-        ),
-        ("B isn't always 32", SCALES.replace("tl.arange(0, B)", "tl.arange(0, 32)")),
-        ("load 0 there", changed(SCALES, "other=0.0", "other=1.0")),
-        ("", changed(SCALES, "other=0.0", "other=1e-8")),
-        ("rounds to float16", changed(SCALES, "tl.max(scales, 0)", "tl.max(scales.to(tl.float16), 0)")),
-        ("", changed(SCALES, "tl.max(scales, 0)", "tl.max(scales.to(tl.int32), 0)")),
+        ("", changed(SQUARE, "share[:, None])", "share[:, None] * share[:, None])")),
+        ("", changed(SQUARE, "tl.max(scale, 0)", "tl.max(scale.to(tl.float16), 0)")),
+        ("", SQUARE.replace("tl.arange(0, B)", "tl.arange(0, 32)")),
         (
             "a race: ",  # a race: each program also stores into its neighbor's place, before the neighbor does
             changed(
-                SCALES,
-                "    tl.store(",
-                "    count = tl.num_programs(0)\n"
-                "    tl.store(out_ptr + group * count + (tl.program_id(0) + 1) % count, 0.0)\n"
-                "    tl.store(",
+                SQUARE,
+                "    tl.store(scale_t_ptr",
+                "    count = tl.num_programs(0)\n    tl.store(scale_t_ptr + j * count + (i + 1) % count, 0.0)\n"
+                "    tl.store(scale_t_ptr",
             ),
         ),
-        ("torch alone doesn't count", "def transposed_square_scale(scale, B):\n    return scale.t()"),
         (
             "torch alone doesn't count",
-            "def transposed_square_scale(scale, B):\n"
-            "    return torch.stack([rows.amax(0) for rows in scale.split(B)]).t().contiguous()",
+            "def requantize_transposed(codes, scale, B):\n    return codes.T.contiguous(), scale.T.contiguous()",
         ),
         (
             "a kernel can use tl",
-            changed(
-                SCALES,
-                "    scales = tl.load",
-                "    import numpy\n    numpy.zeros(1)\n    scales = tl.load",
-            ),
+            changed(SQUARE, "    largest =", "    import numpy\n    numpy.zeros(1)\n    largest ="),
         ),
+    ],
+    "average_code": [
+        ("that's unbiased", AVERAGE.format("value")),
+        ("which code do all of these get?", AVERAGE.format("value if value >= 0 else value + 1")),
+        ("which way does a cast move them?", AVERAGE.format("0.0 if -1 < value < 0 else value")),
+        ("smaller or larger?", AVERAGE.format("value if value >= 0 else value - 1 if value <= -1 else 0.0")),
+        ("above 0, the average is right", AVERAGE.format("math.copysign(max(abs(value) - 1, 0), value)")),
+        ("a whole step", AVERAGE.format("value if value >= 0 else min(value + 0.5, 0)")),
+        ("the average isn't 0", AVERAGE.format("max(value, 0)")),
+        ("below 0, that's the code without u", AVERAGE.format("value if value >= 0 else math.ceil(value)")),
+        ("that's the code without u", AVERAGE.format("int(value)")),
+        ("for u = 1/2", AVERAGE.format("int(value + 0.5)")),
+        ("rounding to nearest", AVERAGE.format("round(value)")),
+        ("rounded down", AVERAGE.format("math.floor(value)")),
+        ("the average of the sums", AVERAGE.format("value + 0.5")),
+        ("become 0 like the others", AVERAGE.format("value if value > -1 else value + 1")),
+        ("", AVERAGE.format("abs(value)")),
+        ("", AVERAGE.format("value * 0")),
     ],
     "weight_gradient_of": [
         ("torch alone doesn't count", IN_TORCH),
@@ -220,60 +226,34 @@ ANSWERS = {
             changed(GRADIENT, "m = step * B + tl.arange(0, B)", "m = tl.minimum(step * B + tl.arange(0, B), M - 1)"),
         ),
     ],
-    "round_stochastically": [
-        ("missing or too wide?", KERNEL.replace(", mask=mask, other=0.0", "").replace(", mask=mask)", ")")),
-        ("past the end of codes_ptr", changed(KERNEL, "tl.int8), mask=mask)", "tl.int8))")),
-        ("load's mask", KERNEL.replace(", mask=mask, other=0.0", "")),
-        ("in which direction does the last step round?", changed(KERNEL, "tl.floor(value + u)", "(value + u)")),
-        ("half a step too much", changed(KERNEL, "value + u", "value + u + 0.5")),
-        ("u must decide", changed(KERNEL, "value + u", "value + 0.5")),
-        ("where is u?", changed(KERNEL, "value + u", "value")),
-        ("a whole step", changed(KERNEL, "tl.floor", "tl.ceil")),
-        ("subtract nothing before", changed(KERNEL, "value + u", "value + u - 0.5")),
-        ("add it after scaling", changed(KERNEL, "value + u", "value + u * inverse")),
-        ("must be scaled", changed(KERNEL, ") * inverse", ")")),
-        (
-            "for negative values as well",
-            changed(KERNEL, "tl.floor(value + u)", "tl.where(value < 0, -1, 1) * tl.floor(tl.abs(value) + u)"),
-        ),
-        ("dropped before the noise", changed(KERNEL, "value + u", "value.to(tl.int32) + u")),
-        ("where does yours begin?", changed(KERNEL, "tl.program_id(0) * BLOCK + ", "")),
-        ("the first block's u", changed(KERNEL, "u_ptr + offs", "u_ptr + tl.arange(0, BLOCK)")),
-        ("1 / scale already", changed(KERNEL, "* inverse", "/ inverse")),
-        ("not value - u", changed(KERNEL, "value + u", "value - u")),
-        (
-            "moves whole numbers too",
-            changed(KERNEL, "tl.floor(value + u)", "((value + u).to(tl.int32) - (value + u < 0))"),
-        ),
-        ("instead of truncating", changed(KERNEL, "tl.floor(value + u)", "(value + u - 0.5)")),
-        ("round the sum, once", changed(KERNEL, "tl.floor(value + u)", "(tl.floor(value) + u)")),
-        ("whole or positive", changed(KERNEL, "tl.floor(value + u)", "((value + u).to(tl.int32) - (value < 0))")),
-        (
-            "value + u, rounded down",
-            changed(KERNEL, "tl.floor(value + u)", "(tl.floor(value) + (u < value - tl.floor(value)))"),
-        ),
-        ("", changed(KERNEL, "tl.floor(value + u)", "((value + u + 128).to(tl.int32) - 127)")),
-        ("", changed(KERNEL, "tl.floor(value + u)", "tl.floor((value + u).to(tl.float16).to(tl.float32))")),
-        ("", changed(KERNEL, "tl.floor(value + u)", "tl.floor(value + u + 1e-4)")),
-        ("", changed(KERNEL, "tl.floor(value + u)", "tl.minimum(tl.floor(value + u), 99)")),
-        ("", KERNEL.replace("* BLOCK", "* 64").replace("tl.arange(0, BLOCK)", "tl.arange(0, 64)")),
-        (
-            "a race: ",  # a race: the next program's first element, before that program stores it
-            changed(
-                KERNEL,
-                "    tl.store(",
-                "    tl.store(codes_ptr + (offs + BLOCK) % n, (value * 0).to(tl.int8), mask=mask)\n    tl.store(",
-            ),
-        ),
-        (
-            "torch alone doesn't count",
-            "def round_stochastically(x, u, inverse, block=64):\n    return (x * inverse + u).floor().to(torch.int8)",
-        ),
-        ("a kernel can use tl", changed(KERNEL, "    value =", "    import numpy\n    numpy.ones(1)\n    value =")),
-    ],
 }
 
 OTHERS = {
+    "requantize_transposed": [
+        # the absmax of the values, and a division of each
+        changed(SQUARE, "tl.max(scale, 0)", "tl.max(tl.abs(codes * scale[:, None])) / 127")
+        .replace("    share = scale / tl.where(largest > 0, largest, 1.0)\n", "")
+        .replace(
+            "round_to_int32(codes * share[:, None])",
+            "tl.floor(codes * scale[:, None] / tl.where(largest > 0, largest, 1.0) + 0.5)",
+        ),
+        # with the page's helpers
+        changed(
+            SQUARE,
+            "tl.load(codes_ptr + rows[:, None] * K + columns, mask=inside, other=0)",
+            "load_tile(codes_ptr, i * B, j * B, M, K, K, B, B)",
+        ).replace(
+            "tl.store(codes_t_ptr + columns * M + rows[:, None], new, mask=inside)",
+            "store_tile(codes_t_ptr, j * B, i * B, K, M, M, 1, tl.trans(new))",
+        ),
+        # NaN of a block of zeros becomes 0
+        changed(SQUARE, "scale / tl.where(largest > 0, largest, 1.0)", "tl.where(largest > 0, scale / largest, 0.0)"),
+    ],
+    "average_code": [
+        AVERAGE.format("max(value, min(value + 1, 0))"),
+        AVERAGE.format("(value + torch.linspace(0, 1, 100001)).to(torch.int8).double().mean().item()"),
+        AVERAGE.format("value + (0 if value >= 0 else -value if value > -1 else 1)"),
+    ],
     "weight_gradient_of": [
         changed(GRADIENT, "int_dot(g.T, x.T)", "tl.dot(g.T, x, out_dtype=tl.int32)"),
         changed(GRADIENT, DOT, 'tl.dot((g * g_scale).T, x * x_scale, input_precision="ieee")'),
@@ -289,5 +269,5 @@ OTHERS = {
             "m[:, None] * K + k, mask=(m < M)[:, None] & (k < K)", "m * K + k[:, None], mask=(m < M) & (k < K)[:, None]"
         )
         .replace("int_dot(g.T, x.T)", "int_dot(g, x)"),
-    ]
+    ],
 }

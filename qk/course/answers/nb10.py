@@ -1,193 +1,152 @@
 """Notebook 10: training in int8."""
 
+import math
+
 import torch
 
 from qk.course.answers import as_bfloat16
 from qk.course.exercises import Exercise
 
-# transposed_square_scale(scale, B)
+# requantize_transposed(codes, scale, B)
 
 
-def _squares(pool=lambda rows: rows.amax(0), transpose=lambda s: s.t(), groups=lambda scale, B: scale.split(B)):
-    return lambda scale, B: transpose(torch.stack([pool(rows) for rows in groups(scale, B)])).contiguous()
+def _requantized(
+    pool=lambda rows, B: rows.amax(0),
+    share=lambda scale, largest: scale / largest.where(largest > 0, 1),
+    rounded=torch.round,
+    read=lambda scale, B: scale,
+    turned=(True, True),
+):
+    """A kernel that pools a block's scales, rounds, reads the scales [M, groups] or stores its results in some way."""
+
+    def answer(codes, scale, B):
+        new, large = [], []
+        for part, rows in zip(codes.split(B), read(scale, B).split(B), strict=True):
+            largest = pool(rows, B)
+            values = part * share(rows, largest).repeat_interleave(B, 1)[:, : codes.shape[1]]
+            new.append(((rounded(values) + 128) % 256 - 128).to(torch.int8))  # 8 bits of an integer
+            large.append(largest)
+        results = zip((torch.cat(new), torch.stack(large)), turned, strict=True)
+        return tuple((x.T if turn else x.reshape(x.shape[::-1])).contiguous() for x, turn in results)
+
+    return answer
 
 
-def _every_nth(scale, B):
-    count = -(-len(scale) // B)
-    return [scale[i::count] for i in range(count)]
+def _then(change):
+    """The right results, changed."""
+    return lambda codes, scale, B: change(*_requantized()(codes, scale, B))
 
 
-def _ids_swapped(scale, B):
-    """Program (i, j) handles group i and token block j."""
-    (M, groups), blocks = scale.shape, -(-len(scale) // B)
-    flat = torch.nn.functional.pad(scale.flatten(), (0, blocks))
-    columns = torch.stack([flat[i::groups][:M] for i in range(blocks)], 1)
-    return torch.nn.functional.pad(_squares()(columns, B), (0, groups - blocks)).reshape(groups, blocks)
+def _without_short_block(codes, scale, B):
+    """The mask leaves out the tokens beyond the last full block: their codes aren't stored, and their scales are 0."""
+    new, large = _requantized()(codes, scale, B)
+    full = len(codes) // B
+    new[:, full * B :], large[:, full:] = -128, 0
+    return new, large
 
 
-def _scale_cases():
-    random = torch.Generator().manual_seed(77)
-    cases = []
-    for M, groups, B in ((256, 3, 128), (130, 2, 64), (32, 5, 32), (100, 4, 32), (1, 1, 64), (333, 7, 128)):
-        scale = torch.rand(M, groups, generator=random) * 10.0 ** torch.randint(-30, 30, (M, groups), generator=random)
-        scale[: M // 2, -1] *= 1e-7
-        cases.append((scale, B))
-    silent = torch.zeros(70, 3)
-    silent[:40, 1] = 1e-38
-    silent[69, 2] = 3e38
-    return [*cases, (silent, 32), (torch.full((65, 2), 2.0**-120), 64)]
+def _requantize_cases():
+    """(codes, scale, B), of scales that differ by a factor of a thousand or more. No code is almost halfway."""
+    random, cases = torch.Generator().manual_seed(77), []
+    sizes = (64, 96, 32, 0), (130, 70, 64, -3), (100, 150, 32, 6), (20, 70, 64, 0), (200, 130, 128, 2)
+    for M, K, B, power in (*sizes, (65, 33, 32, -27), (33, 40, 32, 28)):
+        scale = 10 ** (power - 3 * torch.rand(M, -(-K // B), generator=random))
+        scale[1::7] = 0
+        scale[-1] *= 30
+        scale[:B, -1] = 0
+        codes = torch.randint(-127, 128, (M, K), generator=random)
+        codes[:, ::B] = 127 - 254 * (codes[:, ::B] < 0)  # as act_quant makes them
+        largest = torch.stack([rows.amax(0) for rows in scale.split(B)]).repeat_interleave(B, 0)[:M]
+        shares = (scale / largest.where(largest > 0, 1)).repeat_interleave(B, 1)[:, :K]
+        halfway = ((codes * shares) % 1 - 0.5).abs() < 0.01
+        cases.append((codes.masked_fill((shares == 0) | halfway, 0).to(torch.int8), scale, B))
+    return cases
 
 
-_SCALES = Exercise(
-    expected=_squares(),
-    cases=_scale_cases,
+_REQUANTIZED = Exercise(
+    expected=_requantized(),
+    cases=_requantize_cases,
     mistakes={
-        "transpose: out is [groups, blocks of tokens], in this order": _squares(transpose=lambda s: s),
-        "transpose it, don't just read it in another order: what is out's stride?": _squares(
-            transpose=lambda s: s.reshape(s.shape[::-1])
+        "the codes have to change, too: a row's scale becomes its block's": _requantized(
+            share=lambda scale, largest: torch.ones_like(scale)
         ),
-        "the last tokens form a short block, which has a scale too": _squares(
-            groups=lambda scale, B: scale[: max(len(scale) // B, 1) * B].split(B)
+        "round to nearest: a cast alone drops the fraction": _requantized(rounded=torch.trunc),
+        "round to nearest, not down": _requantized(rounded=torch.floor),
+        "transpose the codes: row k of codes_t begins at k * M": _requantized(turned=(False, True)),
+        "transpose the scales: scale_t has a row for each block of channels": _requantized(turned=(True, False)),
+        "transpose both: codes_t is [K, M], and scale_t has a row for each block of channels": _requantized(
+            turned=(False, False)
         ),
-        "the last tokens form a short block: every one before M counts": _squares(
-            groups=lambda scale, B: [rows if len(rows) == B else 0 * rows for rows in scale.split(B)]
+        "the largest scale is the block's, not the sum": _requantized(lambda rows, B: rows.sum(0)),
+        "the largest scale is the block's, not the mean": _requantized(lambda rows, B: rows.sum(0) / B),
+        "the largest scale is the block's, not that of its first token": _requantized(lambda rows, B: rows[0]),
+        "the scales are divided by 127 already: don't divide them again": _then(lambda new, large: (new, large / 127)),
+        "that's the absmax of each block; its scale is 127 times smaller": _then(lambda new, large: (new, large * 127)),
+        "that's the absmax of each block: divide it by 127": _requantized(lambda rows, B: rows.amax(0) * 127),
+        "codes go up to 127: multiply by scale / largest alone": _requantized(
+            share=lambda scale, largest: scale / largest.where(largest > 0, 1) / 127
         ),
-        "masked entries must never be the largest: load 0 there": _squares(
-            groups=lambda scale, B: [torch.nn.functional.pad(p, (0, 0, 0, B - len(p)), value=1) for p in scale.split(B)]
+        "a lower bound changes blocks whose scales are all tiny": _requantized(
+            share=lambda scale, largest: scale / largest.clamp(min=1e-12)
         ),
-        "take the largest scale of the block, not the smallest": _squares(lambda rows: rows.amin(0)),
-        "take the largest scale of the block, not the mean": lambda scale, B: _squares(lambda rows: rows.sum(0) / B)(
-            scale, B
+        "masked scales must never be the largest: load 0 there": _requantized(
+            lambda rows, B: rows.amax(0).clamp(min=1 if len(rows) < B else 0)
         ),
-        "take the largest scale of the block, not the sum": _squares(lambda rows: rows.sum(0)),
-        "a lower bound changes tiny scales: they may be of any size, including 0": _squares(
-            lambda rows: rows.amax(0).clamp(min=1e-12)
+        "the last tokens form a short block: every one before M counts": _without_short_block,
+        "row r of `scale` begins at r * groups, and tl.num_programs(1) is groups": _requantized(
+            read=lambda scale, B: scale.flatten().view(scale.shape[::-1]).T
         ),
-        "the last token is missing: every row below M belongs to it": lambda scale, B: _squares(
-            lambda rows: rows.amax(0)
-        )(torch.cat([scale[:-1], 0 * scale[-1:]]), B),
-        "the mask compares rows with M, not with groups": lambda scale, B: _squares()(
-            scale * (torch.arange(len(scale), device=scale.device) < scale.shape[1])[:, None], B
+        "every program reads the scales of the first tokens: where does yours begin?": _requantized(
+            read=lambda scale, B: scale[torch.arange(len(scale), device=scale.device) % B]
         ),
-        "row r of `scale` begins at r * groups": lambda scale, B: _squares()(
-            scale.flatten().view(scale.shape[1], -1).T, B
+        "every program reads the scales of group 0: what is tl.program_id(1)?": _requantized(
+            read=lambda scale, B: scale[:, :1].expand_as(scale)
         ),
-        "a block has B tokens, and each has its own scale": _squares(lambda rows: rows[0]),
-        "a block's tokens are neighbors": _squares(groups=_every_nth),
-        "the scales are divided by 127 already": _squares(lambda rows: rows.amax(0) / 127),
-        "every program reads the first block: where does yours begin?": _squares(
-            groups=lambda scale, B: [scale[:B]] * -(-len(scale) // B)
-        ),
-        "every program reads group 0: what is tl.program_id(1)?": lambda scale, B: _squares()(
-            scale[:, :1].expand(-1, scale.shape[1]), B
-        ),
-        "program_id(0) is the block of tokens, and program_id(1) the group": _ids_swapped,
-        "a group is one column of `scale`, not B columns": lambda scale, B: _squares()(
-            torch.cat([scale.amax(1, keepdim=True), 0 * scale[:, 1:]], 1), B
-        ),
-        "one scale for each block, not for each of its rows": lambda scale, B: _squares()(scale, B).repeat_interleave(
-            B, 0
-        ),
-        "B isn't always 32": lambda scale, B: _squares(groups=lambda s, _: [p[:32] for p in s.split(B)])(scale, B),
     },
     kernel=True,
-    note="any B of 32, 64 or 128, any M and number of groups, and scales from 0 to 3e38",
+    bound=[0.0, 1e-6],
+    note="a B of 32, 64 or 128, any M and K, and scales that are 0 or from 1e-30 to 1e30",
 )
 
-# round_stochastically(x, u, inverse, block)
+# average_code(value)
 
-
-def _rounded(function):
-    return lambda x, u, inverse, block: function(x, u, inverse).to(torch.int8)
-
-
-def _case(n, inverse, block, values=1600):
-    """All sums are exact: x * inverse is an odd number of 32nds, u an odd number of 64ths, or a whole number and 0."""
-    random = torch.Generator().manual_seed(n)
-    x = (2 * torch.randint(-values, values, (n,), generator=random) + 1) / (32 * inverse)
-    u = (2 * torch.randint(0, 32, (n,), generator=random) + 1) / 64
-    x[::7], u[::7] = (x[::7] * inverse).round() / inverse, 0
-    x[3::11] = 0
-    return x, u, inverse, block
-
-
-def _tiny():
-    """Next to nothing, of either sign: mostly 0, but a negative one without noise is -1."""
-    x = torch.tensor([1e-30, -1e-30, 1e-6, -1e-6, 0.0, -0.0, 0.25, -0.25]).repeat(9)
-    return x, torch.tensor([0.0, 0.5, 0.96875]).repeat(24), 1.0, 32
-
-
-_ROUNDED = Exercise(
-    expected=_rounded(lambda x, u, i: (x * i + u).floor()),
+_AVERAGE = Exercise(
+    expected=lambda value: float(value if value >= 0 else min(value + 1, 0)),
     cases=lambda: [
-        _case(64, 4.0, 64),
-        _case(100, 1.0, 64),
-        _case(300, 2.0**-40, 128),
-        _case(5, 2.0**60, 32),
-        _case(1000, 16.0, 32, 2000),
-        _case(900, 1.0, 64, 2031),
-        _tiny(),
-    ],  # fmt: skip
+        (value,) for value in (0.25, 2.3, 5.0, 126.0, -0.01, -0.3, -0.5, -0.99, -1.1, -1.5, -2.3, -2.75, -5.0, -125.9)
+    ],
     mistakes={
-        "negative values come out too large: in which direction does the last step round?": _rounded(
-            lambda x, u, i: (x * i + u).trunc()
+        "that's unbiased. A cast drops the fraction: what becomes of -2.3 + 0.5?": lambda value: value,
+        "between -1 and 0, value + u lies between -1 and 1: which code do all of these get?": lambda value: (
+            value if value >= 0 else value + 1
         ),
-        "u is between 0 and 1, so rounding to nearest adds half a step too much": _rounded(
-            lambda x, u, i: (x * i + u).round()
+        "right between -1 and 0. Further down, all sums are negative: which way does a cast move them?": lambda value: (
+            0.0 if -1 < value < 0 else value
         ),
-        "u is between 0 and 1, so another half is half a step too much": _rounded(
-            lambda x, u, i: (x * i + u + 0.5).floor()
+        "a cast moves negative sums toward 0: does that make them smaller or larger?": lambda value: (
+            value if value >= 0 else value - 1 if value <= -1 else 0.0
         ),
-        "that's rounding to nearest: u must decide whether to round up": _rounded(lambda x, u, i: (x * i).round()),
-        "always rounding down is biased, too: where is u?": _rounded(lambda x, u, i: (x * i).floor()),
-        "rounding up adds a whole step": _rounded(lambda x, u, i: (x * i + u).ceil()),
-        "u is between 0 and 1: subtract nothing before you round down": _rounded(
-            lambda x, u, i: (x * i + u - 0.5).floor()
+        "above 0, the average is right: only negative sums are rounded up": lambda value: math.copysign(
+            max(abs(value) - 1, 0), value
         ),
-        "round value + u down: don't subtract 1": _rounded(lambda x, u, i: (x * i + u - 1).floor()),
-        "u may be 0: value + u, not value + 1 - u": _rounded(lambda x, u, i: (x * i + 1 - u).floor()),
-        "float16 is too narrow for the sum": _rounded(lambda x, u, i: (x * i + u).half().floor()),
-        "the noise is one step wide: add it after scaling": _rounded(lambda x, u, i: ((x + u) * i).floor()),
-        "the values must be scaled": _rounded(lambda x, u, i: (x + u).floor()),
-        "unbiased, but this exercise wants value + u for negative values as well": _rounded(
-            lambda x, u, i: x.sign() * ((x * i).abs() + u).floor()
+        "below -1, each sum is rounded up instead of down: that's a whole step, not half of one": lambda value: (
+            value if value >= 0 else min(value + 0.5, 0)
         ),
-        "the fraction is dropped before the noise is added": _rounded(lambda x, u, i: ((x * i).trunc() + u).floor()),
-        "round down value + u, not value - u": _rounded(lambda x, u, i: (x * i - u).floor()),
-        "subtracting 1 from all negative values moves whole numbers too": _rounded(
-            lambda x, u, i: (x * i + u).trunc() - (x * i + u < 0).float()
+        "right above -1. Further down, the average isn't 0: what becomes of -2.3 + 0.5?": lambda value: max(value, 0.0),
+        "below 0, that's the code without u: average the codes of all u": lambda value: (
+            value if value >= 0 else float(math.trunc(value))
         ),
-        "subtracting 1 goes wrong where value + u is whole or positive: round it down instead": _rounded(
-            lambda x, u, i: (x * i + u).trunc() - (x * i < 0).float()
-        ),
-        "u is between 0 and 1: don't subtract 0.5, and round down instead of truncating": _rounded(
-            lambda x, u, i: (x * i + u - 0.5).trunc()
-        ),
-        "value is rounded down before u is added: round the sum, once": _rounded(
-            lambda x, u, i: ((x * i).floor() + u).trunc()
-        ),
-        "value and u are rounded one by one: round their sum down": _rounded(
-            lambda x, u, i: (x * i).floor() + (u + 0.5).floor()
-        ),
-        "unbiased, but this exercise wants value + u, rounded down": _rounded(
-            lambda x, u, i: (x * i).floor() + (u < x * i - (x * i).floor())
-        ),
-        "truncated, a negative value leaves a negative fraction: round value + u down": _rounded(
-            lambda x, u, i: (x * i).trunc() + (u < x * i - (x * i).trunc())
-        ),
-        "every program uses the first block's u": lambda x, u, i, block: (
-            (x * i + u[torch.arange(len(x), device=x.device) % block]).floor().to(torch.int8)
-        ),
-        "multiply by inverse: it's 1 / scale already": _rounded(lambda x, u, i: (x / i + u).floor()),
-        "the probabilities are exchanged: 2.9 must mostly become 3": _rounded(
-            lambda x, u, i: (x * i).floor() + (u > x * i - (x * i).floor())
-        ),
-        "each program has its own part: where does yours begin?": lambda x, u, i, block: (
-            (x * i + u).floor().where(torch.arange(len(x), device=x.device) < block, -128).to(torch.int8)
+        "that's the code without u": lambda value: float(math.trunc(value)),
+        "that's the code for u = 1/2: average the codes of all u": lambda value: float(math.trunc(value + 0.5)),
+        "that's rounding to nearest: average (value + u).to(tl.int8) over all u": lambda value: float(round(value)),
+        "that's value rounded down: average (value + u).to(tl.int8) over all u": lambda value: float(math.floor(value)),
+        "that's the average of the sums: each is cast to an integer first": lambda value: value + 0.5,
+        "only sums below 0 are rounded up: between -1 and 0, some are, and become 0 like the others": lambda value: (
+            value if value > -1 else value + 1
         ),
     },
-    kernel=True,
-    note="values of both signs below 127 steps, including whole numbers; any n and BLOCK",
+    bound=1e-3,
+    note="values from -126 to 126, to three digits",
 )
 
 # weight_gradient_of(g, g_scale, x, x_scale, B)
@@ -421,7 +380,7 @@ _GRADIENT = Exercise(
 )
 
 EXERCISES = {
-    "transposed_square_scale": _SCALES,
-    "round_stochastically": _ROUNDED,
+    "requantize_transposed": _REQUANTIZED,
+    "average_code": _AVERAGE,
     "weight_gradient_of": _GRADIENT,
 }
