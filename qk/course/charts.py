@@ -486,13 +486,14 @@ def _steps(record, gpus):
 
 
 @style()
-def model_gains(record, gpus=1):
+def model_gains(record, gpus=1, names=None, title=None):
     """Speed and size of a whole decoder (the job `model`) relative to bfloat16.
 
     gpus: if more than one, each contender is compared with itself on one GPU. Labels give tokens per second, and
-    gigabytes of weights per GPU; of contenders with the same weights, only the first has a bar for them.
+    gigabytes of weights per GPU; of contenders with the same weights, only the first has a bar for them. names: the
+    contenders to draw next to bfloat16; a step without one of them says so. title: a line above the description.
     """
-    known = {name: look for name, look in _IMPLEMENTATIONS.items() if name.startswith("qk int")}
+    known = {name: _IMPLEMENTATIONS[name] for name in names or _IMPLEMENTATIONS if name.startswith("qk int")}
     known = {"bf16": ("bf16, torch.compile", GREY)} | known
     groups, sizes, drawn, alone = {}, {}, [], _steps(record, 1)
     for step, rows in _steps(record, gpus).items():
@@ -510,16 +511,23 @@ def model_gains(record, gpus=1):
     groups["size of weights"] = {name: size for size, name in first.items()}
     fig, ax = subplots(9, 1.6 + len(groups) * (0.15 + 0.2 * len(known)))
     longest, height = 1, 0.8 / len(known)
-    for y, values in enumerate(groups.values()):
-        for i, name in enumerate(name for name in known if name in values):
-            gain, text = values[name]
-            longest, y_bar = max(longest, gain), y + height * (i - (len(values) - 1) / 2)
-            ax.barh(y_bar, gain, 0.92 * height, color=known[name][1])
+    for y, (step, values) in enumerate(groups.items()):
+        shown = [name for name in known if name in values or names and step != "size of weights"]
+        for i, name in enumerate(shown):
+            gain, text = values.get(name, (0, ""))
+            longest, y_bar = max(longest, gain), y + height * (i - (len(shown) - 1) / 2)
             place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+            if name not in values:
+                ax.annotate("not measured", (0, y_bar), **place, fontsize=9, color=known[name][1])
+                continue
+            ax.barh(y_bar, gain, 0.92 * height, color=known[name][1])
             ax.annotate(f"{gain:.2f}x ({text})", (gain, y_bar), **place, fontsize=9, bbox=PLAIN)
     ax.axvline(1, **DASHED, zorder=0)
     what = f", on {gpus} GPUs" if gpus > 1 else ""
-    ax.set_title(f"A decoder shaped like Llama 3 8B, random weights{what}, {measured_on(record, drawn)}")
+    ax.set_title(
+        (f"{title}\n" if title else "")
+        + f"A decoder shaped like Llama 3 8B, random weights{what}, {measured_on(record, drawn)}"
+    )
     ax.set(ylabel="step", xlim=(0, 1.35 * longest))
     over = "one GPU" if gpus > 1 else "bf16"
     ax.set_xlabel(f"speedup over {over}, or how many times smaller (longer is better)")
@@ -563,17 +571,19 @@ def bars(values, title, xlabel, ylabel="format", form="{:.2f}"):
 
 
 @style()
-def memory_bars(sizes, title="Memory", what="memory", ylabel="format", longest=0, exact=True):
+def memory_bars(sizes, title="Memory", what="memory", ylabel="format", longest=0, exact=True, decimal=False):
     """Stacked bars of sizes: exact byte counts, or MiB and GiB from 100 MiB on, and each bar's ratio to the first.
 
     sizes: {label: {part: bytes}}. what: the quantity on the axis, such as "bytes moved". longest: the most bytes that a
-    bar can have, so that sliders don't move the axis. exact=False: write rounded sizes, in the axis's unit.
+    bar can have, so that sliders don't move the axis. exact=False: write rounded sizes, in the axis's unit. decimal: MB
+    and GB, as files have, instead of MiB.
     """
     totals = [sum(parts.values()) for parts in sizes.values()]
     longest = max(*totals, longest, 1)
-    unit, name = max(
-        pair for pair in ((1, "bytes"), (2**10, "KiB"), (2**20, "MiB"), (2**30, "GiB")) if pair[0] <= longest
-    )
+    units = ((1, "bytes"), (2**10, "KiB"), (2**20, "MiB"), (2**30, "GiB"))
+    if decimal:
+        units = ((1, "bytes"), (10**3, "kB"), (10**6, "MB"), (10**9, "GB"))
+    unit, name = max(pair for pair in units if pair[0] <= longest)
     kinds = dict.fromkeys(kind for parts in sizes.values() for kind in parts)
     colors = dict(zip(kinds, CYCLE, strict=False))
     fig, ax = subplots(9, 1.2 + 0.6 * len(sizes))
@@ -582,8 +592,8 @@ def memory_bars(sizes, title="Memory", what="memory", ylabel="format", longest=0
         # only the sum if there are many parts
         counts = parts.values() if len(kinds) < 4 else (total,)
         text = "  " + " + ".join(f"{size:,}" for size in counts) + " bytes"
-        if name == "GiB":
-            text = f"  {total / unit:,.1f} GiB"
+        if decimal or name == "GiB":
+            text = f"  {total / unit:,.1f} {name}"
         elif total >= 100 * 2**20:
             text = f"  {total / 2**20:,.1f} MiB"
         elif not exact:

@@ -245,6 +245,8 @@ def test_memory_is_exact_to_the_byte():
     fig = course.memory_bars({"float16": {"weights": 33554432}, "int4": {"codes": 8388608, "absmax": 16384}})
     assert "  33,554,432 bytes" in texts(fig)
     assert "  8,388,608 + 16,384 bytes, 0.25x" in texts(fig)
+    fig = course.memory_bars({"float32": {"weights": 90_300_000}, "int8": {"codes": 22_780_000}}, decimal=True)
+    assert "  22.8 MB, 0.25x" in texts(fig) and "memory (MB)" in texts(fig)
     large = course.memory_bars({"a": {"x": 576 << 20}, "b": {"x": (100 << 20) - 1}})
     assert {"  576.0 MiB", "  104,857,599 bytes, 0.17x"} <= set(texts(large))
 
@@ -745,6 +747,9 @@ def test_model_gains_are_those_over_bf16():
     names = ["qk int4 int8 activations" + also for also in ("", " fused", " fused, int4 cache")]
     more = [row | {"contender": name} for row in rows[:1] for name in names]
     ax = course.model_gains(RECORD | {"results": [row for row in rows if "us" not in row] + more}).axes[0]
+    few = course.model_gains(RECORD | {"results": rows[:-1] + more}, names=("qk int8", names[0]), title="a finding")
+    assert few.axes[0].get_title(loc="left").startswith("a finding\n") and texts(few).count("not measured") == 2
+    assert "qk, int4 weights in groups of 128" not in texts(few)
     bars = {bar.get_facecolor() for bar in ax.patches if bar.get_width()}
     assert len(bars) == 6 and "... and an int4 cache" in texts(ax.figure)
     ax = course.model_gains(RECORD | {"results": rows}).axes[0]

@@ -6,10 +6,6 @@ import qk
 INTERPRETED = qk.device() == "cpu"
 
 
-def size(expression):
-    return f"def int4_bytes(N, K, group_size):\n    groups = -(-K // group_size)\n    return {expression}"
-
-
 def output(*lines):
     return "\n    ".join(["def output_error(error, S):", *lines])
 
@@ -49,6 +45,18 @@ def lookup_kernel(ids_ptr, codes_ptr, scale_ptr, out_ptr, D, BLOCK: tl.constexpr
 """
 
 
+def shard(
+    share="-(-absmax.shape[1] // gpus)", first="rank * share", last="(rank + 1) * share", size="group_size // 2",
+    packed="packed[:, first * size : last * size]", absmax="absmax[:, first:last]", result="codes, scales",
+):  # fmt: skip
+    return f"""def shard(packed, absmax, group_size, gpus, rank):
+    share, size = {share}, {size}
+    first, last = {first}, {last}
+    codes, scales = {packed}, {absmax}
+    return {result}
+"""
+
+
 NO_KERNEL = "def lookup(ids, codes, scale, BLOCK):\n    return codes[ids] * scale[ids]"
 # a store into the next token's row before the correct one
 RACE = "tl.store(out_ptr + (token + 1) * D + column, value, mask=(column < D) & (token + 0 * column == 0))"
@@ -65,30 +73,6 @@ NO_ROOM = """def shrink(costs, saved, budget):
 """
 
 ANSWERS = {
-    "int4_bytes": [
-        ("half a byte empty", size("N * (K // 2 + 2 * groups + 4) + 12")),
-        ("don't share a byte", size("-(-N * K // 2) + 2 * N * groups + 4 * N + 12")),
-        ("two codes", size("N * (K + 2 * groups + 4) + 12")),
-        ("has an absmax too", size("N * (-(-K // 2) + 2 * (K // group_size) + 4) + 12")),
-        ("its own groups", size("N * (-(-K // 2) + 4) + 2 * -(-N * K // group_size) + 12")),
-        ("float16 has two bytes", size("N * (-(-K // 2) + 4 * groups + 4) + 12")),
-        ("an absmax has two bytes", size("N * (-(-K // 2) + groups + 4) + 12")),
-        ("for each group", size("N * (-(-K // 2) + 4) + 12")),
-        ("not just one", size("N * (-(-K // 2) + 2 + 4) + 12")),
-        ("bias is missing", size("N * (-(-K // 2) + 2 * groups) + 12")),
-        ("bias is in float32", size("N * (-(-K // 2) + 2 * groups + 2) + 12")),
-        ("not for each column", size("N * (-(-K // 2) + 2 * groups) + 4 * K + 12")),
-        ("format is missing", size("N * (-(-K // 2) + 2 * groups + 4)")),
-        ("three integers", size("N * (-(-K // 2) + 2 * groups + 4) + 3")),
-        ("eight codes", size("N * (-(-K // 8) + 2 * groups + 4) + 12")),
-        ("only the codes", size("N * -(-K // 2)")),
-        (
-            "needn't begin with a new byte",
-            size("N * (K // group_size * -(-group_size // 2) + -(-K % group_size // 2) + 2 * groups + 4) + 12"),
-        ),
-        ("", size("N * K * 4 / 8")),
-        ("", size("math.ceil(N * (K / 2 + 2 * groups + 4) + 12.5)")),
-    ],
     "lookup": [
         ("load the one of row ids[t]", lookup(scale="tl.load(scale_ptr)")),
         ("use the scale of row ids[t]", lookup(scale="tl.load(scale_ptr + token)")),
@@ -174,10 +158,89 @@ ANSWERS = {
         ("is skipped", NO_ROOM),
         ("", plan(result="moved[:2]")),
     ],
+    "shard": [
+        ("at the same columns", shard(packed="(*packed.chunk(gpus, 1), *[packed[:, :0]] * gpus)[rank]")),
+        (
+            "would need its scale",
+            """def shard(packed, absmax, group_size, gpus, rank):
+    share = -(-packed.shape[1] // gpus)
+    first, last = min(rank * share, packed.shape[1]), min((rank + 1) * share, packed.shape[1])
+    return packed[:, first:last], absmax[:, 2 * first // group_size : -(-2 * last // group_size)]
+""",
+        ),
+        ("holds two codes", shard(size="group_size")),
+        (
+            "not between rows",
+            shard(
+                share="-(-len(packed) // gpus)",
+                packed="packed[first:last]",
+                absmax="absmax[first:last]",
+            ),
+        ),
+        ("on no GPU", shard(share="absmax.shape[1] // gpus")),
+        (
+            "get the rest",
+            shard(
+                share="absmax.shape[1] // gpus",
+                last="absmax.shape[1] if rank == gpus - 1 else (rank + 1) * share",
+            ),
+        ),
+        (
+            "follow one another",
+            shard(
+                packed="packed[:, [i for i in range(packed.shape[1]) if i // size % gpus == rank]]",
+                absmax="absmax[:, rank::gpus]",
+            ),
+        ),
+        (
+            "only the last GPUs",
+            shard(
+                share="divmod(absmax.shape[1], gpus)",
+                first="rank * share[0] + min(rank, share[1])",
+                last="(rank + 1) * share[0] + min(rank + 1, share[1])",
+            ),
+        ),
+        (
+            "short last group",
+            shard(
+                result="""(
+        codes[:, : codes.shape[1] // size * size], scales[:, : codes.shape[1] // size])"""
+            ),
+        ),
+        (
+            "don't fill up",
+            shard(
+                result="""(
+        torch.nn.functional.pad(codes, (0, share * size - codes.shape[1])),
+        torch.nn.functional.pad(scales, (0, share - scales.shape[1])))"""
+            ),
+        ),
+        ("part before it ends", shard(first="0")),
+        ("count from 0", shard(first="max(rank - 1, 0) * share", last="rank * share")),
+        ("absmax must be cut", shard(absmax="absmax")),
+        ("packed must be cut", shard(packed="packed")),
+        ("packed comes first", shard(result="scales, codes")),
+        ("in float16", shard(result="codes, scales.float()")),
+        ("", shard(result="[codes, scales]")),
+        ("", shard(result="codes")),
+        ("", shard(last="rank * share + 1")),
+    ],
 }
 
 # right, in another style
 OTHERS = {
+    "shard": [
+        """def shard(packed, absmax, group_size, gpus, rank):
+    scales = absmax.split(math.ceil(absmax.shape[1] / gpus), 1)
+    codes = packed.split(group_size // 2 * scales[0].shape[1], 1)
+    return (codes[rank], scales[rank]) if rank < len(scales) else (packed[:, :0], absmax[:, :0])
+""",
+        """def shard(packed, absmax, group_size, gpus, rank):
+    owner = torch.arange(absmax.shape[1], device=absmax.device) // math.ceil(absmax.shape[1] / gpus)
+    return packed[:, owner.repeat_interleave(group_size // 2)[: packed.shape[1]] == rank], absmax[:, owner == rank]
+""",
+        shard(packed="packed[:, first * size : last * size].clone()", absmax="absmax[:, first:last].contiguous()"),
+    ],
     "output_error": [
         output("return torch.einsum('ni,ij,nj->n', error, S, error)"),
         output("return torch.diagonal(error @ S @ error.T)"),

@@ -1,22 +1,8 @@
-"""The exercises of notebook 8: bytes of a layer, a kernel that looks up rows, a plan, and errors of outputs."""
+"""The exercises of notebook 8: a kernel that looks up rows, a plan, errors of outputs, and a weight in parts."""
 
 import torch
 
 from qk.course.exercises import Exercise
-
-
-def _int4_bytes(N, K, group_size, **wrong):
-    """wrong: another count of one part."""
-    groups = -(-K // group_size)
-    parts = {"codes": N * ((K + 1) // 2), "absmax": 2 * N * groups, "bias": 4 * N, "format": 12}
-    return sum((parts | wrong).values())
-
-
-def _layers():
-    return [
-        (384, 384, 128), (3, 129, 64), (5, 7, 32), (2, 255, 256), (10, 96, 32), (1, 1, 256), (7, 1001, 128),
-        (14336, 4096, 64), (1000, 4097, 32), (5, 20, 3),
-    ]  # fmt: skip
 
 
 def _lookup(ids, codes, scale, BLOCK=None, dtype=torch.float32):
@@ -123,46 +109,102 @@ def _changes():
     ]  # fmt: skip
 
 
+def _spans(size, gpus, rank):
+    """A share's beginning and end: equal shares, rounded up."""
+    share = -(-size // gpus)
+    return min(rank * share, size), min((rank + 1) * share, size)
+
+
+def _cut(packed, absmax, group_size, first, last):
+    """Groups first to last of each row."""
+    return packed[:, first * group_size // 2 : last * group_size // 2], absmax[:, first:last]
+
+
+def _shard(packed, absmax, group_size, gpus, rank):
+    return _cut(packed, absmax, group_size, *_spans(absmax.shape[1], gpus, rank))
+
+
+def _even_bytes(packed, absmax, group_size, gpus, rank):
+    first, last = _spans(packed.shape[1], gpus, rank)
+    return packed[:, first:last], _shard(packed, absmax, group_size, gpus, rank)[1]
+
+
+def _both_need(packed, absmax, group_size, gpus, rank):
+    """Bytes in equal shares, and all scales that these need."""
+    first, last = _spans(packed.shape[1], gpus, rank)
+    return packed[:, first:last], absmax[:, 2 * first // group_size : -(-2 * last // group_size)]
+
+
+def _by_rows(packed, absmax, group_size, gpus, rank):
+    first, last = _spans(len(packed), gpus, rank)
+    return packed[first:last], absmax[first:last]
+
+
+def _rounded_down(packed, absmax, group_size, gpus, rank):
+    share = absmax.shape[1] // gpus
+    return _cut(packed, absmax, group_size, rank * share, (rank + 1) * share)
+
+
+def _rest_to_last(packed, absmax, group_size, gpus, rank):
+    share, groups = absmax.shape[1] // gpus, absmax.shape[1]
+    return _cut(packed, absmax, group_size, rank * share, groups if rank == gpus - 1 else (rank + 1) * share)
+
+
+def _one_more(packed, absmax, group_size, gpus, rank):
+    """The first shares have one group more, as torch.tensor_split's."""
+    share, more = divmod(absmax.shape[1], gpus)
+    first = rank * share + min(rank, more)
+    return _cut(packed, absmax, group_size, first, first + share + (rank < more))
+
+
+def _round_robin(packed, absmax, group_size, gpus, rank):
+    size = group_size // 2
+    groups = range(rank, absmax.shape[1], gpus)
+    parts = [packed[:, :0], *(packed[:, i * size : (i + 1) * size] for i in groups)]
+    return torch.cat(parts, 1), absmax[:, rank::gpus]
+
+
+def _whole_codes(packed, absmax, group_size, gpus, rank):
+    first, last = _spans(absmax.shape[1], gpus, rank)
+    return packed[:, first * group_size : last * group_size], absmax[:, first:last]
+
+
+def _whole_groups_only(packed, absmax, group_size, gpus, rank):
+    """Without a last group that is short."""
+    part, scales = _shard(packed, absmax, group_size, gpus, rank)
+    groups = part.shape[1] * 2 // group_size
+    return part[:, : groups * group_size // 2], scales[:, :groups]
+
+
+def _padded(packed, absmax, group_size, gpus, rank):
+    share = -(-absmax.shape[1] // gpus)
+    wanted = share * group_size // 2, share
+    parts = _shard(packed, absmax, group_size, gpus, rank)
+    return tuple(
+        torch.nn.functional.pad(part, (0, size - part.shape[1])) for part, size in zip(parts, wanted, strict=True)
+    )
+
+
+def _from_start(packed, absmax, group_size, gpus, rank):
+    return _cut(packed, absmax, group_size, 0, _spans(absmax.shape[1], gpus, rank)[1])
+
+
+def _weights():
+    cases = []
+    for N, K, group_size, gpus in (
+        (3, 256, 64, 2), (2, 320, 64, 2), (4, 200, 32, 3), (1, 129, 64, 4), (5, 128, 32, 3), (6, 4096, 128, 8),
+        (2, 1000, 32, 5), (7, 96, 256, 2), (3, 77, 32, 1), (4, 1001, 64, 6), (2, 50, 6, 4),
+    ):  # fmt: skip
+        numbers = torch.Generator().manual_seed(N + K)
+        packed = torch.randint(0, 256, (N, -(-K // 2)), generator=numbers, dtype=torch.uint8)
+        absmax = torch.rand(N, -(-K // group_size), generator=numbers).half() * 10.0 ** torch.randint(
+            -4, 5, (N, 1), generator=numbers
+        )
+        cases += [(packed, absmax.half(), group_size, gpus, rank) for rank in range(gpus)]
+    return cases
+
+
 EXERCISES = {
-    "int4_bytes": Exercise(
-        expected=_int4_bytes,
-        cases=_layers,
-        note="any N, K and group size",
-        mistakes={
-            "codes of a row follow each other: a group needn't begin with a new byte": lambda N, K, g: _int4_bytes(
-                N, K, g, codes=N * (K // g * -(-g // 2) + -(-K % g // 2))
-            ),
-            "a row with an odd number of codes leaves half a byte empty": lambda N, K, g: _int4_bytes(
-                N, K, g, codes=N * (K // 2)
-            ),
-            "rows don't share a byte": lambda N, K, g: _int4_bytes(N, K, g, codes=(N * K + 1) // 2),
-            "a byte holds two codes": lambda N, K, g: _int4_bytes(N, K, g, codes=N * K),
-            "eight codes take four bytes, not one": lambda N, K, g: _int4_bytes(N, K, g, codes=N * -(-K // 8)),
-            "the last group of a row may be short, and has an absmax too": lambda N, K, g: _int4_bytes(
-                N, K, g, absmax=2 * N * (K // g)
-            ),
-            "each row has its own groups": lambda N, K, g: _int4_bytes(N, K, g, absmax=2 * -(-N * K // g)),
-            "float16 has two bytes": lambda N, K, g: _int4_bytes(N, K, g, absmax=4 * N * -(-K // g)),
-            "an absmax has two bytes": lambda N, K, g: _int4_bytes(N, K, g, absmax=N * -(-K // g)),
-            "there is an absmax for each group": lambda N, K, g: _int4_bytes(N, K, g, absmax=0),
-            "each row has one absmax per group, not just one": lambda N, K, g: _int4_bytes(N, K, g, absmax=2 * N),
-            "the bias is missing": lambda N, K, g: _int4_bytes(N, K, g, bias=0),
-            "the bias is in float32": lambda N, K, g: _int4_bytes(N, K, g, bias=2 * N),
-            "the bias has a value for each row, not for each column": lambda N, K, g: _int4_bytes(N, K, g, bias=4 * K),
-            "the format is missing": lambda N, K, g: _int4_bytes(N, K, g, format=0),
-            "there is one format per layer, not per row": lambda N, K, g: _int4_bytes(N, K, g, format=12 * N),
-            "a layer has a bias for each of its rows": lambda N, K, g: _int4_bytes(N, K, g, bias=4),
-            "an int32 has four bytes, not eight": lambda N, K, g: _int4_bytes(N, K, g, format=24),
-            "a short last group isn't padded with codes": lambda N, K, g: _int4_bytes(
-                N, K, g, codes=N * (-(-K // g) * g // 2)
-            ),
-            "groups are of a row's K columns, not of N rows": lambda N, K, g: _int4_bytes(
-                N, K, g, absmax=2 * K * -(-N // g)
-            ),
-            "the format has three integers of four bytes": lambda N, K, g: _int4_bytes(N, K, g, format=3),
-            "only the codes? absmax, bias and format take bytes too": lambda N, K, g: N * ((K + 1) // 2),
-        },
-    ),
     "lookup": Exercise(
         expected=_lookup,
         cases=_tables,
@@ -302,6 +344,37 @@ EXERCISES = {
                 error.bfloat16().float() @ S.bfloat16().float() * error.bfloat16().float()
             ).sum(1),
             "a shape of [N], not [N, 1]": lambda error, S: (error @ S * error).sum(1, keepdim=True),
+        },
+    ),
+    "shard": Exercise(
+        expected=_shard,
+        cases=_weights,
+        note="any K, any number of GPUs, and each rank",
+        mistakes={
+            "don't cut inside a group: packed and absmax must be cut at the same columns": _even_bytes,
+            "don't cut inside a group: two GPUs would need its scale": _both_need,
+            "a byte holds two codes: a group has group_size / 2 bytes": _whole_codes,
+            "cut between columns of the weight, not between rows": _by_rows,
+            "round the share up, or the last groups are on no GPU": _rounded_down,
+            "the last GPU doesn't get the rest: round the share up": _rest_to_last,
+            "a GPU's groups follow one another in the weight": _round_robin,
+            "equal shares, rounded up, so that only the last GPUs can get less": _one_more,
+            "a short last group belongs to the last share that isn't empty": _whole_groups_only,
+            "don't fill up the parts: the last ones may be short or empty": _padded,
+            "a part begins where the part before it ends": _from_start,
+            "ranks count from 0": lambda packed, absmax, group_size, gpus, rank: (
+                _shard(packed, absmax, group_size, gpus, rank - 1) if rank else (packed[:, :0], absmax[:, :0])
+            ),
+            "absmax must be cut too": lambda packed, absmax, group_size, gpus, rank: (
+                _shard(packed, absmax, group_size, gpus, rank)[0],
+                absmax,
+            ),
+            "packed must be cut too": lambda packed, absmax, group_size, gpus, rank: (
+                packed,
+                _shard(packed, absmax, group_size, gpus, rank)[1],
+            ),
+            "packed comes first, then absmax": lambda *case: _shard(*case)[::-1],
+            "return absmax as it is, in float16": lambda *case: (_shard(*case)[0], _shard(*case)[1].float()),
         },
     ),
 }
