@@ -79,7 +79,7 @@ UNFAIR = changed(
     SPLIT,
     (
         "    for step",
-        "    share = K // STEP // SPLIT\n    end = K // STEP if part == SPLIT - 1 else (part + 1) * share\n    for step",
+        "    share = K // STEP // SPLIT\n    end = share * (part + 1) if part + 1 < SPLIT else K // STEP\n    for step",
     ),
     (RANGE, "range(part * share, end)"),
 )
