@@ -177,6 +177,7 @@ ANSWERS = {
         ("none takes more than 2", FIRST),
         (BEYOND, changed(SPLIT, (RANGE, SHARE), ("tl.minimum(", "("), (", K // STEP))", "))"))),
         ("a race", changed(SPLIT, ("part * N + n", "n"))),
+        ("a step's first column", changed(SPLIT, ("step * STEP", "step"))),
         ("", changed(SPLIT, ("step * STEP", "step * GROUP"))),
         ("", changed(SPLIT, ("range(part,", "range(part + 1,"))),
     ],

@@ -117,6 +117,16 @@ def _from_column_part(x, words, absmax, SPLIT, ROWS, STEP, GROUP):
     return _steps(x, words, absmax, STEP, GROUP)[:, :SPLIT].sum(1).float()[None]
 
 
+def _from_column_step(x, words, absmax, SPLIT, ROWS, STEP, GROUP):
+    """Steps begin at column step, not at step * STEP."""
+    codes, total = qk.unpack_int4_ref(words, x.shape[1]).double(), 0
+    for step in range(x.shape[1] // STEP):
+        first, group = step // 8 * 8, step // GROUP
+        scale = (absmax[:, group:][:, : STEP // GROUP].double() / 7).repeat_interleave(GROUP, 1)
+        total = total + (codes[:, first:][:, :STEP] * x[:, step:][:, :STEP].double() * scale).sum(1)
+    return total.float()[None]
+
+
 def _split_bound(x, words, absmax, SPLIT, ROWS, STEP, GROUP):
     """Float32 sums of the products, in any order."""
     return 2e-6 * _steps(x, words, absmax, STEP, GROUP, magnitude=True).sum(1)[None]
@@ -144,7 +154,7 @@ def _gemv_cases():
     for N, K, GROUP in (
         (16, 64, 32),
         (40, 136, 64),
-        (5, 24, 32),
+        (5, 72, 128),
         (33, 256, 128),
         (7, 720, 64),
         (20, 200, 16),
@@ -351,6 +361,7 @@ EXERCISES = {
             "nothing is added to the sums yet": _split(part=lambda sums, part: 0 * sums.sum(1)),
             "every part takes all steps: each must take a share of its own": _all_steps,
             "a part has several steps; this takes one": _from_column_part,
+            "magic_sums expects a step's first column: step * STEP": _from_column_step,
             "only the last step of each part survives: add up": _split(part=_last_of),
             "only the last step of each part survives: add up the sums": _split(part=_last_of, adjacent=True),
             "the last steps are missing where SPLIT doesn't divide their number": _split(floor=True),
