@@ -6,10 +6,6 @@ def changed(right, *pairs):
     return right
 
 
-def tokens(expression):
-    return f"def crossover(bits, other_bits, bandwidth, speed, other_speed):\n    return {expression}"
-
-
 UNPACK = """
 @triton.jit
 def unpack_kernel(words_ptr, pairs_ptr, n, BLOCK: tl.constexpr):
@@ -29,7 +25,7 @@ LOW, HIGH = "(shifted & 0x000F000F) ^ 0x64086408", "(shifted & 0x00F000F0) ^ 0x6
 
 GEMV = """
 @triton.jit
-def gemv_kernel(x_ptr, words_ptr, scale_ptr, out_ptr, N, K, GROUP: tl.constexpr):
+def gemv_kernel(x_ptr, words_ptr, zero_ptr, scale_ptr, out_ptr, N, K, GROUP: tl.constexpr):
     n = tl.program_id(0) * 16 + tl.arange(0, 16)
     word = tl.arange(0, GROUP // 8)
     groups = tl.cdiv(K, GROUP)
@@ -40,14 +36,56 @@ def gemv_kernel(x_ptr, words_ptr, scale_ptr, out_ptr, N, K, GROUP: tl.constexpr)
         mask = (n < N)[:, None] & inside[None, :]
         words = tl.load(words_ptr + n[:, None] * (K // 8) + place[None, :], mask=mask, other=0)
         products = tl.zeros((16, GROUP // 8), tl.float32)
+        x_sums = tl.zeros((GROUP // 8,), tl.float32)
         for i in tl.static_range(8):
             x = tl.load(x_ptr + 8 * place + i, mask=inside, other=0.0)
             products += code_of(words, i) * x[None, :]
+            x_sums += x
+        zero = tl.load(zero_ptr + n * groups + g, mask=n < N, other=0)
         scale = tl.load(scale_ptr + n * groups + g, mask=n < N, other=0.0)
-        acc += tl.sum(products, 1) * scale
+        acc += (tl.sum(products, 1) - zero * tl.sum(x_sums)) * scale
     tl.store(out_ptr + n, acc, mask=n < N)
 """
+SUM = "(tl.sum(products, 1) - zero * tl.sum(x_sums)) * scale"
+ZERO, SCALE = "zero_ptr + n * groups + g, mask=n < N", "scale_ptr + n * groups + g, mask=n < N"
+
+SPLIT = """
+@triton.jit
+def split_kernel(
+    x_ptr, words_ptr, absmax_ptr, out_ptr, N, K,
+    ROWS: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    n, part = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    acc = tl.zeros((ROWS,), tl.float32)
+    for step in range(part, K // STEP, SPLIT):
+        acc += magic_sums(x_ptr, words_ptr, absmax_ptr, n, step * STEP, K, STEP, GROUP)
+    tl.store(out_ptr + part * N + n, acc)
+"""
+RANGE = "range(part, K // STEP, SPLIT)"
+FLOOR = "range(part * (K // STEP // SPLIT), (part + 1) * (K // STEP // SPLIT))"
+SHARE = "range(part * tl.cdiv(K // STEP, SPLIT), tl.minimum((part + 1) * tl.cdiv(K // STEP, SPLIT), K // STEP))"
 BEYOND = "load's mask"
+ALL_X = changed(
+    GEMV,
+    (
+        "    for g in",
+        "    k = tl.arange(0, 1024)\n    x_sums = tl.load(x_ptr + k, mask=k < K, other=0.0)\n    for g in",
+    ),
+    ("        x_sums = tl.zeros((GROUP // 8,), tl.float32)\n", ""),
+    ("            x_sums += x\n", ""),
+)
+# right sums, but one program takes more than its share: the last, and the first
+UNFAIR = changed(
+    SPLIT,
+    (
+        "    for step",
+        "    share = K // STEP // SPLIT\n    end = share * (part + 1) if part + 1 < SPLIT else K // STEP\n    for step",
+    ),
+    (RANGE, "range(part * share, end)"),
+)
+FIRST = changed(
+    SPLIT, ("    for step", "    end = tl.where(part == 0, K // STEP, 0)\n    for step"), (RANGE, "range(0, end)")
+)
 
 ANSWERS = {
     "unpack": [
@@ -84,28 +122,25 @@ ANSWERS = {
         ("", changed(UNPACK, ("4 * offs + p + 1", "4 * offs + p"))),
         ("", changed(UNPACK, (LOW, "((shifted & 15) ^ 8) - 8"))),
     ],
-    "crossover": [
-        ("memory stops limiting A", tokens("math.ceil(speed * bits / 16 / bandwidth)")),
-        ("two operations", tokens("math.ceil(speed * other_bits / 8 / bandwidth)")),
-        ("a byte has eight bits", tokens("math.ceil(speed * other_bits / bandwidth / 2)")),
-        ("B is still slower: round up", tokens("speed * other_bits // (16 * bandwidth)")),
-        ("a whole number of tokens", tokens("speed * other_bits / 16 / bandwidth")),
-        ("B is no slower", tokens("int(speed * other_bits / 16 / bandwidth) + 1")),
-        ("at its own speed", tokens("math.ceil(other_speed * other_bits / 16 / bandwidth)")),
-        ("its bits don't matter", tokens("math.ceil(speed * (other_bits - bits) / 16 / bandwidth)")),
-        ("doesn't depend on A's bits", tokens("math.ceil(speed * (other_bits + bits) / 16 / bandwidth)")),
-        ("", tokens("math.ceil(bandwidth / speed)")),
-        ("", tokens("16")),
-    ],
     "small_gemv": [
-        ("the scales are missing", changed(GEMV, ("tl.sum(products, 1) * scale", "tl.sum(products, 1)"))),
-        ("its column is the group", changed(GEMV, ("n * groups + g", "n * groups"))),
+        ("the zero points are missing", changed(GEMV, (SUM, "tl.sum(products, 1) * scale"))),
+        ("not added", changed(GEMV, ("- zero * tl.sum", "+ zero * tl.sum"))),
+        ("x multiplies the zero point, too", changed(GEMV, ("zero * tl.sum(x_sums)", "zero"))),
+        ("not their number", changed(GEMV, ("zero * tl.sum(x_sums)", "zero * GROUP"))),
+        ("not only the last", changed(GEMV, ("zero * tl.sum(x_sums)", "zero * tl.sum(x)"))),
+        ("so the zero point is scaled", changed(GEMV, (SUM, "tl.sum(products, 1) * scale - zero * tl.sum(x_sums)"))),
+        ("this uses row 0's", changed(GEMV, (ZERO, "zero_ptr + 0 * n + g, mask=n < N"))),
+        ("the first group's", changed(GEMV, (ZERO, "zero_ptr + n * groups, mask=n < N"))),
+        ("zero points lie side by side", changed(GEMV, (ZERO, "zero_ptr + g * N + n, mask=n < N"))),
+        ("scales lie side by side", changed(GEMV, (SCALE, "scale_ptr + g * N + n, mask=n < N"))),
+        ("the scales are missing", changed(GEMV, (") * scale", ")"))),
+        ("its column is the group", changed(GEMV, (SCALE, "scale_ptr + n * groups, mask=n < N"))),
         (
             "belongs inside the loop",
             changed(
                 GEMV,
                 ("    for g", "    scale = tl.zeros((16,), tl.float32)\n    for g"),
-                ("tl.sum(products, 1) * scale", "tl.sum(products, 1)"),
+                (") * scale", ")"),
                 ("    tl.store", "    acc *= scale\n    tl.store"),
             ),
         ),
@@ -117,14 +152,34 @@ ANSWERS = {
         ("the eighth code", changed(GEMV, ("for i in tl.static_range(8)", "for i in tl.static_range(7)"))),
         ("its own 16 rows", changed(GEMV, ("tl.program_id(0) * 16 + ", ""))),
         ("the last, short group", changed(GEMV, ("for g in range(groups)", "for g in range(K // GROUP)"))),
+        ("the group's x alone", ALL_X),
         (BEYOND, changed(GEMV, ("(n < N)[:, None] & inside[None, :]", "(n < N)[:, None]"))),
         (BEYOND, changed(GEMV, (" & inside[None, :]", " & (word < K // 8)[None, :]"))),
         (BEYOND, changed(GEMV, ("x_ptr + 8 * place + i, mask=inside, other=0.0", "x_ptr + 8 * place + i"))),
-        (BEYOND, changed(GEMV, ("n * groups + g, mask=n < N, other=0.0", "n * groups + g"))),
+        (BEYOND, changed(GEMV, (SCALE + ", other=0.0", "scale_ptr + n * groups + g"))),
+        (BEYOND, changed(GEMV, (ZERO + ", other=0", "zero_ptr + n * groups + g"))),
         ("missing or too wide?", changed(GEMV, ("out_ptr + n, acc, mask=n < N", "out_ptr + n, acc"))),
         (BEYOND, changed(GEMV, ("n[:, None] * (K // 8)", "n[:, None] * K"))),
         ("", changed(GEMV, ("8 * place + i", "place + i"))),
         ("", changed(GEMV, ("place = g * (GROUP // 8) + word", "place = word"))),
+    ],
+    "split_gemv": [
+        ("nothing is added", changed(SPLIT, ("acc += ", "acc += 0 * "))),
+        ("a share of its own", changed(SPLIT, (RANGE, "range(K // STEP)"))),
+        ("this takes one", changed(SPLIT, (RANGE, "range(part, tl.minimum(part + 1, K // STEP))"))),
+        ("add up", changed(SPLIT, ("acc += ", "acc = "))),
+        ("add up the sums", changed(SPLIT, (RANGE, SHARE), ("acc += ", "acc = "))),
+        ("the last steps are missing", changed(SPLIT, (RANGE, FLOOR))),
+        ("part * N + n", changed(SPLIT, ("part * N + n", "n * SPLIT + part"))),
+        ("from part * N on", changed(SPLIT, (RANGE, SHARE), ("part * N + n", "n * SPLIT + part"))),
+        ("must store zeros", changed(SPLIT, ("    tl.store(", "    if part < K // STEP:\n        tl.store("))),
+        ("none takes more than 2", UNFAIR),
+        ("none takes more than 2", FIRST),
+        (BEYOND, changed(SPLIT, (RANGE, SHARE), ("tl.minimum(", "("), (", K // STEP))", "))"))),
+        ("a race", changed(SPLIT, ("part * N + n", "n"))),
+        ("a step's first column", changed(SPLIT, ("step * STEP", "step"))),
+        ("", changed(SPLIT, ("step * STEP", "step * GROUP"))),
+        ("", changed(SPLIT, ("range(part,", "range(part + 1,"))),
     ],
 }
 
@@ -157,11 +212,11 @@ ANSWERS["unpack"] += [
     ("one shift is enough", UNPACK[: UNPACK.index("    for p")] + DIVIDE),
 ]
 ANSWERS["small_gemv"] += [
-    ("truncated to whole", changed(GEMV, ("g, mask=n < N, other=0.0)", "g, mask=n < N, other=0.0).to(tl.int32)"))),
-    ("", changed(GEMV, ("tl.sum(products, 1) * scale", "tl.sum(products, 1).to(tl.float16) * scale"))),
+    ("truncated to whole", changed(GEMV, (SCALE + ", other=0.0)", SCALE + ", other=0.0).to(tl.int32)"))),
+    ("", changed(GEMV, (SUM, "(tl.sum(products, 1) - zero * tl.sum(x_sums)).to(tl.float16) * scale"))),
     ("", changed(GEMV, ("range(groups)", "range(min(groups, 10))"))),
-    ("", changed(GEMV, ("other=0.0)\n            products", "other=0.0).to(tl.int32)\n            products"))),
-    ("course.launch", "def small_gemv(x, words, scale, GROUP):\n    return x[: len(words)].clone()"),
+    ("x has fractions", changed(GEMV, ("inside, other=0.0)", "inside, other=0.0).to(tl.int32)"))),
+    ("course.launch", "def small_gemv(x, words, zero, scale, GROUP):\n    return x[: len(words)].clone()"),
 ]
 
 OTHERS = {
@@ -189,5 +244,25 @@ def unpack_kernel(words_ptr, pairs_ptr, n, BLOCK: tl.constexpr):
     tl.store(pairs_ptr + 4 * offs + 2, words >> 8 & 0x000F000F ^ 0x64086408, mask=mask)
     tl.store(pairs_ptr + 4 * offs + 3, words >> 8 & 0x00F000F0 ^ 0x64806480, mask=mask)
 """,
+    ],
+    "small_gemv": [
+        # subtract from each code
+        changed(
+            GEMV,
+            ("        zero = tl.load(zero_ptr + n * groups + g, mask=n < N, other=0)\n", ""),
+            (
+                "        for i in",
+                "        zero = tl.load(zero_ptr + n * groups + g, mask=n < N, other=0)\n        for i in",
+            ),
+            ("code_of(words, i) * x", "(code_of(words, i) - zero[:, None]) * x"),
+            (SUM, "tl.sum(products, 1) * scale"),
+        ),
+        # one sum for all codes of a group
+        changed(GEMV, ("- zero * tl.sum(x_sums)) * scale", ") * scale - (zero * scale) * tl.sum(x_sums, 0)")),
+    ],
+    "split_gemv": [
+        changed(SPLIT, (RANGE, SHARE)),
+        changed(SPLIT, (RANGE, "range(part * (K // STEP) // SPLIT, (part + 1) * (K // STEP) // SPLIT)")),
+        changed(SPLIT, (RANGE, "range(part * STEP, K, SPLIT * STEP)"), ("step * STEP, K", "step, K")),
     ],
 }

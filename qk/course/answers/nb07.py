@@ -1,7 +1,5 @@
 """07_int4_gemm: the exercises' right answers, cases and mistakes."""
 
-import math
-
 import torch
 import torch.nn.functional as F
 
@@ -61,29 +59,102 @@ def _more_shifts(kernel, args, options):
     return None
 
 
-def _crossover(bits, other_bits, bandwidth, speed, other_speed):
-    # B waits for its memory when A, by its arithmetic, comes to take as long
-    return math.ceil(speed * other_bits / 8 / bandwidth / 2)
+def _split_cases():
+    """(x, words, absmax, SPLIT, ROWS, STEP, GROUP): steps that SPLIT doesn't divide, and fewer steps than parts."""
+    random = torch.Generator().manual_seed(9)
+    for N, steps, SPLIT, ROWS, STEP, GROUP in (
+        (32, 4, 2, 16, 128, 64),
+        (16, 3, 8, 16, 64, 32),
+        (32, 6, 1, 32, 64, 64),
+        (64, 1, 2, 32, 256, 128),
+        (32, 9, 3, 16, 32, 32),
+        (48, 7, 4, 16, 64, 32),
+    ):
+        codes = torch.randint(-8, 8, (N, steps * STEP), generator=random, dtype=torch.int8)
+        size = 10.0 ** torch.randint(-4, 4, (N, 1), generator=random)
+        absmax = (0.1 + torch.rand(N, steps * STEP // GROUP, generator=random)) * size
+        x = torch.randn(1, steps * STEP, generator=random) * 10.0 ** torch.randint(-2, 4, (1, 1), generator=random)
+        yield x.half(), qk.pack_int4_ref(codes, "int32"), absmax.half(), SPLIT, ROWS, STEP, GROUP
 
 
-_FORMATS = (
-    (4, 16, 4000, 700_000, 700_000),
-    (4.125, 8, 4000, 700_000, 1_100_000),
-    (4, 16, 320, 65_000, 65_000),
-    (8, 16, 2000, 600_000, 600_000),
-    (4.5, 8, 3350, 800_000, 1_600_000),
-    (3, 4.25, 9000, 1_000, 2_000),
-    (4, 12.5, 300, 65_000, 65_000),
-)
+def _steps(x, words, absmax, STEP, GROUP, magnitude=False):
+    """The sums of each step [N, steps], or those of the products' magnitudes."""
+    products = qk.unpack_int4_ref(words, x.shape[1]).double() * x.double()
+    products *= (absmax.double() / 7).repeat_interleave(GROUP, 1)
+    return (products.abs() if magnitude else products).view(len(words), -1, STEP).sum(-1)
+
+
+def _split(combine=lambda parts: parts.sum(0), adjacent=False, part=lambda sums, part: sums.sum(1), floor=False):
+    """combine: called with the parts' sums [SPLIT, N]. part: called with the sums [N, steps] of one part, and which.
+
+    adjacent: whether a part's steps lie side by side; floor: whether a part has steps // SPLIT of them.
+    """
+
+    def result(x, words, absmax, SPLIT, ROWS, STEP, GROUP):
+        sums = _steps(x, words, absmax, STEP, GROUP)
+        share = sums.shape[1] // SPLIT if floor else -(-sums.shape[1] // SPLIT)
+        of = [sums[:, p * share :][:, :share] if adjacent or floor else sums[:, p::SPLIT] for p in range(SPLIT)]
+        return combine(torch.stack([part(each, p) for p, each in enumerate(of)])).float()[None]
+
+    return result
+
+
+def _last_of(sums, part):
+    return sums[:, -1] if sums.shape[1] else sums.sum(1)
+
+
+def _all_steps(x, words, absmax, SPLIT, ROWS, STEP, GROUP):
+    return (SPLIT * _steps(x, words, absmax, STEP, GROUP).sum(1)).float()[None]
+
+
+def _none_where_empty(x, words, absmax, SPLIT, ROWS, STEP, GROUP):
+    right = _split()(x, words, absmax, SPLIT, ROWS, STEP, GROUP)
+    return right if SPLIT * STEP <= x.shape[1] else torch.full_like(right, torch.nan)
+
+
+def _from_column_part(x, words, absmax, SPLIT, ROWS, STEP, GROUP):
+    """Each part does the one step from column part * STEP."""
+    return _steps(x, words, absmax, STEP, GROUP)[:, :SPLIT].sum(1).float()[None]
+
+
+def _from_column_step(x, words, absmax, SPLIT, ROWS, STEP, GROUP):
+    """Steps begin at column step, not at step * STEP."""
+    codes, total = qk.unpack_int4_ref(words, x.shape[1]).double(), 0
+    for step in range(x.shape[1] // STEP):
+        first, group = step // 8 * 8, step // GROUP
+        scale = (absmax[:, group:][:, : STEP // GROUP].double() / 7).repeat_interleave(GROUP, 1)
+        total = total + (codes[:, first:][:, :STEP] * x[:, step:][:, :STEP].double() * scale).sum(1)
+    return total.float()[None]
+
+
+def _split_bound(x, words, absmax, SPLIT, ROWS, STEP, GROUP):
+    """Float32 sums of the products, in any order."""
+    return 2e-6 * _steps(x, words, absmax, STEP, GROUP, magnitude=True).sum(1)[None]
+
+
+def _too_long_a_share(kernel, args, options):
+    N, K = args[-2:]
+    steps, parts = K // options["STEP"], options["SPLIT"]
+    loads = {}
+    for access in trace.touched(kernel, (N // options["ROWS"], parts), *args, **options).accesses:
+        if access.kind == "load" and access.tensor == "words_ptr":
+            loads[access.program] = loads.get(access.program, 0) + int(access.mask.sum())
+    most = max(loads.values()) // (options["ROWS"] * options["STEP"] // 8)
+    if most > (share := -(-steps // parts)):
+        return (
+            f"Not yet: each number is right, but of {steps} steps for {parts} parts, one program takes {most}.\n"
+            f"Hint: share them so that none takes more than {share}"
+        )
+    return None
 
 
 def _gemv_cases():
-    """(x, words, scale, GROUP): fractions, and rows whose scales are huge and tiny."""
+    """(x, words, zero, scale, GROUP): fractions, and rows whose scales are huge and tiny."""
     random = torch.Generator().manual_seed(8)
     for N, K, GROUP in (
         (16, 64, 32),
         (40, 136, 64),
-        (5, 24, 32),
+        (5, 72, 128),
         (33, 256, 128),
         (7, 720, 64),
         (20, 200, 16),
@@ -92,49 +163,81 @@ def _gemv_cases():
         codes = torch.randint(-7, 8, (N, K), generator=random, dtype=torch.int8)
         size = 10.0 ** torch.randint(-25, 9, (N, 1), generator=random)
         scale = (0.1 + torch.rand(N, -(-K // GROUP), generator=random)) * size
-        yield 3 * torch.randn(K, generator=random), qk.pack_int4_ref(codes, "int32"), scale, GROUP
+        zero = torch.randint(-8, 8, scale.shape, generator=random, dtype=torch.int32)
+        yield 3 * torch.randn(K, generator=random), qk.pack_int4_ref(codes, "int32"), zero, scale, GROUP
 
 
-def _products(x, words, scale, GROUP, keep=lambda column, row: True):
-    """Sums of each group [N, groups], of the products that keep lets count."""
-    codes = qk.unpack_int4_ref(words, len(x)).double()
-    rows, columns = (torch.arange(size, device=x.device) for size in codes.shape)
-    products = F.pad(codes * x.double() * keep(columns[None, :], rows[:, None]), (0, -len(x) % GROUP))
-    return products.view(len(codes), -1, GROUP).sum(-1)
+def _by_group(columns, GROUP):
+    """Sums over each group [rows, groups] of columns [rows, K]."""
+    return F.pad(columns, (0, -columns.shape[1] % GROUP)).view(len(columns), -1, GROUP).sum(-1)
 
 
-def _gemv(combine=lambda sums, scale: (sums * scale).sum(1), **keep):
-    def result(x, words, scale, GROUP):
-        return combine(_products(x, words, scale, GROUP, **keep), scale.double()).float()
+def _gemv(combine=lambda sums, zeros, scale: ((sums - zeros) * scale).sum(1), keep=None, at=lambda zero: zero):
+    """combine: called with the sums of code * x, those of zero * x, and the scales, all [N, groups].
+
+    keep(column): which columns count. at(zero): the zero points that are used.
+    """
+
+    def result(x, words, zero, scale, GROUP):
+        x = x.double() * (keep(torch.arange(len(x), device=x.device)) if keep else 1)
+        sums = _by_group(qk.unpack_int4_ref(words, len(x)).double() * x, GROUP)
+        zeros = at(zero.double()) * _by_group(x[None], GROUP)
+        return combine(sums, zeros, scale.double()).float()
 
     return result
 
 
-def _unsigned_gemv(x, words, scale, GROUP):
+def _zero_alone(factor):
+    """The zero point is subtracted without x; factor(GROUP): how many times."""
+
+    def result(x, words, zero, scale, GROUP):
+        return _gemv(lambda sums, zeros, scale: ((sums - factor(GROUP) * zero) * scale).sum(1))(
+            x, words, zero, scale, GROUP
+        )
+
+    return result
+
+
+def _zero_of_last_x(x, words, zero, scale, GROUP):
+    last = _by_group((x.double() * (torch.arange(len(x), device=x.device) % 8 == 7))[None], GROUP)
+    return _gemv(lambda sums, zeros, scale: ((sums - zero * last) * scale).sum(1))(x, words, zero, scale, GROUP)
+
+
+def _zero_of_all_x(x, words, zero, scale, GROUP):
+    everything = x.double().sum()
+    return _gemv(lambda sums, zeros, scale: ((sums - zero * everything) * scale).sum(1))(x, words, zero, scale, GROUP)
+
+
+def _unsigned_gemv(x, words, zero, scale, GROUP):
     codes = qk.unpack_int4_ref(words, len(x)).abs()
-    return _gemv()(x, qk.pack_int4_ref(codes, "int32"), scale, GROUP)
+    return _gemv()(x, qk.pack_int4_ref(codes, "int32"), zero, scale, GROUP)
 
 
-def _with_first_group(x, words, scale, GROUP):
-    return _gemv()(x[:GROUP].repeat(-(-len(x) // GROUP))[: len(x)], words, scale, GROUP)
+def _with_first_group(x, words, zero, scale, GROUP):
+    return _gemv()(x[:GROUP].repeat(-(-len(x) // GROUP))[: len(x)], words, zero, scale, GROUP)
 
 
-def _without_short(x, words, scale, GROUP):
+def _without_short(x, words, zero, scale, GROUP):
     whole = len(x) // GROUP
-    return _gemv(lambda sums, scale: (sums * scale)[:, :whole].sum(1))(x, words, scale, GROUP)
+    return _gemv(lambda sums, zeros, scale: ((sums - zeros) * scale)[:, :whole].sum(1))(x, words, zero, scale, GROUP)
 
 
-def _only_the_first_rows(x, words, scale, GROUP):
+def _only_the_first_rows(x, words, zero, scale, GROUP):
     out = torch.full((len(words),), torch.nan, device=x.device)  # as the notebook allocates it
-    out[:16] = _gemv()(x, words, scale, GROUP)[:16]
+    out[:16] = _gemv()(x, words, zero, scale, GROUP)[:16]
     return out
 
 
-def _gemv_bound(x, words, scale, GROUP):
-    """Float32 sums of the products, in any order."""
-    codes = qk.unpack_int4_ref(words, len(x)).double().abs()
-    products = F.pad(codes * x.double().abs(), (0, -len(x) % GROUP)).view(len(codes), -1, GROUP)
-    return 2e-6 * (products.sum(-1) * scale.double()).sum(1)
+def _by_columns(table):
+    """A table [N, groups] read as if rows lay side by side: from g * N + n."""
+    return table.flatten().view(table.shape[1], -1).T
+
+
+def _gemv_bound(x, words, zero, scale, GROUP):
+    """Float32 sums of code * x and of zero * x, in any order."""
+    magnitude = x.double().abs()
+    sums = _by_group(qk.unpack_int4_ref(words, len(x)).double().abs() * magnitude, GROUP)
+    return 2e-6 * ((sums + zero.abs() * _by_group(magnitude[None], GROUP)) * scale.double()).sum(1)
 
 
 EXERCISES = {
@@ -196,68 +299,81 @@ EXERCISES = {
         note="any words, any number of them, and any BLOCK",
         excess=_more_shifts,
     ),
-    "crossover": Exercise(
-        expected=_crossover,
-        cases=lambda: list(_FORMATS),
-        mistakes={
-            "that's where memory stops limiting A, which is still faster than B there": lambda a, b, w, s, o: math.ceil(
-                s * a / 16 / w
-            ),
-            "a multiply-add is two operations": lambda a, b, w, s, o: math.ceil(s * b / 8 / w),
-            "bandwidth is in bytes, and a byte has eight bits": lambda a, b, w, s, o: math.ceil(s * b / 2 / w),
-            "with that many tokens, B is still slower: round up": lambda a, b, w, s, o: int(s * b / 16 / w),
-            "a whole number of tokens: round up": lambda a, b, w, s, o: s * b / 16 / w,
-            "where both take the same time, B is no slower": lambda a, b, w, s, o: int(s * b / 16 / w) + 1,
-            "at the crossover, A is the one limited by arithmetic, at its own speed": lambda a, b, w, s, o: math.ceil(
-                o * b / 16 / w
-            ),
-            "B waits for its own bits, not A's": lambda a, b, w, s, o: math.ceil(o * a / 16 / w),
-            "the crossover depends on speed and bandwidth too, not on bits alone": lambda a, b, w, s, o: math.ceil(
-                b / a
-            ),
-            "B waits for other_bits / 8 / bandwidth; a ratio of bits isn't a time": lambda a, b, w, s, o: math.ceil(
-                s * a / b / w
-            ),
-            "A reads while it multiplies: its bits don't matter here": lambda a, b, w, s, o: math.ceil(
-                s * (b - a) / 16 / w
-            ),
-            "the crossover doesn't depend on A's bits": lambda a, b, w, s, o: math.ceil(s * (b + a) / 16 / w),
-        },
-        note="any formats and speeds, including where both take the same time",
-    ),
     "small_gemv": Exercise(
         expected=_gemv(),
         cases=lambda: [*_gemv_cases()],
         mistakes={
-            "nothing is added to acc yet": _gemv(lambda sums, scale: 0 * sums.sum(1)),
-            "the scales are missing": _gemv(lambda sums, scale: sums.sum(1)),
+            "nothing is added to acc yet": _gemv(lambda sums, zeros, scale: 0 * sums.sum(1)),
+            "the zero points are missing": _gemv(lambda sums, zeros, scale: (sums * scale).sum(1)),
+            "zero points are subtracted from codes, not added": _gemv(
+                lambda sums, zeros, scale: ((sums + zeros) * scale).sum(1)
+            ),
+            "x multiplies the zero point, too: each column contributes (code - zero) * x": _zero_alone(lambda GROUP: 1),
+            "x differs between columns: the zero point multiplies their sum, not their number": _zero_alone(
+                lambda GROUP: GROUP
+            ),
+            "a word has eight columns: the zero point multiplies the sum of all their x, not only the last": (
+                _zero_of_last_x
+            ),
+            "a zero point belongs to its group: it multiplies the sum of the group's x alone": _zero_of_all_x,
+            "the scale multiplies code - zero, so the zero point is scaled, too": _gemv(
+                lambda sums, zeros, scale: (sums * scale - zeros).sum(1)
+            ),
+            "each row has its own zero points; this uses row 0's": _gemv(at=lambda zero: zero[:1]),
+            "each group has its own zero point; this uses the first group's": _gemv(at=lambda zero: zero[:, :1]),
+            "a row's zero points lie side by side: n * groups + g": _gemv(at=_by_columns),
+            "the scales are missing": _gemv(lambda sums, zeros, scale: (sums - zeros).sum(1)),
             "each group has its own scale: its column is the group": _gemv(
-                lambda sums, scale: (sums * scale[:, :1]).sum(1)
+                lambda sums, zeros, scale: ((sums - zeros) * scale[:, :1]).sum(1)
             ),
             "the scale belongs inside the loop: each group has its own": _gemv(
-                lambda sums, scale: sums.sum(1) * scale[:, -1]
+                lambda sums, zeros, scale: (sums - zeros).sum(1) * scale[:, -1]
             ),
-            "only the last group survives: add to acc": _gemv(lambda sums, scale: (sums * scale)[:, -1]),
-            "a word holds eight codes, and all of them count": _gemv(keep=lambda column, n: column % 8 == 0),
-            "the eighth code of each word is missing": _gemv(keep=lambda column, n: column % 8 < 7),
+            "only the last group survives: add to acc": _gemv(
+                lambda sums, zeros, scale: ((sums - zeros) * scale)[:, -1]
+            ),
+            "a word holds eight codes, and all of them count": _gemv(keep=lambda column: column % 8 == 0),
+            "the eighth code of each word is missing": _gemv(keep=lambda column: column % 8 < 7),
             "each program has its own 16 rows: its program id says which": _only_the_first_rows,
             "the last, short group is missing": _without_short,
             "codes have a sign": _unsigned_gemv,
-            "each row has its own scales; this uses row 0's": _gemv(lambda sums, scale: (sums * scale[:1]).sum(1)),
+            "each row has its own scales; this uses row 0's": _gemv(
+                lambda sums, zeros, scale: ((sums - zeros) * scale[:1]).sum(1)
+            ),
             "a row's scales lie side by side: n * groups + g": _gemv(
-                lambda sums, scale: (sums * scale.flatten().view(scale.shape[1], -1).T).sum(1)
+                lambda sums, zeros, scale: ((sums - zeros) * _by_columns(scale)).sum(1)
             ),
             "x advances with the groups, as the words do": _with_first_group,
-            "x has fractions: multiply in float32": lambda x, words, scale, GROUP: _gemv()(
-                x.trunc(), words, scale, GROUP
+            "x has fractions: multiply in float32": lambda x, *others: _gemv()(x.trunc(), *others),
+            "x keeps its 32 bits: float16 is too narrow": lambda x, *others: _gemv()(x.half().float(), *others),
+            "scales are truncated to whole numbers": _gemv(
+                lambda sums, zeros, scale: ((sums - zeros) * scale.trunc()).sum(1)
             ),
-            "x keeps its 32 bits: float16 is too narrow": lambda x, words, scale, GROUP: _gemv()(
-                x.half().float(), words, scale, GROUP
-            ),
-            "scales are truncated to whole numbers": _gemv(lambda sums, scale: (sums * scale.trunc()).sum(1)),
         },
         kernel=True,
         bound=_gemv_bound,
         note="any N and GROUP, any K that is a multiple of 8, and scales of any size",
+    ),
+    "split_gemv": Exercise(
+        expected=_split(),
+        cases=lambda: [*_split_cases()],
+        mistakes={
+            "nothing is added to the sums yet": _split(part=lambda sums, part: 0 * sums.sum(1)),
+            "every part takes all steps: each must take a share of its own": _all_steps,
+            "a part has several steps; this takes one": _from_column_part,
+            "magic_sums expects a step's first column: step * STEP": _from_column_step,
+            "only the last step of each part survives: add up": _split(part=_last_of),
+            "only the last step of each part survives: add up the sums": _split(part=_last_of, adjacent=True),
+            "the last steps are missing where SPLIT doesn't divide their number": _split(floor=True),
+            "a part's sums lie side by side: part * N + n": _split(lambda parts: parts.T.reshape(parts.shape).sum(0)),
+            "a part's sums lie side by side, from part * N on": _split(
+                lambda parts: parts.T.reshape(parts.shape).sum(0), adjacent=True
+            ),
+            "a part without steps must store zeros": _none_where_empty,
+        },
+        kernel=True,
+        bound=_split_bound,
+        note="any number of steps and any SPLIT",
+        excess=_too_long_a_share,
     ),
 }
