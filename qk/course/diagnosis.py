@@ -179,21 +179,21 @@ def _lost_signs(got, want, bad):
 
 
 def _whole(got, want, bad):
-    """Whole numbers of several sizes, where fractions are due."""
+    """Whole numbers of several sizes, or those due without their fractions."""
     if not want.dtype.is_floating_point or not got.isfinite().any():
         return False
     numbers = got[got.isfinite()]
-    return bool(
-        (numbers == numbers.round()).all() and numbers.unique().numel() > 3 and (want != want.round())[bad].any()
-    )
+    several = numbers.unique().numel() > 3 or _same(got, want.trunc()).all()
+    return bool((numbers == numbers.round()).all() and several and (want != want.round())[bad].any())
 
 
 def _as_float16(got, want, bad):
-    """Infinity from about 65504 on, and only there."""
+    """Infinity from about 65504 on, and only there; what is smaller may have lost its last bits, or be 0."""
     if not got.dtype.is_floating_point:
         return False
     lost = got.isinf() & want.isfinite()
-    return bool(lost.any() and (want.abs() > 6e4)[lost].all())
+    near = (got.double() - want.double()).abs() <= 0.01 * want.double().abs() + 1e-4
+    return bool(lost.any() and (want.abs() > 6e4)[lost].all() and (lost | near)[bad].all())
 
 
 def _floor(got, want, bad):
@@ -226,7 +226,7 @@ _TENSORS = {
     "a number where minus infinity is expected: nothing else is below all numbers": lambda g, w, bad: bool(
         (w[bad] == -torch.inf).all() and g[bad].isfinite().all()
     ),
-    "small results are replaced by a larger number: what does the maximum start from?": _floor,
+    "small results become a larger one: what does the maximum start from, and do masked elements count?": _floor,
     "a step rounds to float16, whose largest number is 65504": _as_float16,
     "some results overflow, others lose their last bits: does a step use a narrower type?": _overflows,
     "infinity where a number is expected: does a step overflow, or divide by almost zero?": lambda g, w, bad: bool(
@@ -258,7 +258,9 @@ _LAST = {
     "numbers are missing: 0 where something else is expected (a mask too narrow, no store, or cut off as tiny?)": (
         lambda g, w, bad: bool((g[bad] == 0).all())
     ),
-    "something where 0 is expected: is a mask missing?": lambda g, w, bad: bool((w[bad] == 0).all()),
+    "something where 0 is expected: is a mask missing, or a step that yields 0?": lambda g, w, bad: bool(
+        (w[bad] == 0).all()
+    ),
     "the right values, in the wrong places": lambda g, w, bad: (
         g.numel() > 2 and _equal(g.flatten().sort().values, w.flatten().sort().values)
     ),

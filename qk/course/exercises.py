@@ -365,7 +365,10 @@ def _compiles(session):
         if not told:
             return None, False
         said = f"Not yet: right in the interpreter, but it doesn't compile for a GPU: {lines[0]} {lines[-1]}"
-        return f"{said}\nHint: a kernel can use tl, its arguments, and constants that are tl.constexpr", True
+        hint = "a kernel can use tl, its arguments, and constants that are tl.constexpr"
+        if "oop-carried variable" in str(error):
+            hint = "a loop can't change a variable's type: start with the type that the loop stores in it"
+        return f"{said}\nHint: {hint}", True
     except Exception:  # no compiler, or a kernel whose source isn't there
         return None, False
     return None, True

@@ -7,6 +7,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+import triton
 
 from qk.core import interpreter
 from qk.core.numerics import INTERPRETED
@@ -122,10 +123,14 @@ class Ledger:
         return done
 
     def repeated(self):
-        """Whether several programs ran, and each element that was stored was stored by more than one of them."""
+        """How much of what was stored is stored by several programs: "each element is", "most elements are", or ""."""
         stored = [book["store"][book["store"] != self.NOBODY] for book in self.books.values()]
-        stored = torch.cat(stored) if stored else torch.zeros(0)
-        return len(stored) > 0 and bool((stored == self.SEVERAL).all())
+        several = torch.cat(stored) == self.SEVERAL if stored else torch.zeros(0)
+        if len(several) and several.all():
+            return "each element is"
+        # of three or more blocks in a row, a last one that moves back instead of being short shares less than half
+        in_a_row = self.launch == 1 and len(self.numbers) > 2 and not any(any(p[1:]) for _, p in self.numbers)
+        return "most elements are" if in_a_row and 2 * several.sum() > len(several) else ""
 
     def _race(self, program, kind, name, element, other, words):
         verb = {"load": "reads", "store": "writes", "atomic": "changes"}[kind]
@@ -162,14 +167,15 @@ def watching(kernel, windows, hear, unset=0, ledger=None, order=None, shifts=Non
 
     ledger: a Ledger that is told of all accesses. order: (place in the usual order, number of programs) -> which
     program runs there. shifts: a set that each right shift is added to: (program, what is shifted, by how many bits). A
-    compiler removes a shift by 0, and the second of two that are the same; so does this set.
+    compiler removes a shift by 0, and the second of two that are the same; so does this set. Dividing an unsigned
+    number by a power of 2 is a shift, too.
     """
     from triton.runtime.interpreter import interpreter_builder as builder
 
     named = {name: window for name, window in zip(kernel.arg_names, windows, strict=False) if window}
     load, store, place = builder.create_masked_load, builder.create_masked_store, builder.set_grid_idx
     atomic, swap = builder.create_atomic_rmw, builder.create_atomic_cas
-    convert = builder.create_fp_to_ui
+    convert, cast, divide, dot = builder.create_fp_to_ui, builder.cast_impl, builder.create_udiv, builder.create_dot
     guessed = []
 
     def note(kind, pointers, mask, change, value=None):
@@ -224,6 +230,28 @@ def watching(kernel, windows, hear, unset=0, ledger=None, order=None, shifts=Non
 
         return noted
 
+    def noted_division(value, by):
+        if shifts is not None and not (by.data & (by.data - 1)).any():
+            what = tuple(builder.grid_idx), value.data.tobytes()
+            shifts.update((*what, int(number).bit_length() - 1) for number in np.unique(by.data) if number > 1)
+        return divide(value, by)
+
+    def to_float(source, kind):
+        """As a GPU does it: the interpreter's bfloat16 numbers are wrong, where they come from integers."""
+        return cast(cast(source, triton.language.float32) if kind.scalar.is_bf16() else source, kind)
+
+    def tensor_core_dot(a, b, total, precision, *others):
+        """As a GPU does it: float32 is cut to TF32. The interpreter multiplies bfloat16's bits, not its numbers."""
+
+        def operand(x):
+            if x.dtype.scalar.is_bf16():
+                return cast(x, triton.language.float32)
+            if x.dtype.scalar.is_fp32() and precision.name == "TF32":
+                return type(x)((x.data.view(np.int32) & -(2**13)).view(np.float32), x.dtype)
+            return x
+
+        return dot(operand(a), operand(b), total, precision, *others)
+
     def ordered(x, y, z):
         sizes = builder.grid_dim
         number = order((x * sizes[1] + y) * sizes[2] + z, math.prod(sizes))
@@ -231,7 +259,8 @@ def watching(kernel, windows, hear, unset=0, ledger=None, order=None, shifts=Non
 
     hooks = {"create_masked_load": noted_load, "create_masked_store": noted_store, "create_atomic_rmw": noted_atomic}
     hooks |= {"create_atomic_cas": noted_swap, "set_grid_idx": ordered if order else place}
-    hooks |= {"create_fp_to_ui": unsigned}
+    hooks |= {"create_fp_to_ui": unsigned, "create_udiv": noted_division, "create_dot": tensor_core_dot}
+    hooks |= dict.fromkeys(("create_si_to_fp", "create_ui_to_fp"), to_float)
     hooks |= {name: noted_shift(getattr(builder, name)) for name in ("create_ashr", "create_lshr")}
     try:
         with interpreter.interpreting(), mock.patch.multiple(builder, **hooks):
@@ -345,9 +374,9 @@ def _interpreted(kernel, grid, args, options):
             raise _read_beyond(name, side)
     if race:
         raise race
-    if ledger and ledger.repeated():
+    if ledger and (repeated := ledger.repeated()):
         session.race = session.race or Race(
-            "several programs do the same work: each element is stored by more than one of them. "
+            f"several programs do the same work: {repeated} stored by more than one of them. "
             "Which part is a program's own? tl.program_id says"
         )
     # large and small in int8, in float16 (61280, -61280), in float32 (1.3e36, -1.3e36)

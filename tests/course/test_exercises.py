@@ -66,6 +66,19 @@ def _all_of_it(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _two_blocks_each(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, 2 * BLOCK)
+    tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=offs < n) + 1, mask=offs < n)
+
+
+@triton.jit
+def _dot(a_ptr, b_ptr, out_ptr, KIND: tl.constexpr, PRECISION: tl.constexpr):
+    at = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)
+    a, b = (tl.load(ptr + at).to(KIND) for ptr in (a_ptr, b_ptr))
+    tl.store(out_ptr + at, tl.dot(a, b, input_precision=PRECISION))
+
+
+@triton.jit
 def _through_unsigned(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=offs < n).to(tl.uint8).to(tl.int8), mask=offs < n)
@@ -179,6 +192,7 @@ def heard(answer, capsys, exercise=ADD_ONE):
         (_next_block_first, "a race: program 1 writes element 16 of out_ptr, and program 0 writes it too"),
         (_all_to_one, "a race: program 0 stores several different values to element 0 of out_ptr"),
         (_all_of_it, "Not yet: right in this order, but several programs do the same work: each element"),
+        (_two_blocks_each, "Not yet: right in this order, but several programs do the same work: most elements"),
         (_after_its_neighbour, "a race: program 1 reads element 15 of out_ptr, and program 0 writes it too"),
         (_far_swap, "touches memory far from all of its tensors"),
         (_stub.fn, "_stub is no kernel: is @triton.jit missing above its def?"),
@@ -196,18 +210,38 @@ def test_negative_floats_become_zero_as_unsigned_integers():
 
 
 @interpreted
+def test_a_dot_reads_its_operands_as_tensor_cores_do():
+    codes, fractions = torch.randint(-127, 128, (16, 16), dtype=torch.int8), torch.rand(16, 16) + 1
+    for x, kind, precision, least, most in (
+        (codes, tl.bfloat16, None, 0, 0),
+        (codes, tl.float32, None, 0, 0),
+        (fractions, tl.float32, "ieee", 0, 1e-6),
+        (fractions, tl.float32, None, 1e-5, 2e-3),
+    ):
+        out = torch.zeros(16, 16)
+        course.launch(_dot, (1,), x, x, out, KIND=kind, PRECISION=precision)
+        apart = (out - x.float() @ x.float()).abs().max() / out.abs().max()
+        assert least <= apart <= most
+
+
+@interpreted
 @pytest.mark.parametrize("kernel", [_right, _overlapping_blocks])
 def test_a_right_kernel_is_right(kernel, capsys):
     assert heard(launched(kernel), capsys) == "Right, in all 2 cases.\n"
 
 
 @interpreted
-@pytest.mark.parametrize("kernel", [_with_numpy, _with_a_global, _changes_its_type])
-def test_a_kernel_that_runs_but_does_not_compile(kernel, capsys):
+@pytest.mark.parametrize(
+    ("kernel", "hint"),
+    [
+        (_with_numpy, "a kernel can use"),
+        (_with_a_global, "a kernel can use"),
+        (_changes_its_type, "a loop can't change a variable's type"),
+    ],
+)
+def test_a_kernel_that_runs_but_does_not_compile(kernel, hint, capsys):
     printed = heard(launched(kernel), capsys)
-    assert (
-        "right in the interpreter, but it doesn't compile for a GPU" in printed and "Hint: a kernel can use" in printed
-    )
+    assert "right in the interpreter, but it doesn't compile for a GPU" in printed and f"Hint: {hint}" in printed
 
 
 @interpreted

@@ -36,6 +36,11 @@ def walk(first=None, load=None, keep=None, end=None, loop=None, step=None):
     return row("absmax_kernel", *lines)
 
 
+def swap(pair):
+    """The lines of a tile, with two words swapped."""
+    return [line.replace(pair[0], "@").replace(pair[1], pair[0]).replace("@", pair[1]) for line in TILE]
+
+
 OFFS = "offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)"
 COPY = "tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=offs < n), mask=offs < n)"
 ADD = "tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=offs < n) + 1, mask=offs < n)"
@@ -44,6 +49,8 @@ TILE_R = "offs_r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]"
 TILE_C = "offs_c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]"
 TILE_MASK = "mask = (offs_r < rows) & (offs_c < columns)"
 TILE = TILE_R, TILE_C, TILE_MASK
+FIRST_R = TILE_R.replace("tl.program_id(0) * ROWS + ", "")
+SWAPPED = ("program_id(0) counts", "program_id(0)", "program_id(1)"), ("ROWS rows and COLUMNS", "ROWS", "COLUMNS")
 TILE_LOAD = "x = tl.load(x_ptr + offs_c * stride_0 + offs_r * stride_1, mask=mask)"
 TILE_BIAS = "b = tl.load(bias_ptr + offs_c, mask=offs_c < columns)"
 TILE_STORE = "tl.store(out_ptr + offs_r * columns + offs_c, x + b, mask=mask)"
@@ -127,6 +134,13 @@ ANSWERS = {
             ),
         ),
         ("use stride_1", bias(*TILE, TILE_LOAD.replace(" * stride_1", ""), TILE_BIAS, TILE_STORE)),
+        *((hint, bias(*swap(pair), TILE_LOAD, TILE_BIAS, TILE_STORE)) for hint, *pair in SWAPPED),
+        ("each tile", bias(*TILE, TILE_LOAD, "b = tl.load(bias_ptr + tl.program_id(1))", TILE_STORE)),
+        ("first column", bias(*TILE, TILE_LOAD, "b = tl.load(bias_ptr + tl.program_id(1) * COLUMNS)", TILE_STORE)),
+        ("of column 0", bias(*TILE, TILE_LOAD, "b = tl.load(bias_ptr)", TILE_STORE)),
+        ("don't subtract", bias(*TILE, TILE_LOAD, TILE_BIAS, TILE_STORE.replace("x + b", "x - b"))),
+        ("don't multiply", bias(*TILE, TILE_LOAD, TILE_BIAS, TILE_STORE.replace("x + b", "x * b"))),
+        ("program_id(0)?", bias(FIRST_R, TILE_C, TILE_MASK, TILE_LOAD, TILE_BIAS, TILE_STORE)),
         ("added twice", bias(*TILE, TILE_LOAD, TILE_BIAS, TILE_STORE.replace("x + b", "x + 2 * b"))),
     ],
     "row_max": [
@@ -174,6 +188,7 @@ ANSWERS = {
 ANSWERS["add_one"] += [
     ("a race", one(OFFS, "tl.store(out_ptr + offs + BLOCK, 7.0, mask=offs + BLOCK < n)", ADD)),
     ("course.launch", "def add_one(x, BLOCK):\n    return x + 1"),
+    *([("", one(OFFS.replace("(0, BLOCK)", "(0, 2 * BLOCK)"), ADD))] if INTERPRETED else []),  # else nobody watches
     ("exit()", "def add_one(x, BLOCK):\n    exit()"),
     ("course.launch", "def add_one(x, BLOCK):\n    return (x + 1).to('meta')"),
     ("@triton.jit", one(OFFS, ADD).replace("@triton.jit\n", "")),
@@ -208,7 +223,7 @@ ANSWERS["row_max"] += [
 ]
 ANSWERS["row_absmax"] += [
     ("", walk(ZERO.replace("float32", "float16"), keep=KEEP + ".to(tl.float16)")),
-    ("tl.constexpr", walk(ZERO.replace("float32", "int32"))),
+    ("a loop can't change" if INTERPRETED else "", walk(ZERO.replace("float32", "int32"))),
     ("a race", walk(end="tl.store(out_ptr + row + 1, 0.0, mask=row < tl.num_programs(0) - 1)\n    " + END)),
     ("", walk(loop=WALK.replace("columns", "min(columns, 10 * BLOCK)"))),
     ("start from", walk(ZERO.replace("zeros((BLOCK,)", "full((BLOCK,), 1e-30"))),

@@ -1,5 +1,10 @@
 """Wrong answers to the exercises of the notebook of this name: (a part of the hint that must be printed, code)."""
 
+import qk
+
+# what doesn't compile, and which integer a large number becomes, is certain in the interpreter only
+INTERPRETED = qk.device() == "cpu"
+
 
 def rows(
     row="tl.program_id(0) * HELD + tl.arange(0, HELD)",
@@ -322,6 +327,28 @@ ANSWERS["held"] += [
     ),
 ]
 ANSWERS["best_fix"] += [("exit()", "def best_fix(steps, elements, launch, cpu, bandwidth):\n    quit()")]
+BIAS = "bias_ptr + n, mask=n < N, other=0.0"
+SUM = "g * a[:, None] * b[None, :] + bias[None, :]"
+ANSWERS["with_relu"] += [
+    ("missing or too wide?", kernel().replace(BIAS, "bias_ptr + n")),
+    ("do masked elements count?", kernel().replace(BIAS, "bias_ptr + n, mask=n < N, other=1.0")),
+    ("do masked elements count?", kernel().replace(BIAS, "bias_ptr + tl.minimum(n, N - 1)")),
+    ("do masked elements count?", kernel().replace(BIAS, "bias_ptr + n % N")),
+    ("a loop can't change" if INTERPRETED else "", kernel(top="tl.zeros((ROWS,), tl.int32)")),
+    (
+        "top has fractions" if INTERPRETED else "",
+        kernel(top="tl.zeros((ROWS,), tl.int32)", tops="tl.maximum(top, tl.max(out, 1).to(tl.int32))"),
+    ),
+    ("is there a cast", kernel(out=f"tl.maximum({SUM}, 0.0).to(tl.int64).to(tl.float32)")),
+    ("more than 2 blocks", kernel(steps="range(0, 2 * BLOCK, BLOCK)")),
+    ("more than 4 blocks", kernel(steps="tl.static_range(0, 4 * BLOCK, BLOCK)")),
+    ("top stays 0", kernel(tops="tl.minimum(top, tl.max(out, 1))")),
+    ("leaky", kernel(out=f"tl.where({SUM} > 0, {SUM}, 0.01 * ({SUM}))")),
+]
+if INTERPRETED:  # nobody watches compiled programs
+    ANSWERS["with_relu"] += [
+        ("", kernel(row="tl.program_id(0) * ROWS + tl.arange(0, 2 * ROWS)").replace("(ROWS,)", "(2 * ROWS,)"))
+    ]
 # Right: a tile of maxima, and a loop that counts blocks
 TILE_OF_TOPS = kernel(
     top="tl.zeros((ROWS, BLOCK), tl.float32)",
@@ -332,5 +359,5 @@ TILE_OF_TOPS = kernel(
 OTHERS = {
     "best_fix": [IN_NUMPY, BY_HAND],
     "held": [TWO_LOOPS],
-    "with_relu": [kernel(), TILE_OF_TOPS],
+    "with_relu": [kernel(), TILE_OF_TOPS, kernel(out="tl.maximum(g * (a[:, None] * b[None, :]) + bias[None, :], 0.0)")],
 }

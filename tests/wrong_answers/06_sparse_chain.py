@@ -145,7 +145,7 @@ ANSWERS = {
         ("counts programs", words(group="tl.program_id(0) + tl.arange(0, BLOCK)")),
         ("does every program", words(group="tl.arange(0, BLOCK)")),
         ("launch your kernel", NO_KERNEL),
-        ("tl.constexpr" if INTERPRETED else "", WIDER),
+        ("a loop can't change" if INTERPRETED else "", WIDER),
         ("", words(stores=("a", "middle", "b + 0.5"))),
         ("a's half is missing", words("b << 16")),
     ],

@@ -134,10 +134,27 @@ ANSWERS["unpack"] += [
     ("course.launch", "import qk\n\n\ndef unpack(words, BLOCK):\n    return qk.unpack_int4(words[:, None], 8).float()"),
     ("", changed(UNPACK, ("* BLOCK + tl.arange(0, BLOCK)", "* 64 + tl.arange(0, 64)"))),
 ]
+DIVIDE = """\
+    words = words.to(tl.uint32, bitcast=True)
+    for p in tl.static_range(4):
+        pair = (words // (16**p)).to(tl.int32, bitcast=True) & 0x000F000F
+        pair = pair ^ 0x64086408 if p % 2 == 0 else pair * 16 ^ 0x64806480
+        tl.store(pairs_ptr + 4 * offs + p, pair, mask=offs < n)
+"""
 ANSWERS["unpack"] += [
+    ("rounds them down", changed(UNPACK, ("words >> 4 * p", "words // (256 if p else 1)"))),
+    (
+        "0 and 1 are swapped",
+        UNPACK.replace("offs + p + 1", "offs + 7")
+        .replace("offs + p,", "offs + p + 1,")
+        .replace("offs + 7", "offs + p"),
+    ),
+    ("0 and 2 are swapped", UNPACK.replace("4 * offs + p", "4 * offs + 2 - p")),
+    ("1 and 2 are swapped", changed(UNPACK, ("offs + p,", "offs + p // 2,"), ("offs + p + 1", "offs + p // 2 + 2"))),
     ("one shift is enough", changed(UNPACK, (HIGH, "(((words >> 4 * p + 4) & 0x000F000F) << 4) ^ 0x64806480"))),
     ("one shift is enough", changed(UNPACK, ("words >> 4 * p", "(words >> 2 * p) >> 2 * p"))),
     ("one shift is enough", UNPACK[: UNPACK.index("    for p")] + UNPACK_4),
+    ("one shift is enough", UNPACK[: UNPACK.index("    for p")] + DIVIDE),
 ]
 ANSWERS["small_gemv"] += [
     ("truncated to whole", changed(GEMV, ("g, mask=n < N, other=0.0)", "g, mask=n < N, other=0.0).to(tl.int32)"))),

@@ -97,7 +97,7 @@ ANSWERS = {
         ("a lower bound", lookup(value="code.to(tl.float32) * tl.maximum(scale, 1e-8)")),
         ("a race: " if INTERPRETED else "", lookup(before=RACE)),
         ("launch your kernel", NO_KERNEL),
-        ("tl.constexpr" if INTERPRETED else "", WIDER),
+        ("a loop can't change" if INTERPRETED else "", WIDER),
         ("the sign", lookup(value="-code.to(tl.float32) * scale")),
         ("signs are lost", lookup(value="tl.abs(code.to(tl.float32)) * scale")),
     ],

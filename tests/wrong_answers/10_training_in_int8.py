@@ -1,3 +1,9 @@
+"""Wrong answers to the exercises of the notebook of this name: (a part of the hint that must be printed, code)."""
+
+import qk
+
+# what doesn't compile, and how float32 is cut to TF32, is certain in the interpreter only
+INTERPRETED = qk.device() == "cpu"
 SCALES = """@triton.jit
 def square_scale_kernel(scale_ptr, out_ptr, M, groups, B: tl.constexpr):
     rows, group = tl.program_id(0) * B + tl.arange(0, B), tl.program_id(1)
@@ -43,6 +49,8 @@ def changed(answer, old, new):
     return answer.replace(old, new)
 
 
+FLOAT16 = changed(GRADIENT, "(B, B), tl.float32", "(B, B), tl.float16")
+ALWAYS_32 = GRADIENT.replace("(0, B)", "(0, 32)").replace("(B, B)", "(32, 32)").replace("* B +", "* 32 +")
 ANSWERS = {
     "transposed_square_scale": [
         (
@@ -198,6 +206,19 @@ ANSWERS = {
                 "x = tl.load(x_ptr + m[:, None] * K + k, mask=(m < M - 1)[:, None] & (k < K), other=0)",
             ),
         ),
+        ("underflows", changed(GRADIENT, DOT, "int_dot(g.T, x.T) * (g_scale * x_scale)")),
+        # on a GPU, the values may be rounded in another way than cut
+        ("TF32" if INTERPRETED else "", changed(GRADIENT, DOT, "tl.dot((g * g_scale).T, x * x_scale)")),
+        ("", changed(GRADIENT, DOT, "tl.dot(g.T.to(tl.float32), x * x_scale) * g_scale")),
+        ("a loop can't change" if INTERPRETED else "", FLOAT16),
+        ("hold the total", changed(FLOAT16, DOT, f"({DOT}).to(tl.float16)")),
+        ("the fraction is lost", changed(GRADIENT, DOT, f"({DOT}).to(tl.int32)")),
+        ("that number hard-coded?", GRADIENT.replace("(0, B)", "(0, 32)").replace("(B, B)", "(32, 32)")),
+        ("B isn't always 32", ALWAYS_32.replace(", B))", ", 32))").replace(", B) +", ", 32) +")),
+        (
+            "adds that token again",
+            changed(GRADIENT, "m = step * B + tl.arange(0, B)", "m = tl.minimum(step * B + tl.arange(0, B), M - 1)"),
+        ),
     ],
     "round_stochastically": [
         ("missing or too wide?", KERNEL.replace(", mask=mask, other=0.0", "").replace(", mask=mask)", ")")),
@@ -256,6 +277,8 @@ OTHERS = {
     "weight_gradient_of": [
         changed(GRADIENT, "int_dot(g.T, x.T)", "tl.dot(g.T, x, out_dtype=tl.int32)"),
         changed(GRADIENT, DOT, 'tl.dot((g * g_scale).T, x * x_scale, input_precision="ieee")'),
+        changed(GRADIENT, "int_dot(g.T, x.T)", "tl.dot(g.T.to(tl.bfloat16), x.to(tl.bfloat16))"),
+        changed(GRADIENT, "int_dot(g.T, x.T)", "tl.dot(g.T.to(tl.float32), x.to(tl.float32))"),
         # tiles that are loaded transposed
         changed(
             GRADIENT,

@@ -70,6 +70,9 @@ ANSWERS = {
         ("lie along N", awq(("qweight[", "qweight.T["), (".flatten(1).T", ".flatten(1)"))),
         ("in another shape", awq((".flatten(1).T", ".flatten(0, 1)"))),
         ("too many or too few", awq(("6, 3, 7]", "6, 3]"))),
+        ("not at bit i; and", awq((f"4 * torch.tensor({ORDER}", "torch.tensor(range(8)"))),
+        ("not by % 15", awq(("qweight[:, :, None] >> shifts & 15", "(qweight[:, :, None] >> shifts) % 15"))),
+        ("binds more tightly", awq((" & 15", " % 16"))),
         ("abs changes", awq(("qweight[:, :, None] >>", "qweight.abs()[:, :, None] >>"))),
     ],
     "zero_points": [
@@ -124,6 +127,8 @@ ANSWERS = {
             ),
         ),
         ("convert the result", zeros(("torch.int8", "torch.uint8"))),
+        ("not at bit i", zeros(("4 * torch", "torch"))),
+        ("not by % 15", zeros(("stored + one & 15", "(stored + one) % 15"))),
         ("must stay as it is.", zeros(("    stored", "    qzeros += 0x11111111\n    stored"))),
     ],
     "repack": [

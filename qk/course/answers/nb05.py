@@ -58,7 +58,7 @@ def _relu_cases():
         (5, 33, "transpose", 4, 64, 0, (200000, 6, 6), 3, 2.0**-20),
         (1, 20, "second", 8, 16, 3, (100, 200, 200), 0, 1.0),
         (9, 70, "slice", 8, 64, 5, (7, 40, 8000), 30, 2.0**-24),
-        (6, 130, "transpose", 1, 32, 7, (7, 8000, 40), 10, 1.0),
+        (6, 130, "transpose", 1, 8, 7, (7, 8000, 40), 10, 1.0),
     ):
         shape = {"slice": (M, N + 11), "transpose": (N, M), "second": (M, 2 * N)}.get(kind, (M, N))
         g = (whole(most[0], *shape) * (2 * torch.randint(0, 2, shape, generator=random) - 1)).int()
@@ -104,11 +104,20 @@ def _dense_output(*case):
     return flat.view_as(out), top
 
 
-def _first_block(*case):
-    out, _ = _with_relu(*case)
-    N, BLOCK = case[0].shape[1], case[5]
-    out[:, min(N, BLOCK) : N] = 99.0
-    return out, out[:, : min(N, BLOCK)].amax(1)
+def _first_blocks(count):
+    def mistake(*case):
+        out, _ = _with_relu(*case)
+        N, done = case[0].shape[1], count * case[5]
+        out[:, min(N, done) : N] = 99.0
+        return out, out[:, : min(N, done)].amax(1)
+
+    return mistake
+
+
+def _whole_top(case, values):
+    """The largest of a row's blocks, each cut to an integer: one that doesn't fit becomes the lowest."""
+    tops = torch.stack([F.relu(block).amax(1).trunc() for block in values.split(case[5], 1)])
+    return tops.where(tops < 2**31, 0.0).amax(0)
 
 
 def _last_block(case, values):
@@ -285,7 +294,10 @@ EXERCISES = {
                 lambda g: (g.stride(0), 1)
             ),
             "row m of out begins m * stride_out elements after the first": _dense_output,
-            "only the first BLOCK columns are done: loop over all N": _first_block,
+            "only the first BLOCK columns are done: loop over all N": _first_blocks(1),
+            "N may have more than 2 blocks: loop over all of them": _first_blocks(2),
+            "N may have more than 4 blocks: loop over all of them": _first_blocks(4),
+            "N may have more than 8 blocks: loop over all of them": _first_blocks(8),
             "top must cover all blocks of a row, not only the last: keep it through the loop": _with_tops(_last_block),
             "top must cover all blocks of a row, not only the first": _with_tops(
                 lambda case, values: F.relu(values[:, : case[5]]).amax(1)
@@ -296,11 +308,18 @@ EXERCISES = {
             "top is the largest value after ReLU, not the largest magnitude before it": _with_tops(
                 lambda case, values: values.abs().amax(1)
             ),
+            "top has fractions: keep it in float32": _with_tops(_whole_top),
+            "top stays 0: its maximum with the block's largest value is missing": _with_tops(
+                lambda case, values: 0 * values.amax(1)
+            ),
             "top is a row's largest value, not its sum": _with_tops(lambda case, values: F.relu(values).sum(1)),
             "each row has its own top: take the maximum along the columns only": _with_tops(_of_a_program),
             "ReLU is missing: negative values become 0": lambda *case: _with_relu(*case, activate=lambda x: x),
             "ReLU turns negative values into 0, not into their magnitude": lambda *case: _with_relu(
                 *case, activate=torch.abs
+            ),
+            "negative values become 0; this is a leaky ReLU": lambda *case: _with_relu(
+                *case, activate=F.leaky_relu, top=lambda values: values.amax(1).clamp(min=0)
             ),
             "ReLU comes after the bias, not before": lambda g, a, b, bias, *sizes: _with_relu(
                 g, a, b, bias, *sizes, values=F.relu(g.float() * a * b) + bias, activate=lambda x: x
@@ -325,7 +344,7 @@ EXERCISES = {
             ),
         },
         kernel=True,
-        note="any sizes, strides and numbers, and any ROWS and BLOCK that are powers of two",
+        note="any sizes and strides, and any ROWS and BLOCK that are powers of two",
     ),
     "best_fix": Exercise(
         expected=_fix(),

@@ -55,7 +55,7 @@ def _more_shifts(kernel, args, options):
     if len(by) > 1:
         bits = f"{', '.join(map(str, by[:-1]))} and {by[-1]}"
         return (
-            f"Not yet: each number is right, but a program makes {len(by)} shifts, by {bits} bits.\n"
+            f"Not yet: each number is right, but a program makes {len(by)} shifts (or divisions), by {bits} bits.\n"
             "Hint: one shift is enough, because a mask can keep bits 4 to 7 where they are"
         )
     return None
@@ -165,6 +165,18 @@ EXERCISES = {
                 lambda words, p: _pairs()(words, p) if p < 2 else torch.full_like(words, 99)
             ),
             "pair p belongs at place p: the order is reversed": _by_pairs(lambda words, p: _pairs()(words, 3 - p)),
+            "pair p belongs at place p: 0 and 1 are swapped, and so are 2 and 3": _by_pairs(
+                lambda words, p: _pairs()(words, p ^ 1)
+            ),
+            "pair p belongs at place p: 0 and 2 are swapped, and so are 1 and 3": _by_pairs(
+                lambda words, p: _pairs()(words, p ^ 2)
+            ),
+            "pair p belongs at place p: 1 and 2 are swapped": _by_pairs(
+                lambda words, p: _pairs()(words, (0, 2, 1, 3)[p])
+            ),
+            "`//` cuts negative words towards 0, and a shift rounds them down": _by_pairs(
+                lambda words, p: _pairs(shift=0)(words if p < 2 else words.div(256, rounding_mode="trunc"), p)
+            ),
             "those are bfloat16's constants": _by_pairs(_pairs(magics=(0x43084308, 0x43804380))),
             "pairs 1 and 3 are one code higher: what does their mask keep?": _by_pairs(
                 _pairs(masks=(0x000F000F, 0x000F000F))

@@ -262,6 +262,22 @@ def _scales_at(place, of="gx"):
     return gradient
 
 
+def _always_32(g, g_scale, x, x_scale, B):
+    """Tiles of 32, and as many programs as there are blocks: elements that none computes stay NaN."""
+    places = _scales_at(lambda t, i, steps, width, B: t * -(-width // B) + i)
+    dw = places(g, g_scale, x, x_scale, 32)
+    n, k = (32 * -(-size // B) for size in dw.shape)
+    dw[n:], dw[:, k:] = torch.nan, torch.nan
+    return dw
+
+
+def _added_as_float16(sums, p, q):
+    total = torch.zeros_like(sums[0]).half()
+    for part in sums * p * q:
+        total += part.float().half()
+    return total
+
+
 def _scaled_again(sums, p, q):
     total = torch.zeros_like(sums[0])
     for part, a, b in zip(sums, p, q, strict=True):
@@ -273,6 +289,13 @@ def _with_ones(g, g_scale, x, x_scale, B):
     """Codes beyond the last token count as 1."""
     _, p, q = _blocks(g, g_scale, x, x_scale, B)
     return (_total()(g, g_scale, x, x_scale, B) + -len(g) % B * p[-1] * q[-1]).float()
+
+
+def _with_last(g, g_scale, x, x_scale, B):
+    """Steps beyond the last token read that token."""
+    _, p, q = _blocks(g, g_scale, x, x_scale, B)
+    last = g[-1].double()[:, None] * x[-1].double()
+    return (_total()(g, g_scale, x, x_scale, B) + -len(g) % B * last * p[-1] * q[-1]).float()
 
 
 def _first_block(g, g_scale, x, x_scale, B):
@@ -294,7 +317,8 @@ def _gradient_cases():
             case += [codes, (0.5 + torch.rand(shape, generator=random)) * 2.0**power]
         cases.append((*case, B))
     g, g_scale, x, x_scale, B = cases[0]
-    cases.append((g.clamp(min=120), g_scale * 2.0**-40, x.clamp(max=-119), x_scale * 2.0**90, B))
+    for tiny, huge in (-39, 90), (-38, 0):  # the product of the latter's scales isn't a normal float32
+        cases.append((g.clamp(min=120), g_scale * 2.0**tiny, x.clamp(max=-119), x_scale * 2.0**huge, B))
     silent = torch.zeros(33, 8, dtype=torch.int8)
     return [*cases, (silent, torch.zeros(2, 1), torch.full_like(silent, 127), torch.ones(2, 1), 32)]
 
@@ -372,13 +396,24 @@ _GRADIENT = Exercise(
         "bfloat16 can't hold a block's sums: it has only 8 significant bits": _total(
             lambda sums: as_bfloat16(sums).double()
         ),
-        "the fraction is lost: add up in float32": _by(lambda sums, p, q: (sums * p * q).trunc().sum(0)),
+        "the fraction is lost: add up in float32": _by(
+            lambda sums, p, q: (sums * p * q).float().int().sum(0, dtype=torch.int32)
+        ),
+        "the product of two tiny scales underflows: multiply by one, then by the other": _by(
+            lambda sums, p, q: (sums * (p.float() * q.float()).double()).sum(0)
+        ),
+        "float16 can't hold the total: add up in float32": _by(_added_as_float16),
+        "a step beyond the last token adds that token again: mask it": _with_last,
+        "B isn't always 32": _always_32,
         "float16 can't hold the scales": _by(lambda sums, p, q: (sums * p.half().double() * q.half().double()).sum(0)),
         "bfloat16 can't hold the scales": _by(
             lambda sums, p, q: (sums * as_bfloat16(p).double() * as_bfloat16(q).double()).sum(0)
         ),
         "float16 can't hold the dequantized values": _rounded_values(torch.Tensor.half),
         "bfloat16 can't hold the dequantized values": _rounded_values(as_bfloat16),
+        "tl.dot rounds float32 values to TF32, which is too coarse: multiply the codes": _rounded_values(
+            lambda values: (values.view(torch.int32) & -(2**13)).view(torch.float32)
+        ),
     },
     kernel=True,
     bound=_gradient_bound,

@@ -45,6 +45,15 @@ _AWQ_CODES = Exercise(
         "a nibble has four bits, but the mask keeps three": lambda words: _awq_codes(words, keep=7),
         "nibble i begins at bit 4 * i, not at bit i": lambda words: _awq_codes(words, step=1),
         "nibble i begins at bit 4 * i, not at bit 3 * i": lambda words: _awq_codes(words, step=3),
+        "nibble i begins at bit 4 * i, not at bit i; and a word's rows aren't stored in order": lambda words: (
+            _awq_codes(words, range(8), step=1)
+        ),
+        "four bits are left by & 15 or % 16, not by % 15": lambda words: (_nibbles(words, _NIBBLE, keep=-1) % 15).to(
+            torch.uint8
+        ),
+        "% binds more tightly than >>: use parentheses, or & 15": lambda words: (
+            torch.stack([words >> 4 * nibble % 16 for nibble in _NIBBLE], -1).flatten(1).T.to(torch.uint8)
+        ),
         "abs changes the bits of a negative word: shift the word itself": lambda words: _awq_codes(words.abs()),
         "the result is [N, K]: transpose it": lambda words: _awq_codes(words).T,
         "a reshape doesn't transpose: use .T": lambda words: _awq_codes(words).T.reshape(-1, len(words)),
@@ -110,6 +119,10 @@ _ZERO_POINTS = Exercise(
             (_nibbles(z) + _one(c)).clamp(max=15) - 8
         ).to(torch.int8),
         "qk's codes are signed, so subtract 8 from the zero point, too": lambda z, c: _zero_points(z, c, signed=0),
+        "nibble i begins at bit 4 * i, not at bit i": lambda z, c: _zero_points(z, c, step=1),
+        "four bits are left by & 15 or % 16, not by % 15": lambda z, c: ((_nibbles(z) + _one(c)) % 15 - 8).to(
+            torch.int8
+        ),
         "subtract 8, not 7": lambda z, c: _zero_points(z, c, signed=7),
         "subtract 8 from the zero point, as from the codes: zero - 8, not 8 - zero": lambda z, c: -_zero_points(z, c),
         "don't read the nibble as two's complement: subtract 8 instead": lambda z, c: _zero_points(z, c) ^ -8,

@@ -46,6 +46,18 @@ def _turned(x):
     return x.as_strided(x.shape[::-1], x.stride())
 
 
+def _covered(tiles):
+    """Only the part of out is written that tiles(rows' programs, columns' programs, ROWS, COLUMNS) tells; else 9999."""
+
+    def result(x, bias, ROWS, COLUMNS):
+        out = x.t() + bias
+        rows, columns = tiles(triton.cdiv(len(out), ROWS), triton.cdiv(len(bias), COLUMNS), ROWS, COLUMNS)
+        out[rows:], out[:, columns:] = 9999, 9999
+        return out
+
+    return result
+
+
 def _packed(x):
     """x as a kernel reads it that takes its rows for dense."""
     return x.as_strided(x.shape, (x.shape[1], 1))
@@ -189,6 +201,33 @@ EXERCISES = {
             "x isn't always contiguous: use its strides": lambda x, bias, R, C: _packed(x).t() + bias,
             "neighbors in a row needn't be neighbors in memory: use stride_1": lambda x, bias, R, C: (
                 x.as_strided(x.shape, (x.stride(0), 1)).t() + bias
+            ),
+            "add the bias, don't subtract it": lambda x, bias, R, C: x.t() - bias,
+            "add the bias, don't multiply by it": lambda x, bias, R, C: x.t() * bias,
+            "every column gets the bias of column 0: which are a program's columns?": lambda x, bias, R, C: (
+                x.t() + bias[0]
+            ),
+            "each column has its own bias, not each tile: load it at the columns' offsets": lambda x, bias, R, C: (
+                x.t() + bias[torch.arange(len(x), device=x.device) // C]
+            ),
+            "each column has its own bias; this takes the one of a tile's first column": lambda x, bias, R, C: (
+                x.t() + bias[torch.arange(len(x), device=x.device) // C * C]
+            ),
+            "program_id(0) counts along the rows of out, and program_id(1) along its columns": _covered(
+                lambda down, across, R, C: (across * R, down * C)
+            ),
+            "a tile of out has ROWS rows and COLUMNS columns: they are swapped": _covered(
+                lambda down, across, R, C: (down * C, across * R)
+            ),
+            "every program takes the first tile: where is program_id?": _covered(lambda down, across, R, C: (R, C)),
+            "every program takes the first ROWS rows: where is program_id(0)?": _covered(
+                lambda down, across, R, C: (R, across * C)
+            ),
+            "every program takes the first COLUMNS columns: where is program_id(1)?": _covered(
+                lambda down, across, R, C: (down * R, C)
+            ),
+            "a tile's rows begin at program_id(0) * ROWS, not at program_id(0)": _covered(
+                lambda down, across, R, C: (down - 1 + R, across * C)
             ),
             "each program adds the first COLUMNS of the bias": lambda x, bias, R, C: (
                 x.t() + bias[torch.arange(len(x), device=x.device) % C]
