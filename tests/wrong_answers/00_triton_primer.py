@@ -77,7 +77,7 @@ ANSWERS = {
         ("where is program_id", one("offs = tl.arange(0, BLOCK)", ADD)),
         ("p * BLOCK", one("offs = tl.program_id(0) + tl.arange(0, BLOCK)", ADD)),
         ("adds the program id", one(OFFS, ADD.replace("+ 1", "+ tl.program_id(0)"))),
-        ("", one(OFFS, ADD.replace("+ 1", "+ offs"))),
+        ("element's index", one(OFFS, ADD.replace("+ 1", "+ offs"))),
         ("", one("offs = tl.program_id(0) * BLOCK", ADD)),
     ],
     "reverse": [

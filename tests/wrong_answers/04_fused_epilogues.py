@@ -70,6 +70,13 @@ def peak_bytes(kernels, sizes):
     return max(sum(sizes[name] for name in moment) for moment in moments)
 """
 ALIVE = "name not in made or made[name] <= i <= last.get(name, end)"
+# an input begins with its first reader; KEPT: it stays
+FIRST = (
+    "    end = ",
+    "    first = {name: i for i, (read, _) in [*enumerate(kernels)][::-1] for name in read} | made\n    end = ",
+)
+KEPT = "    moments = []", "    last = {name: i for name, i in last.items() if name in made}\n    moments = []"
+OWN = "return max(sum(sizes[name] for name in (*read, written)) for read, written in kernels)"
 WALK = """
 def peak_bytes(kernels, sizes):
     written = {name for _, name in kernels}
@@ -109,6 +116,12 @@ ANSWERS = {
             "without that of the bytes",
             changed(LARGEST, (TIME, f"max({TIME} - before * speed / copy / M / N, 0)")),
         ),
+        ("return 0", changed(LARGEST, (f"int({TIME})", f"max(1, int({TIME}))"))),
+        ("more than 1", changed(LARGEST, ("(share *", "(min(share, 1) *"))),
+        ("not in bits", changed(LARGEST, (") / copy", ") * 8 / copy"))),
+        ("once, at the end", changed(LARGEST, (f"int({TIME})", "int(int(saved * speed / (M * N)) / share)"))),
+        ("every kernel's", changed(LARGEST, (SAVED, '(passes(M, N, block_size)["nothing fused"]["GEMM"] - after)'))),
+        ("", changed(LARGEST, ("(share *", "((1 + share) *"))),
         ("", changed(LARGEST, (TIME, "share * M * N / (saved * speed)"))),
         ("", changed(LARGEST, (TIME, f"{TIME} // block_size * block_size"))),
         ("", changed(SEARCH, ("    while", "    while K < 4096 and"))),
@@ -171,6 +184,15 @@ ANSWERS = {
         ("not the most tensors", changed(PEAK, ("in moments)", "in [max(moments, key=len)])"))),
         ("not the fewest", changed(PEAK, ("max(", "min("))),
         ("not a number of tensors", changed(PEAK, ("sum(sizes[name] for name in moment)", "len(moment)"))),
+        (
+            "not from their first reader on",
+            changed(PEAK, (ALIVE, "first[name] <= i <= last.get(name, end)"), FIRST, KEPT),
+        ),
+        ("from the start to the end", changed(PEAK, (ALIVE, "first[name] <= i <= last.get(name, end)"), FIRST)),
+        ("is there only once", "def peak_bytes(kernels, sizes):\n    " + OWN),
+        ("by the next kernel", changed(PEAK, (ALIVE, ALIVE.replace("last.get(name, end)", "made[name] + 1")))),
+        ("same size", changed(PEAK, ("sum(sizes[name] for name in moment)", "sum({sizes[name] for name in moment})"))),
+        ("", changed(PEAK, ("for name in read}", "for name in read[:1]}"))),
         ("", changed(PEAK, ("in moments)", "in moments[1:-1])"))),
         ("", changed(WALK, (" and name not in later", ""))),
         ("", changed(WALK, ("name in written and ", ""))),

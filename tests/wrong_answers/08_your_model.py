@@ -55,6 +55,15 @@ RACE = "tl.store(out_ptr + (token + 1) * D + column, value, mask=(column < D) & 
 # right in the interpreter; but a loop can't change a variable's type
 WIDER = lookup(before="for _ in range(D * 0 + 1):\n        value = value.to(tl.float64)")
 
+FREE = "costs[name] / saved[name] if saved[name] else 0"
+# takes the worst layers out again
+NO_ROOM = """def shrink(costs, saved, budget):
+    moved = sorted((name for name in costs if saved[name]), key=lambda name: costs[name] / saved[name])
+    while sum(costs[name] for name in moved) > budget:
+        moved.pop()
+    return moved
+"""
+
 ANSWERS = {
     "int4_bytes": [
         ("half a byte empty", size("N * (K // 2 + 2 * groups + 4) + 12")),
@@ -117,6 +126,9 @@ ANSWERS = {
         ("signs of error", output("error = error.abs()", "return (error @ S * error).sum(1)")),
         ("once in each order", output("return (error @ torch.triu(S) * error).sum(1)")),
         ("[N], not [N, 1]", output("return (error @ S * error).sum(1, keepdim=True)")),
+        ("with their signs", output("return (error @ S * error).abs().sum(1)")),
+        ("", output("return error.square().sum(1) * S.trace()")),
+        ("", output("return (error @ S).norm(dim=1)")),
         ("", output("return (error @ S * error).sum(1).double()")),
         ("", output("return torch.linalg.cholesky(S)")),
         ("must stay as it is.", output("error *= error @ S", "return error.sum(1)")),
@@ -151,6 +163,15 @@ ANSWERS = {
         ("return a list", plan(result="set(moved)")),
         ("not the bytes saved", plan(result="sum(saved[name] for name in moved)")),
         ("a budget of 0", plan(before="if budget == 0: return []")),
+        ("late digit", plan(key="round(costs[name] / saved[name], 3)")),
+        ("late digit", plan(key="int(1000 * costs[name] / saved[name])")),
+        ("and bytes second", plan(key="(costs[name], -saved[name])")),
+        ("even if it saves little", plan(key="-saved[name] / max(costs[name], 1)")),
+        ("not last", plan(key="-saved[name] / costs[name] if costs[name] else 0")),
+        ("rank alike", plan(key="(costs[name] / saved[name], -saved[name] * (costs[name] == 0))")),
+        ("not the largest", plan(key="-saved[name] / (costs[name] + 1e-9)")),
+        ("even if it costs nothing", plan(useful="saved[name] or not costs[name]", key=FREE)),
+        ("is skipped", NO_ROOM),
         ("", plan(result="moved[:2]")),
     ],
 }

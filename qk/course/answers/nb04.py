@@ -49,17 +49,19 @@ def _peak_cases():
         "x,up>old x>h h,h>g g>g8 g8>mean mean>out",  # a result that comes first
         "x,h>out",
         "x>mean mean>old old,mean>x8 x>g g,x8>up up>out",
+        "x>h h>g g>x8 x8,up>out",  # an input that waits
     ):
         pairs = [pair.split(">") for pair in kernels.split()]
         names = {name for read, written in pairs for name in (*read.split(","), written)}
         sizes = {name: size for name, size in _BYTES.items() if name in names}
         yield [(read.split(","), written) for read, written in pairs], sizes
     yield [(["a"], "b"), (["b", "a"], "c"), (["c"], "d")], {"d": 10**12, "c": 5, "b": 2 * 10**12 + 1, "a": 7}
+    yield [(["a"], "b"), (["b"], "c"), (["c"], "d")], {"a": 6, "b": 6, "c": 6, "d": 2}
 
 
 def _peak(
     alive=lambda i, made, last, end, own: made <= i <= last,
-    inputs=lambda i, last, own: True,
+    inputs=lambda i, first, last, own: True,
     reader=max,
     unread=lambda made, end: end,
     worst=lambda moments: max(moments),
@@ -76,7 +78,7 @@ def _peak(
                 readers = [k for k, (read, _) in enumerate(kernels) if name in read]
                 last = reader(readers) if readers else unread(made[name], end)
                 own = name in read or name == written
-                there = alive(i, made[name], last, end, own) if name in made else inputs(i, last, own)
+                there = alive(i, made[name], last, end, own) if name in made else inputs(i, readers[0], last, own)
                 names += [name] * bool(there)
             moments.append((value(names, sizes, [*read, written]), len(names)))
         return worst(moments)[0]
@@ -217,6 +219,21 @@ EXERCISES = {
             "a larger share leaves a smaller K: divide by it": lambda M, N, block_size, speed, copy, share: int(
                 12 * speed * share / copy
             ),
+            "if K = 1 saves too little, return 0": lambda M, N, block_size, speed, copy, share: max(
+                1, int(12 * speed / (copy * share))
+            ),
+            "share can be more than 1": lambda M, N, block_size, speed, copy, share: int(
+                12 * speed / (copy * min(share, 1))
+            ),
+            "copy is in bytes, not in bits": lambda M, N, block_size, speed, copy, share: int(
+                8 * 12 * speed / (copy * share)
+            ),
+            "round down once, at the end": lambda M, N, block_size, speed, copy, share: int(
+                int(12 * speed / copy) / share
+            ),
+            "every kernel's bytes count, not only the GEMM's": lambda M, N, block_size, speed, copy, share: int(
+                (2 * M * N - _bytes(M, N, block_size)["all fused"]) * speed / (copy * share * M * N)
+            ),
             "share is missing": lambda M, N, block_size, speed, copy, share: int(12 * speed / copy),
             "a time is an amount divided by a speed": lambda M, N, block_size, speed, copy, share: int(
                 12 * copy / (speed * share)
@@ -300,10 +317,25 @@ EXERCISES = {
         expected=_peak(),
         cases=lambda: [*_peak_cases()],
         mistakes={
-            "inputs stay alive, even after their last reader": _peak(inputs=lambda i, last, own: i <= last),
-            "inputs count, too": _peak(inputs=lambda i, last, own: False),
+            "inputs stay alive, even after their last reader": _peak(inputs=lambda i, first, last, own: i <= last),
+            "inputs are alive from the start, not from their first reader on": _peak(
+                inputs=lambda i, first, last, own: first <= i
+            ),
+            "inputs are alive from the start to the end, not from their first reader to their last": _peak(
+                inputs=lambda i, first, last, own: first <= i <= last
+            ),
+            "inputs count, too": _peak(inputs=lambda i, first, last, own: False),
             "what a later kernel reads is alive, too, though this one doesn't touch it": _peak(
-                alive=lambda i, made, last, end, own: own, inputs=lambda i, last, own: own
+                alive=lambda i, made, last, end, own: own, inputs=lambda i, first, last, own: own
+            ),
+            "what a later kernel reads is alive, too; and a tensor that is read twice is there only once": (
+                lambda kernels, sizes: max(sum(map(sizes.get, (*read, written))) for read, written in kernels)
+            ),
+            "a tensor may be read again, later than by the next kernel": _peak(
+                alive=lambda i, made, last, end, own: made <= i <= made + 1
+            ),
+            "two tensors of the same size both count": _peak(
+                value=lambda names, sizes, own: sum({sizes[name] for name in names})
             ),
             "besides inputs, tensors that wait for a later kernel are alive, too": _peak(
                 alive=lambda i, made, last, end, own: own

@@ -81,7 +81,8 @@ def _until_spent(costs, saved, budget):
 def _plans():
     few = {"query": 1, "value": 9, "in": 16, "out": 6}, {"query": 7, "value": 7, "in": 28, "out": 28}
     more = {"a": 20, "b": 3, "c": 21, "d": 5, "e": 40, "f": 2}, {"f": 1, "e": 64, "d": 2, "c": 30, "b": 6, "a": 16}
-    free = {"a": 3, "b": 0, "c": 2, "d": 0}, {"a": 5, "b": 4, "c": 0, "d": 8}
+    free = {"a": 3, "b": 0, "c": 2, "d": 0, "e": 0}, {"a": 5, "b": 4, "c": 0, "d": 8, "e": 0}
+    rich = {"a": 1, "b": 0}, {"a": 9, "b": 2}
     ties = (
         {"value": 6, "a": 3, "in": 12, "output": 9, "key": 5},
         {"in": 16, "a": 4, "key": 20, "output": 12, "value": 8},
@@ -89,10 +90,12 @@ def _plans():
     numbers = torch.randperm(9000, generator=torch.Generator().manual_seed(0)).tolist()
     many = {f"layer {i}": cost**2 for i, cost in enumerate(numbers[:60])}
     bytes_of = {f"layer {i}": 71460 if i % 3 else 285840 for i in range(60)}
+    closer = {"a": 10**9 + 1, "b": 10**9}, {"a": 2 * 10**9, "b": 2 * 10**9}
     close = {"a": 50, "b": 51, "c": 52, "d": 53}, {"a": 100, "b": 103, "c": 101, "d": 109}
     return [
         (*few, 8), (*few, 17), (*few, 23), (*few, 100), (*few, 0), (*more, 50), (*more, 69), (*more, 70), (*more, 1),
         (*free, 0), (*free, 2), (*free, 5), (*ties, 5), (*ties, 20), (*ties, 26), ({}, {}, 3), (*close, 103),
+        (*rich, 1), (*closer, 10**10),
         ({"one": 7}, {"one": 1}, 6), ({"one": 7}, {"one": 1}, 7), ({"one": 7}, {"one": 0}, 9),
         (many, bytes_of, sum(many.values()) // 10), (many, bytes_of, sum(many.values()) // 3), (many, bytes_of, 10**12),
     ]  # fmt: skip
@@ -211,6 +214,18 @@ EXERCISES = {
             "bytes per unit of cost isn't a whole number: use /, not //": _by(
                 lambda c, s: -(s // c) if c else -(10**9)
             ),
+            "the ranks of two layers can differ in a late digit: don't round them": _by(lambda c, s: round(c / s, 3)),
+            "rank by cost per byte saved, not by cost first and bytes second": _by(lambda c, s: (c, -s)),
+            "a layer that costs nothing is best of all, even if it saves little": _by(lambda c, s: -s / max(c, 1)),
+            "a layer that costs nothing is best of all, not last": _by(lambda c, s: (c == 0, c / s)),
+            "layers that cost nothing rank alike: the first in `costs` comes first, not the largest": _by(
+                lambda c, s: (c / s, -s if c == 0 else 0)
+            ),
+            "a layer that saves nothing stays in int8, even if it costs nothing": lambda c, s, b: _fit(
+                sorted((name for name in c if s[name] or not c[name]), key=lambda n: c[n] / s[n] if s[n] else 0),
+                c,
+                b,
+            ),
             "of equal ranks, the first in `costs` comes first, not the largest": _by(lambda c, s: (c / s, -s)),
             "of equal ranks, the first in `costs` comes first, not the smallest": _by(lambda c, s: (c / s, s)),
             "of equal ranks, the first in `costs` comes first, not in `saved`": lambda c, s, b: _fit(
@@ -278,6 +293,7 @@ EXERCISES = {
             "signs of error matter: errors of two columns can cancel": lambda error, S: (
                 error.abs() @ S * error.abs()
             ).sum(1),
+            "signs matter: add up each row's terms with their signs": lambda error, S: (error @ S * error).abs().sum(1),
             "S is symmetric: take each pair of columns twice, once in each order": lambda error, S: (
                 error @ S.triu() * error
             ).sum(1),
