@@ -528,7 +528,7 @@ def test_no_two_cases_are_the_same():
     assert len(keys) == len(set(keys)) > 0
 
 
-QUANTIZERS = [case for case in jobs.JOBS["versions"]() if "int4_gemm" not in case.op]
+QUANTIZERS = [case for case in jobs.JOBS["versions"]() if "int4_gemm" not in case.op and "dequant_bias" not in case.op]
 
 
 @pytest.mark.parametrize("block_size", [128, None])
@@ -551,6 +551,16 @@ def test_versions_are_right(case):
                 torch.testing.assert_close(got, want, rtol=1e-6, atol=0, msg=name)
             else:
                 assert (got != want).float().mean() <= (1e-3 if qk.device() == "cuda" else 0), name
+
+
+def test_versions_of_dequant_bias_are_right():
+    case = jobs.dequant_bias_versions_case(dict(jobs.grown()["dequant_bias"]), 7, 1300)
+    operands = case.inputs()
+    sizes = ["1 x 128", "1 x 256", "1 x 1024", "4 x 256", "4 x 1024"]
+    assert list(case.contenders) == ["qk", "eager", "compile", *sizes]
+    for name in sizes:
+        call, truth = case.contenders[name]
+        assert bench.error_of(call(*operands), truth(*operands)) < 5e-3, name  # interpreted stores truncate
 
 
 def test_versions_of_int4_gemm_are_right():

@@ -106,11 +106,84 @@ def relu_kernel({SIGNATURE}):
 """
 
 
-LEFT = "((cpu - launch) * tb * 10**6 - 8 * N)"
+def best(
+    kernel="max((read + written) / bandwidth, elements / pace)",
+    gpu="sum({kernel} + launch for read, written, pace in steps)",
+    call="max(gpu, cpu * len(steps))",
+    graph="time(steps, launch, 0)",
+    vectorize='time([(read, written, float("inf")) for read, written, _ in steps], launch, cpu)',
+    fused="(steps[0][0], steps[-1][1], min(pace for *_, pace in steps))",
+    before="times = {None: time(steps, launch, cpu)}",
+    name="min(times, key=times.get)",
+    result="name, round(times[name])",
+):
+    return f"""def best_fix(steps, elements, launch, cpu, bandwidth):
+    def time(steps, launch, cpu):
+        gpu = {gpu.format(kernel=kernel)}
+        return {call}
+
+    {before}
+    times["graph"] = {graph}
+    times["vectorize"] = {vectorize}
+    times["fuse"] = time([{fused}], launch, cpu)
+    name = {name}
+    return {result}
+"""
 
 
-def tokens(expression):
-    return f"def break_even(N, tb, launch, cpu):\n    return {expression}"
+# Right: the model in NumPy, and a sorted list
+IN_NUMPY = """import numpy as np
+
+
+def best_fix(steps, elements, launch, cpu, bandwidth):
+    read, written, pace = np.array(steps, dtype=float).T
+
+    def time(read, written, pace, cpu):
+        each = launch + np.maximum((read + written) / bandwidth, elements / pace)
+        return max(each.sum(), cpu * len(each))
+
+    slowest = np.array([pace.min()])
+    found = [
+        (time(read, written, pace, cpu), 0, None),
+        (time(read, written, pace, 0), 1, "graph"),
+        (time(read, written, np.full_like(pace, np.inf), cpu), 1, "vectorize"),
+        (time(read[:1], written[-1:], slowest, cpu), 1, "fuse"),
+    ]
+    time_after, _, name = sorted(found, key=lambda each: each[:2])[0]
+    return name, int(np.rint(time_after))
+"""
+# Right: step by step, with whether a change helps at the end
+BY_HAND = """def best_fix(steps, elements, launch, cpu, bandwidth):
+    def gpu(steps):
+        total = 0
+        for read, written, pace in steps:
+            total += launch
+            in_memory, at_pace = (read + written) / bandwidth, elements / pace
+            total += in_memory if in_memory > at_pace else at_pace
+        return total
+
+    now, host = gpu(steps), cpu * len(steps)
+    pace = min(step[2] for step in steps)
+    after = {
+        "fuse": max(gpu([(steps[0][0], steps[-1][1], pace)]), cpu),
+        "vectorize": max(gpu([(r, w, 1e300) for r, w, _ in steps]), host),
+        "graph": now,
+    }
+    name, least = min(after.items(), key=lambda item: item[1])
+    return (name, round(least)) if least < max(now, host) else (None, round(max(now, host)))
+"""
+RULE = """def best_fix(steps, elements, launch, cpu, bandwidth):
+    gpu = sum(launch + max((r + w) / bandwidth, elements / p) for r, w, p in steps)
+    host = cpu * len(steps)
+    if host > gpu:
+        return "graph", round(gpu)
+    if any(elements / p > (r + w) / bandwidth for r, w, p in steps):
+        return "vectorize", round(max(host, sum(launch + (r + w) / bandwidth for r, w, _ in steps)))
+    if len(steps) > 1:
+        pace = min(p for *_, p in steps)
+        return "fuse", round(max(cpu, launch + max((steps[0][0] + steps[-1][1]) / bandwidth, elements / pace)))
+    return None, round(gpu)
+"""
 
 
 ANSWERS = {
@@ -199,26 +272,46 @@ ANSWERS = {
             "    return torch.cat([out, out.new_full((len(g), gap), 99)], 1), out.amax(1)",
         ),
     ],
-    "break_even": [
-        ("scales and the bias move bytes", tokens("-(-(cpu - launch) * tb * 10**6 // (4 * N))")),
-        ("however many tokens", tokens("-(-(cpu - launch) * tb * 10**6 // (4 * N + 4))")),
-        ("not once per token", tokens("max(1, -(-(cpu - launch) * tb * 10**6 // (12 * N + 4)))")),
-        ("and so does bias", tokens("max(1, -(-((cpu - launch) * tb * 10**6 - 4 * N) // (4 * N + 4)))")),
-        ("4 more bytes", tokens(f"max(1, -(-{LEFT} // (4 * N)))")),
-        ("at least one token", tokens(f"-(-{LEFT} // (4 * N + 4))")),
-        ("0 is too few", tokens(f"max(0, -(-{LEFT} // (4 * N + 4)))")),
-        ("round up", tokens(f"max(1, {LEFT} // (4 * N + 4))")),
-        ("round up", tokens(f"max(1, int({LEFT} / (4 * N + 4)))")),
-        ("don't add one", tokens(f"max(1, {LEFT} // (4 * N + 4) + 1)")),
-        ("reads 2 bytes, and writes 2", tokens(f"max(1, -(-{LEFT} // (2 * N + 4)))")),
-        ("of the eager line", tokens(f"max(1, -(-{LEFT} // (36 * N + 4)))")),
-        ("an integer", tokens(f"max(1, {LEFT} / (4 * N + 4))")),
-        ("a million bytes", tokens(f"max(1, -(-{LEFT.replace('10**6', '10**12')} // (4 * N + 4)))")),
-        ("the faster the memory", tokens(f"max(1, -(-{LEFT.replace('* tb *', '/ tb *')} // (4 * N + 4)))")),
-        ("", tokens(f"max(1, round({LEFT} / (4 * N + 4)))")),
-        ("have cpu - launch left", tokens(f"max(1, -(-{LEFT.replace('(cpu - launch)', 'cpu')} // (4 * N + 4)))")),
-        ("subtract it", tokens(f"max(1, -(-{LEFT.replace('cpu - launch', 'cpu + launch')} // (4 * N + 4)))")),
-        ("not the launch", tokens(f"max(1, -(-{LEFT.replace('(cpu - launch)', 'launch')} // (4 * N + 4)))")),
+    "best_fix": [
+        ("the longer of GPU time and CPU time", best(call="gpu")),
+        ("not the sum", best(call="gpu + cpu * len(steps)")),
+        ("a call launches all of them", best(call="max(gpu, cpu)")),
+        ("includes a launch", best(gpu="sum({kernel} for read, written, pace in steps)")),
+        ("a launch of its own", best(gpu="launch + sum({kernel} for read, written, pace in steps)")),
+        ("add their times", best(gpu="max({kernel} for read, written, pace in steps) + launch * len(steps)")),
+        ("not their sum", best(kernel="(read + written) / bandwidth + elements / pace")),
+        ("not the shorter", best(kernel="min((read + written) / bandwidth, elements / pace)")),
+        ("slower than memory", best(kernel="(read + written) / bandwidth")),
+        ("what it reads and what it writes", best(kernel="max(read / bandwidth, elements / pace)")),
+        (
+            "what lies between",
+            best(fused="(sum(s[0] for s in steps), sum(s[1] for s in steps), min(s[2] for s in steps))"),
+        ),
+        ("writes what the last step", best(fused="(*steps[0][:2], min(pace for *_, pace in steps))")),
+        ("reads what the first step", best(fused="(*steps[-1][:2], min(pace for *_, pace in steps))")),
+        ("has a pace, too", best(fused="(steps[0][0], steps[-1][1], float('inf'))")),
+        ("not the fastest", best(fused="(steps[0][0], steps[-1][1], max(pace for *_, pace in steps))")),
+        ("not the last step's", best(fused="(steps[0][0], *steps[-1][1:])")),
+        ("launch on the GPU stays", best(graph="time(steps, 0, 0)")),
+        (
+            "not only the slowest",
+            best(
+                vectorize="time([(r, w, float('inf') if p == min(s[2] for s in steps) else p) for r, w, p in steps], "
+                "launch, cpu)"
+            ),
+        ),
+        ("is shortest", best(name="max(times, key=times.get)")),
+        ("the answer is None", best(before="times = {}")),
+        ("isn't always the one to fix", RULE),
+        ("fusing isn't always best", best(name="'fuse' if len(steps) > 1 else min(times, key=times.get)")),
+        ("not the time that it saves", best(result="name, round(times[None] - times[name])")),
+        ("not before it", best(result="name, round(times[None])")),
+        ("not down", best(result="name, int(times[name])")),
+        ("to whole µs", best(result="name, times[name]")),
+        ("", best(result="name")),
+        ("", best(result="round(times[name])")),
+        ("", best(result="times[name], name")),
+        ("", best(call="max(gpu, cpu * 5)")),
     ],
 }
 
@@ -233,12 +326,7 @@ ANSWERS["held"] += [
         rows(a="tl.load(a_ptr + row, mask=row < M, other=0.0).to(tl.bfloat16).to(tl.float32)[:, None]"),
     ),
 ]
-ANSWERS["break_even"] += [
-    ("exit()", "def break_even(N, tb, launch, cpu):\n    quit()"),
-    ("abs doesn't see that", tokens(f"max(1, -(-abs({LEFT}) // (4 * N + 4)))")),
-    ("abs of 0", tokens(f"abs(-(-{LEFT} // (4 * N + 4)))")),
-    ("round up and add one", tokens(f"max(1, -(-{LEFT} // (4 * N + 4))) + 1")),
-]
+ANSWERS["best_fix"] += [("exit()", "def best_fix(steps, elements, launch, cpu, bandwidth):\n    quit()")]
 BIAS = "bias_ptr + n, mask=n < N, other=0.0"
 SUM = "g * a[:, None] * b[None, :] + bias[None, :]"
 ANSWERS["with_relu"] += [
@@ -269,10 +357,7 @@ TILE_OF_TOPS = kernel(
     store="top_ptr + row, tl.max(top, axis=1), mask=row < M",
 ).replace("n = start +", "n = start * BLOCK +")
 OTHERS = {
-    "break_even": [
-        "import numpy as np\n\n\n"
-        f"def break_even(N, tb, launch, cpu):\n    return np.int64(max(1, -(-{LEFT} // (4 * N + 4))))",
-    ],
+    "best_fix": [IN_NUMPY, BY_HAND],
     "held": [TWO_LOOPS],
     "with_relu": [kernel(), TILE_OF_TOPS, kernel(out="tl.maximum(g * (a[:, None] * b[None, :]) + bias[None, :], 0.0)")],
 }

@@ -1,6 +1,5 @@
 """05_dequant_bias_memory: the exercises' right answers, cases and mistakes."""
 
-import fractions
 import math
 
 import torch
@@ -147,18 +146,107 @@ def _of_a_program(case, values):
     return torch.cat([part.amax().expand(len(part)) for part in top.split(ROWS)])
 
 
-def _tokens(of_time=lambda launch, cpu: cpu - launch, fixed=8, token=(4, 4), unit=10**6, least=1):
-    """The break-even point. fixed: bytes per column; token: per column, and once for each row."""
+def _fix(
+    kernel=max,
+    gpu=lambda times, launch: sum(times) + launch * len(times),
+    call=lambda gpu, cpu, kernels: max(gpu, cpu * kernels),
+    moved=lambda read, written: read + written,
+    fused=lambda read, written, paces: (read[0], written[-1], min(paces)),
+    vectorized=lambda paces: [math.inf] * len(paces),
+    graph_launch=lambda launch: launch,
+    choose=lambda times, *_: min(times, key=times.get),
+    result=lambda time, now: round(time),
+):
+    """Return best_fix, by default the right one.
 
-    def tokens(N, tb, launch, cpu):
-        left = of_time(launch, cpu) * tb * unit - fixed * N
-        return max(least, math.ceil(fractions.Fraction(left, token[0] * N + token[1])))
+    kernel: a kernel's time, of its time at the bandwidth and that at its pace. gpu: all kernels' time, of a list. call:
+    of the GPU's time, a launch's CPU time, and the number of kernels. moved: the bytes that count. fused: the step that
+    is left. vectorized: the new paces. graph_launch: a launch's time in a graph. choose: a name, of {name: time}, the
+    GPU's time now, and the arguments. result: what is returned with it.
+    """
 
-    return tokens
+    def best_fix(steps, elements, launch, cpu, bandwidth):
+        def gpu_time(steps, launch):
+            return gpu([kernel(moved(*both) / bandwidth, elements / pace) for *both, pace in steps], launch)
+
+        def time(steps):
+            return call(gpu_time(steps, launch), cpu, len(steps))
+
+        read, written, paces = zip(*steps, strict=True)
+        times = {
+            None: time(steps),
+            "graph": call(gpu_time(steps, graph_launch(launch)), 0, len(steps)),
+            "vectorize": time([*zip(read, written, vectorized(paces), strict=True)]),
+            "fuse": time([fused(read, written, paces)]),
+        }
+        name = choose(times, gpu_time(steps, launch), steps, elements, cpu, bandwidth)
+        return name, result(times[name], times[None])
+
+    return best_fix
 
 
-def _left(N, tb, launch, cpu):
-    return (cpu - launch) * tb * 10**6 - 8 * N
+def _by_bottleneck(times, gpu, steps, elements, cpu, bandwidth):
+    if cpu * len(steps) > gpu:
+        return "graph"
+    capped = any(elements / pace > (read + written) / bandwidth for read, written, pace in steps)
+    return "vectorize" if capped else "fuse" if len(steps) > 1 else None
+
+
+def _after(names):
+    """The best of these."""
+    return lambda times, *_: min(names, key=times.get)
+
+
+def _fused(pace):
+    """A mistake: the fused kernel has this pace."""
+    return _fix(fused=lambda read, written, paces: (read[0], written[-1], pace(paces)))
+
+
+def _by_totals(steps, elements, launch, cpu, bandwidth):
+    """A mistake: the longer of all kernels' times at the bandwidth, and those at their paces."""
+
+    def all_at_once(times, launch):
+        return max(map(sum, zip(*times, strict=True))) + launch * len(times)
+
+    return _fix(kernel=lambda *both: both, gpu=all_at_once)(steps, elements, launch, cpu, bandwidth)
+
+
+def _fix_cases():
+    """(steps, elements, launch, cpu, bandwidth): first eager's and qk's, as recorded on an H200 for N = 2560."""
+    inf, tokens, mega = math.inf, 2560, 10**6
+
+    def eager(M, pace):
+        steps = [(2, 4, pace), *[(4, 4, pace)] * 3, (4, 2, inf)]
+        return [(read * M * tokens, written * M * tokens, pace) for read, written, pace in steps], M * tokens
+
+    def one(M, pace=inf, written=2):
+        return [(2 * M * tokens, written * M * tokens, pace)], M * tokens
+
+    return [
+        (*eager(1, 457_000), 2, 8, 4_200_000),
+        (*eager(1536, 457_000), 2, 9, 4_200_000),
+        (*eager(65536, 356_000), 2, 8, 4_200_000),
+        (*one(1), 1.25, 13, 4_200_000),
+        (*one(2048), 1.25, 14, 4_200_000),
+        (*one(65536), 1.25, 14, 4_200_000),
+        (*one(65536, 356_000, 4), 2, 8, 4_200_000),
+        ([(4 * mega, mega, inf), (mega, 4 * mega, 50_000), (4 * mega, 2 * mega, inf)], mega, 3, 10, mega),
+        ([(8 * mega, 2 * mega, mega), (2 * mega, 16 * mega, inf)], 2 * mega, 5, 0, 2 * mega),
+        ([(3 * mega, 8 * mega, mega), (8 * mega, 4 * mega, inf)], 2 * mega, 5, 0, mega),
+        ([(mega, 2 * mega, inf), (2 * mega, 2 * mega, 100_000)], mega, 0, 30, mega),
+        (
+            [(3 * mega, 2 * mega, 400_000), (2 * mega, 8 * mega, 100_000), (8 * mega, mega, 200_000)],
+            mega, 4, 25, mega,
+        ),
+        ([(mega, mega, 25_000)], mega, 2, 50, mega),
+        ([(4 * mega, mega, 100_000), (4 * mega, 2 * mega, 50_000)], mega, 1, 6, mega),
+        ([(4 * mega, mega, 20_000), (4 * mega, 2 * mega, 100_000)], mega, 1, 20, mega),
+        (
+            [(2 * mega, 4 * mega, 100_000), (4 * mega, 4 * mega, 50_000), (4 * mega, 4 * mega, 250_000),
+             (4 * mega, mega, 125_000)],
+            mega, 2, 5, mega,
+        ),
+    ]  # fmt: skip
 
 
 EXERCISES = {
@@ -258,60 +346,67 @@ EXERCISES = {
         kernel=True,
         note="any sizes and strides, and any ROWS and BLOCK that are powers of two",
     ),
-    "break_even": Exercise(
-        expected=_tokens(),
-        cases=lambda: [
-            (2560, 4, 2, 13),
-            (13824, 4, 2, 20),
-            (2500, 4, 2, 4),
-            (3840, 1, 10, 20),
-            (1, 3, 1, 2),
-            (645, 1, 4, 5),
-            (25, 2, 1, 2),
-            (7, 8, 50, 99),
-            (10**8, 1, 1, 2),
-            (150_000, 1, 3, 4),
-            (1000, 2, 3, 4),
-        ],
+    "best_fix": Exercise(
+        expected=_fix(),
+        cases=_fix_cases,
         mistakes={
-            "the scales and the bias move bytes, too": _tokens(fixed=0, token=(4, 0)),
-            "scale_b and bias move 8 * N bytes, however many tokens there are": _tokens(fixed=0),
-            "scale_b and bias are read once, not once per token": _tokens(fixed=0, token=(12, 4)),
-            "scale_b has N numbers, and so does bias: 8 * N bytes": _tokens(fixed=4),
-            "each token has a scale of its own, scale_a: 4 more bytes": _tokens(token=(4, 0)),
-            "a call has at least one token": _tokens(least=-(10**12)),
-            "a call has at least one token: 0 is too few": _tokens(least=0),
-            "if scale_b and bias alone take long enough, one token is enough: abs doesn't see that": (
-                lambda N, *others: max(1, math.ceil(abs(fractions.Fraction(_left(N, *others), 4 * N + 4))))
+            "a call takes the longer of GPU time and CPU time": _fix(call=lambda gpu, cpu, kernels: gpu),
+            "the CPU and the GPU work at the same time: take the longer, not the sum": _fix(
+                call=lambda gpu, cpu, kernels: gpu + cpu * kernels
             ),
-            "a call has at least one token, and abs of 0 is 0": lambda N, *others: abs(
-                -(-_left(N, *others) // (4 * N + 4))
+            "cpu is for one kernel: a call launches all of them": _fix(call=lambda gpu, cpu, kernels: max(gpu, cpu)),
+            "each kernel's GPU time includes a launch": _fix(gpu=lambda times, launch: sum(times)),
+            "each kernel has a launch of its own": _fix(gpu=lambda times, launch: sum(times) + launch),
+            "kernels run one after the other: add their times": _fix(
+                gpu=lambda times, launch: max(times) + launch * len(times)
             ),
-            "that's one token too many: don't round up and add one, too": lambda N, *others: _tokens()(N, *others) + 1,
-            "a call's GPU time starts with the launch: the bytes have cpu - launch left": _tokens(
-                lambda launch, cpu: cpu
+            "a kernel takes the longer of its two times, not their sum": _fix(kernel=lambda *both: sum(both)),
+            "a kernel takes the longer of its two times, not the shorter": _fix(kernel=min),
+            "a kernel with a pace may be slower than memory": _fix(kernel=lambda in_memory, at_its_pace: in_memory),
+            "bandwidth or pace: that is decided for each kernel, not for their sums": _by_totals,
+            "a kernel moves what it reads and what it writes": _fix(moved=lambda read, written: read),
+            "a kernel moves what it reads, too": _fix(moved=lambda read, written: written),
+            "a fused kernel doesn't write what lies between the steps, or read it again": _fix(
+                fused=lambda read, written, paces: (sum(read), sum(written), min(paces))
             ),
-            "the launch is on the GPU's side: subtract it": _tokens(lambda launch, cpu: cpu + launch),
-            "from which M on is the GPU time at least the CPU time, not the launch": _tokens(
-                lambda launch, cpu: launch
+            "a fused kernel writes what the last step wrote": _fix(
+                fused=lambda read, written, paces: (read[0], written[0], min(paces))
             ),
-            "round up: with one token fewer, the bytes take less time": lambda N, *others: max(
-                1, _left(N, *others) // (4 * N + 4)
+            "a fused kernel reads what the first step read": _fix(
+                fused=lambda read, written, paces: (read[-1], written[-1], min(paces))
             ),
-            "as long as the CPU time is enough: if the division is exact, don't add one": lambda N, *others: max(
-                1, _left(N, *others) // (4 * N + 4) + 1
+            "a fused kernel reads what the first step read, and writes what the last wrote: not the reverse": _fix(
+                fused=lambda read, written, paces: (read[-1], written[0], min(paces))
             ),
-            "one pass reads 2 bytes, and writes 2": _tokens(token=(2, 4)),
-            "those are the bytes of the eager line": _tokens(token=(36, 4)),
-            "the faster the memory, the more tokens": lambda N, tb, launch, cpu: max(
-                1, math.ceil(((cpu - launch) * 10**6 / tb - 8 * N) / (4 * N + 4))
+            "a fused kernel has a pace, too: the slowest of its steps": _fused(lambda paces: math.inf),
+            "a fused kernel keeps the slowest pace, not the fastest": _fused(max),
+            "a fused kernel keeps the slowest pace, not the last step's": _fused(lambda paces: paces[-1]),
+            "a fused kernel keeps the slowest pace, not the first step's": _fused(lambda paces: paces[0]),
+            "a graph saves CPU time; each kernel's launch on the GPU stays": _fix(graph_launch=lambda launch: 0),
+            "vectorizing removes every pace, not only the first": _fix(vectorized=lambda paces: [math.inf, *paces[1:]]),
+            "vectorizing removes every pace, not only the slowest": _fix(
+                vectorized=lambda paces: [math.inf if pace == min(paces) else pace for pace in paces]
             ),
-            "1 TB/s is a million bytes per µs": _tokens(unit=10**12),
-            "1 TB/s is a million bytes per µs, not a thousand": _tokens(unit=10**3),
-            "bandwidth is in bytes already": _tokens(unit=8 * 10**6),
-            "those are the bytes that are left; a token moves 4 * N + 4 of them": _left,
-            "a number of tokens is an integer": lambda N, *others: max(1, _left(N, *others) / (4 * N + 4)),
+            "the best change is the one after which the call is shortest": _fix(
+                choose=lambda times, *_: max(times, key=times.get)
+            ),
+            "if no change makes the call shorter, the answer is None": _fix(
+                choose=_after(("graph", "vectorize", "fuse"))
+            ),
+            "compute the time after each change: today's bottleneck isn't always the one to fix": _fix(
+                choose=_by_bottleneck
+            ),
+            "compute the time after each change: fusing isn't always best": _fix(
+                choose=lambda times, gpu, steps, *_: "fuse" if len(steps) > 1 else min(times, key=times.get)
+            ),
+            "return the time after the change, not the time that it saves": _fix(
+                result=lambda time, now: round(now - time)
+            ),
+            "return the time after the change, not before it": _fix(result=lambda time, now: round(now)),
+            "round to the nearest µs, not down": _fix(result=lambda time, now: int(time)),
+            "round to the nearest µs, not up": _fix(result=lambda time, now: math.ceil(time)),
+            "round the time to whole µs": _fix(result=lambda time, now: time),
         },
-        note="any sizes, including exact divisions and less than one token",
+        note="any steps, launches and paces",
     ),
 }

@@ -626,6 +626,17 @@ _HIGH += (1024, 256, 8, 4), (1024, 256, 8, 8)
 _FEW_TOKENS = _candidates([(16, 32), (16, 64)], [1, 2, 4], [1], [2, 4, 8], [3, 4], [None])
 
 
+def dequant_bias_versions_case(functions, M=65536, N=2560):
+    """Programs of several sizes, named "rows x columns". functions: "naive" handles one row, and "held" four."""
+    case = dequant_bias_case(M, N, torch.bfloat16)
+    sizes = [("naive", 1, 128), ("naive", 1, 256), ("naive", 1, 1024), ("held", 4, 256), ("held", 4, 1024)]
+    versions = {
+        f"{rows} x {columns}": (functools.partial(functions[name], columns=columns), case.contenders["eager"][1])
+        for name, rows, columns in sizes
+    }
+    return case._replace(op="versions of dequant_bias", contenders=case.contenders | versions, seconds=0.4)
+
+
 def int4_versions_case(functions, N=8192, K=8192):
     """One token times int4 weights. functions: {name: function of x [1, K] in float16, packed in int32, and absmax}."""
 
@@ -690,6 +701,9 @@ def int8_activations_case(functions, M, N=8192, K=8192):
 @_job
 def versions():
     for op, functions in grown().items():
+        if op == "dequant_bias":
+            yield dequant_bias_versions_case(dict(functions))
+            continue
         if op == "int4_gemm":
             yield int4_versions_case(dict(functions))
             continue

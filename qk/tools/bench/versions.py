@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import runpy
 import tempfile
 from pathlib import Path
@@ -16,6 +17,7 @@ _VERSIONS = {
         "02_block_quantization.ipynb",
         ("naive_act_quant", "exact_act_quant", "tile_act_quant", "ragged_act_quant"),
     ),
+    "dequant_bias": ("05_dequant_bias_memory.ipynb", ("naive", "held_rows")),
     "quant_slide": ("06_sparse_chain.ipynb", ("naive",)),
     "int4_gemm": ("07_int4_gemm.ipynb", ("naive_gemv", "magic_gemv", "pairs_gemv")),
     "int4_gemm int8": (
@@ -23,6 +25,7 @@ _VERSIONS = {
         ("dequantized_gemm", "shifted_gemm", "sixteenfold_gemm", "staged_gemm", "tiled_gemm"),
     ),
 }
+_SOLUTION = re.compile(r"<summary>Solution.*?```python\n(.*?)```", re.DOTALL)
 
 
 def grown():
@@ -36,15 +39,19 @@ def grown():
 
 
 def _functions_of(notebook):
-    """Return a notebook's functions and kernels as {name: function}. Only its imports and definitions run."""
+    """Return a notebook's functions and kernels as {name: function}. Only its imports and definitions run.
+
+    Solutions of exercises replace their stubs.
+    """
     parts = []
     for cell in json.loads((_NOTEBOOKS / notebook).read_text(encoding="utf-8"))["cells"]:
-        if cell["cell_type"] == "code":
-            source = "".join(cell["source"])
-            for node in ast.parse(source).body:
-                if isinstance(node, ast.FunctionDef | ast.Import | ast.ImportFrom):
-                    first = min(part.lineno for part in (node, *getattr(node, "decorator_list", ())))
-                    parts.append("\n".join(source.splitlines()[first - 1 : node.end_lineno]))
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            source = "\n".join(_SOLUTION.findall(source))
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef | ast.Import | ast.ImportFrom):
+                first = min(part.lineno for part in (node, *getattr(node, "decorator_list", ())))
+                parts.append("\n".join(source.splitlines()[first - 1 : node.end_lineno]))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, f"{Path(notebook).stem}.py")  # Triton reads a kernel's source from its file
         file.write_text("\n\n\n".join(parts), encoding="utf-8")
