@@ -638,7 +638,15 @@ def dequant_bias_versions_case(functions, M=65536, N=2560):
 
 
 def int4_versions_case(functions, N=8192, K=8192):
-    """One token times int4 weights. functions: {name: function of x [1, K] in float16, packed in int32, and absmax}."""
+    """One token times int4 weights.
+
+    functions: {name: function of x [1, K] in float16, packed in int32, and absmax}. "split" returns such a function for
+    the number of programs that share a row.
+    """
+    split = functions.get("split")
+    functions = {name: call for name, call in functions.items() if name != "split"}
+    if split:
+        functions |= {f"split {programs}": split(programs) for programs in (1, 2, 4, 8, 16)}
 
     def inputs():
         x, w = randn(1, K, dtype=torch.float16), randn(N, K, dtype=torch.float16)

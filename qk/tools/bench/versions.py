@@ -19,7 +19,7 @@ _VERSIONS = {
     ),
     "dequant_bias": ("05_dequant_bias_memory.ipynb", ("naive", "held_rows")),
     "quant_slide": ("06_sparse_chain.ipynb", ("naive",)),
-    "int4_gemm": ("07_int4_gemm.ipynb", ("naive_gemv", "magic_gemv", "pairs_gemv")),
+    "int4_gemm": ("07_int4_gemm.ipynb", ("naive_gemv", "magic_gemv", "pairs_gemv", "split_by")),
     "int4_gemm int8": (
         "07_int8_activations.ipynb",
         ("dequantized_gemm", "shifted_gemm", "sixteenfold_gemm", "staged_gemm", "tiled_gemm"),
