@@ -190,7 +190,7 @@ def benchmark(record, op, dtype="float16", fastest=0, **options):
 
 @style()
 def gemm_speed(record, op, shape, **options):
-    """Measured GEMMs of one shape (M, N, K), a bar for each contender: TOPS, or microseconds if memory-bound.
+    """Measured GEMMs of one shape (M, N, K), a bar for each contender: TOPS, or microseconds if memory-bound or an FFN.
 
     options: show only results with these, e.g. activation="gelu". The axis is the same for all shapes. Dashed lines
     show the data sheet's peaks where they aren't far away, or the time of a copy. If a plain GEMM was timed along with
@@ -209,7 +209,7 @@ def gemm_speed(record, op, shape, **options):
         return _not_measured(what)
     copy = rows.pop("copy", None)
     alone = rows.get("int8_gemm", {}).get("us")
-    timed = copy or alone
+    timed = copy or alone or op == "ffn"
     key, label = ("us", "time (µs; shorter is better)") if timed else ("tops", "speed (TOPS; longer is better)")
     copied = [row["shape"] for row in results if row["contender"] == "copy"]
     longest = max(row.get(key, 0) for row in results if (row["shape"] in copied) == (copy is not None))
@@ -597,7 +597,7 @@ def memory_bars(sizes, title="Memory", what="memory", ylabel="format", longest=0
         elif total >= 100 * 2**20:
             text = f"  {total / 2**20:,.1f} MiB"
         elif not exact:
-            text = f"  {total / unit:,.0f} {name}"
+            text = f"  {total / unit:,.{2 if longest < 10 * unit else 0}f} {name}"
         if total != totals[0]:
             text += f", {total / totals[0]:.2f}x"
         ax.text(end, y, text, va="center")

@@ -247,6 +247,8 @@ def test_memory_is_exact_to_the_byte():
     assert "  8,388,608 + 16,384 bytes, 0.25x" in texts(fig)
     fig = course.memory_bars({"float32": {"weights": 90_300_000}, "int8": {"codes": 22_780_000}}, decimal=True)
     assert "  22.8 MB, 0.25x" in texts(fig) and "memory (MB)" in texts(fig)
+    few = course.memory_bars({"a": {"x": 5 << 20}, "b": {"x": 1 << 18}}, exact=False)
+    assert {"  5.00 MiB", "  0.25 MiB, 0.05x"} <= set(texts(few))
     large = course.memory_bars({"a": {"x": 576 << 20}, "b": {"x": (100 << 20) - 1}})
     assert {"  576.0 MiB", "  104,857,599 bytes, 0.17x"} <= set(texts(large))
 
@@ -557,6 +559,7 @@ def test_gemm_speed_names_the_versions_of_an_ffn():
     ]
     ax = course.gemm_speed(RECORD | {"results": rows}, "ffn", (8, 4, 4)).axes[0]
     assert [t.get_text() for t in ax.get_yticklabels()] == ["all fused", "GELU separate", "around each", "bf16, cuBLAS"]
+    assert ax.get_title(loc="left").startswith("Time of an FFN") and "µs" in ax.get_xlabel()
     rows = [row | {"peak_bytes": (i + 1) << 20} for i, row in enumerate(rows)]
     record = RECORD | {"results": rows}
     found = texts(course.peak_memory(record, (8, 4, 4), {"all fused": 3 << 19}))
