@@ -152,35 +152,41 @@ def _fix(
     call=lambda gpu, cpu, kernels: max(gpu, cpu * kernels),
     moved=lambda read, written: read + written,
     fused=lambda read, written, paces: (read[0], written[-1], min(paces)),
+    fused_launches=lambda kernels: 1,
     vectorized=lambda paces: [math.inf] * len(paces),
     graph_launch=lambda launch: launch,
+    launched=lambda kernels: {},
     choose=lambda times, *_: min(times, key=times.get),
     result=lambda time, now: round(time),
+    both=lambda name, time: (name, time),
 ):
     """Return best_fix, by default the right one.
 
     kernel: a kernel's time, of its time at the bandwidth and that at its pace. gpu: all kernels' time, of a list. call:
     of the GPU's time, a launch's CPU time, and the number of kernels. moved: the bytes that count. fused: the step that
-    is left. vectorized: the new paces. graph_launch: a launch's time in a graph. choose: a name, of {name: time}, the
-    GPU's time now, and the arguments. result: what is returned with it.
+    is left. fused_launches: how often the GPU launches it. vectorized: the new paces. graph_launch: a launch's time in
+    a graph. launched: {change: how many launches the CPU pays for then}. choose: a name, of {name: time}, the GPU's
+    time now, and the arguments. result: what is returned with it. both: what is returned.
     """
 
     def best_fix(steps, elements, launch, cpu, bandwidth):
+        counts = {None: len(steps), "graph": 0, "vectorize": len(steps), "fuse": 1} | launched(len(steps))
+
         def gpu_time(steps, launch):
             return gpu([kernel(moved(*both) / bandwidth, elements / pace) for *both, pace in steps], launch)
 
-        def time(steps):
-            return call(gpu_time(steps, launch), cpu, len(steps))
+        def time(change, steps, launch=launch):
+            return call(gpu_time(steps, launch), cpu if counts[change] else 0, counts[change])
 
         read, written, paces = zip(*steps, strict=True)
         times = {
-            None: time(steps),
-            "graph": call(gpu_time(steps, graph_launch(launch)), 0, len(steps)),
-            "vectorize": time([*zip(read, written, vectorized(paces), strict=True)]),
-            "fuse": time([fused(read, written, paces)]),
+            None: time(None, steps),
+            "graph": time("graph", steps, graph_launch(launch)),
+            "vectorize": time("vectorize", [*zip(read, written, vectorized(paces), strict=True)]),
+            "fuse": time("fuse", [fused(read, written, paces)], launch * fused_launches(len(steps))),
         }
         name = choose(times, gpu_time(steps, launch), steps, elements, cpu, bandwidth)
-        return name, result(times[name], times[None])
+        return both(name, result(times[name], times[None]))
 
     return best_fix
 
@@ -200,6 +206,49 @@ def _after(names):
 def _fused(pace):
     """A mistake: the fused kernel has this pace."""
     return _fix(fused=lambda read, written, paces: (read[0], written[-1], pace(paces)))
+
+
+def _saving(least):
+    """A mistake: a change helps only if it saves least(the time now)."""
+
+    def choose(times, *_):
+        best = min(times, key=times.get)
+        return best if times[None] - times[best] >= least(times[None]) else None
+
+    return _fix(choose=choose)
+
+
+def _compared(rounded):
+    """A mistake: the change is chosen by rounded times."""
+    return _fix(choose=lambda times, *_: min(times, key=lambda name: rounded(times[name])))
+
+
+def _when_launched(each, cpu, kernels):
+    """A mistake: when the last of these kernels ends, if each may have to wait for its launch."""
+    end = 0
+    for i, time in enumerate(each):
+        end = max(end, cpu * i) + time
+    return max(end, cpu * kernels)
+
+
+def _all_at_once(steps, elements, launch, cpu, bandwidth):
+    """A mistake: a graph comes first, and the changes add up."""
+    everything = _fix(
+        fused=lambda read, written, paces: (read[0], written[-1], math.inf),
+        launched=lambda kernels: {"vectorize": 0, "fuse": 0},
+    )
+    return everything(steps, elements, launch, cpu, bandwidth)
+
+
+def _by_gpu(*case):
+    """A mistake: changes are chosen by the GPU's time, unless a graph helps more."""
+    name, _ = _fix(call=lambda gpu, cpu, kernels: gpu)(*case)
+    return _fix(choose=_after((name, "graph")))(*case)
+
+
+def _at_the_longest_steps_pace(steps, elements, launch, cpu, bandwidth):
+    longest = max(steps, key=lambda step: max((step[0] + step[1]) / bandwidth, elements / step[2]))
+    return _fused(lambda paces: longest[2])(steps, elements, launch, cpu, bandwidth)
 
 
 def _by_totals(steps, elements, launch, cpu, bandwidth):
@@ -246,6 +295,22 @@ def _fix_cases():
              (4 * mega, mega, 125_000)],
             mega, 2, 5, mega,
         ),
+        # kernels of which some are host-bound
+        ([(mega, mega, 50_000), (8 * mega, 4 * mega, inf)], mega, 1, 6, mega),
+        ([(mega, 8 * mega, inf), (4 * mega, mega, 50_000)], mega, 0, 6, mega),
+        ([(8 * mega, 8.4 * mega, inf), (16 * mega, 7.2 * mega, 100_000)], 4 * mega, 0, 6, mega),
+        ([(4 * mega, 8 * mega, inf), (8 * mega, 4 * mega, 100_000)], mega, 0, 2, mega),
+        ([(491_520, 983_040, 50_000), (491_520, 983_040, inf)], 245_760, 2.5, 9, 4_200_000),
+        ([(mega, 2 * mega, inf), (2 * mega, 4 * mega, inf)], mega, 1, 6, mega),
+        # less than 1 µs is saved, or only a few percent
+        ([(15_728_640, 7_864_320, inf)], 3_932_160, 2, 8, 4_200_000),
+        ([(5_242_880, 5_242_880, inf)], 2_621_440, 2, 5, 4_200_000),
+        ([(7_864_320, 7_864_320, inf)], 3_932_160, 1.25, 5, 4_200_000),
+        ([(mega, mega, inf), (mega, mega, 400_000)], mega, 3, 10, mega),
+        ([(2 * mega, 2 * mega, inf)], mega, 1.9, 6.2, mega),
+        # 8.504 µs, and more than 1000
+        ([(13_657_560, 13_657_560, inf)], 6_828_780, 2, 12, 4_200_000),
+        ([(512 * mega, 512 * mega, inf)], 64 * mega, 1, 2, mega),
     ]  # fmt: skip
 
 
@@ -350,11 +415,30 @@ EXERCISES = {
         expected=_fix(),
         cases=_fix_cases,
         mistakes={
+            "compute the time after each change: a graph isn't always best for a host-bound call": _fix(
+                choose=lambda times, gpu, steps, elements, cpu, *_: (
+                    "graph" if cpu * len(steps) > gpu else min(times, key=times.get)
+                )
+            ),
+            "choose by the call's time, not by the GPU's": _by_gpu,
             "a call takes the longer of GPU time and CPU time": _fix(call=lambda gpu, cpu, kernels: gpu),
+            "take the longer of the two totals, not the longer for each kernel": _fix(
+                gpu=lambda times, launch: [time + launch for time in times],
+                call=lambda each, cpu, kernels: sum(max(time, cpu) for time in each),
+            ),
+            "take the longer of the two totals: no kernel waits for its own launch": _fix(
+                gpu=lambda times, launch: [time + launch for time in times], call=_when_launched
+            ),
             "the CPU and the GPU work at the same time: take the longer, not the sum": _fix(
                 call=lambda gpu, cpu, kernels: gpu + cpu * kernels
             ),
             "cpu is for one kernel: a call launches all of them": _fix(call=lambda gpu, cpu, kernels: max(gpu, cpu)),
+            "a call has as many launches as steps, not always five": _fix(
+                call=lambda gpu, cpu, kernels: max(gpu, cpu * (5 if kernels > 1 else kernels))
+            ),
+            "count the launches: there aren't always five, and one is left after fusing": _fix(
+                call=lambda gpu, cpu, kernels: max(gpu, cpu * 5)
+            ),
             "each kernel's GPU time includes a launch": _fix(gpu=lambda times, launch: sum(times)),
             "each kernel has a launch of its own": _fix(gpu=lambda times, launch: sum(times) + launch),
             "kernels run one after the other: add their times": _fix(
@@ -363,11 +447,23 @@ EXERCISES = {
             "a kernel takes the longer of its two times, not their sum": _fix(kernel=lambda *both: sum(both)),
             "a kernel takes the longer of its two times, not the shorter": _fix(kernel=min),
             "a kernel with a pace may be slower than memory": _fix(kernel=lambda in_memory, at_its_pace: in_memory),
+            "bandwidth may limit a kernel that has a pace, too: it takes the longer of its two times": _fix(
+                kernel=lambda in_memory, at_its_pace: at_its_pace or in_memory
+            ),
             "bandwidth or pace: that is decided for each kernel, not for their sums": _by_totals,
             "a kernel moves what it reads and what it writes": _fix(moved=lambda read, written: read),
             "a kernel moves what it reads, too": _fix(moved=lambda read, written: written),
             "a fused kernel doesn't write what lies between the steps, or read it again": _fix(
                 fused=lambda read, written, paces: (sum(read), sum(written), min(paces))
+            ),
+            "a fused kernel moves what the first step reads and the last one writes, and nothing in between": _fix(
+                fused=lambda read, written, paces: (sum(read), written[-1], min(paces))
+            ),
+            "a fused kernel reads what the first step read and writes what the last wrote, not the most": _fix(
+                fused=lambda read, written, paces: (max(read), max(written), min(paces))
+            ),
+            "a fused kernel reads what the first step read and writes what the last wrote, not the least": _fix(
+                fused=lambda read, written, paces: (min(read), min(written), min(paces))
             ),
             "a fused kernel writes what the last step wrote": _fix(
                 fused=lambda read, written, paces: (read[0], written[0], min(paces))
@@ -382,6 +478,20 @@ EXERCISES = {
             "a fused kernel keeps the slowest pace, not the fastest": _fused(max),
             "a fused kernel keeps the slowest pace, not the last step's": _fused(lambda paces: paces[-1]),
             "a fused kernel keeps the slowest pace, not the first step's": _fused(lambda paces: paces[0]),
+            "a fused kernel keeps the slowest pace, not the longest step's": _at_the_longest_steps_pace,
+            "a fused kernel keeps the slowest pace, not the mean": _fused(lambda paces: sum(paces) / len(paces)),
+            "a fused kernel keeps the slowest pace of all steps, the last one's, too": _fused(
+                lambda paces: min(paces[:-1] or paces)
+            ),
+            "a fused kernel keeps the slowest pace of all steps, not only of the first and the last": _fused(
+                lambda paces: min(paces[0], paces[-1])
+            ),
+            "a fused kernel is one launch on the GPU": _fix(fused_launches=lambda kernels: kernels),
+            "fusing leaves one launch for the CPU, not all of them": _fix(launched=lambda kernels: {"fuse": kernels}),
+            "fusing leaves one launch for the CPU: only a graph has none": _fix(launched=lambda kernels: {"fuse": 0}),
+            "vectorizing leaves the CPU time as it is": _fix(launched=lambda kernels: {"vectorize": 0}),
+            "with a graph, CPU time becomes 0": _fix(launched=lambda kernels: {"graph": 1}),
+            "you may make one change, not all at once": _all_at_once,
             "a graph saves CPU time; each kernel's launch on the GPU stays": _fix(graph_launch=lambda launch: 0),
             "vectorizing removes every pace, not only the first": _fix(vectorized=lambda paces: [math.inf, *paces[1:]]),
             "vectorizing removes every pace, not only the slowest": _fix(
@@ -399,6 +509,18 @@ EXERCISES = {
             "compute the time after each change: fusing isn't always best": _fix(
                 choose=lambda times, gpu, steps, *_: "fuse" if len(steps) > 1 else min(times, key=times.get)
             ),
+            "compare the times before you round them": _compared(round),
+            "compare the times as they are, not rounded down": _compared(int),
+            "compare the times as they are, not rounded up": _compared(math.ceil),
+            "a change that makes the call shorter helps, even by less than 1 µs": _saving(lambda now: 1),
+            "a change that makes the call shorter helps, even by less than 5 %": _saving(lambda now: 0.05 * now),
+            "a change that makes the call shorter helps, even by less than 1 %": _saving(lambda now: 0.01 * now),
+            "round once, at the end: not each kernel's time": _fix(
+                gpu=lambda times, launch: sum(round(time + launch) for time in times)
+            ),
+            "return a tuple": _fix(both=lambda *both: [*both]),
+            "return the change first, then the time": _fix(both=lambda name, time: (time, name)),
+            "return None itself, not the text 'None'": _fix(both=lambda name, time: (str(name), time)),
             "return the time after the change, not the time that it saves": _fix(
                 result=lambda time, now: round(now - time)
             ),
