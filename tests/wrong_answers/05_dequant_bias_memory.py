@@ -327,6 +327,38 @@ ANSWERS["held"] += [
         rows(a="tl.load(a_ptr + row, mask=row < M, other=0.0).to(tl.bfloat16).to(tl.float32)[:, None]"),
     ),
 ]
+ONCE = "bias = tl.load(bias_ptr + n, mask=n < N, other=0.0)"
+BY_ROW = loop("last = tl.minimum(M, first + HELD)", VECTORS, count="HELD").replace(
+    "for i in tl.static_range(HELD):\n        row = first + i", "for row in range(first, last):"
+)
+AGAIN = "    b = tl.load(b_ptr + n, mask=n < N, other=0.0)[None, :]\n"
+ANSWERS["held"] += [
+    ("load each vector once", rows(a="tl.load(a_ptr + row[:, None] + 0 * n[None, :], mask=mask, other=0.0)")),
+    (
+        "load each vector once",
+        rows().replace("    b = ", "    a = tl.load(a_ptr + row, mask=row < M, other=0.0)[:, None]\n    b = "),
+    ),
+    (
+        "load each vector once",
+        rows().replace(
+            "    tl.store",
+            AGAIN.replace("    b", "    if tl.program_id(0) + 1 < tl.num_programs(0):\n        b") + "    tl.store",
+        ),
+    ),
+    (
+        "is loaded twice",
+        rows().replace("    bias = ", "    b = tl.load(b_ptr + n, mask=n < N, other=0.0)[None, :]\n    bias = "),
+    ),
+    ("stores it before it loads", BY_ROW),
+    (
+        "stores each row before",
+        BY_ROW.replace(f"        {VECTORS}\n", "").replace("    for row", f"    {VECTORS}\n    for row"),
+    ),
+    ("loads a vector again", loop("b = tl.load(b_ptr + n, mask=n < N, other=0.0)", ONCE)),
+    ("rows are missing", rows(row="tl.program_id(0) * BLOCK + tl.arange(0, HELD)")),
+    ("not always 4", rows(row="tl.program_id(0) * 4 + tl.arange(0, 4)")),
+    ("needn't divide M", rows(mask="(row < M // HELD * HELD)[:, None] & (n < N)[None, :]")),
+]
 HELPS = "(name := min(times, key=times.get)) and (name if times[None] - times[name] >= {} else None)"
 ANSWERS["best_fix"] += [
     ("exit()", "def best_fix(steps, elements, launch, cpu, bandwidth):\n    quit()"),
@@ -377,6 +409,68 @@ ANSWERS["with_relu"] += [
     ("more than 4 blocks", kernel(steps="tl.static_range(0, 4 * BLOCK, BLOCK)")),
     ("top stays 0", kernel(tops="tl.minimum(top, tl.max(out, 1))")),
     ("leaky", kernel(out=f"tl.where({SUM} > 0, {SUM}, 0.01 * ({SUM}))")),
+]
+ANSWERS["with_relu"] += [
+    ("where g is 0", kernel(out=f"tl.where(g == 0, 0.0, tl.maximum({SUM}, 0.0))")),
+    (
+        "out lacks ReLU",
+        kernel(
+            out=SUM, to="row[:, None] * stride_out + n[None, :], out, mask=mask", tops="tl.maximum(top, tl.max(out, 1))"
+        ),
+    ),
+    ("narrow for the bias", kernel().replace(f"tl.load({BIAS})", f"tl.load({BIAS}).to(tl.bfloat16).to(tl.float32)")),
+    ("narrow for the bias", kernel().replace(f"tl.load({BIAS})", f"tl.load({BIAS}).to(tl.float16).to(tl.float32)")),
+    ("overflows where x is large", kernel(out=f"({SUM} + tl.abs({SUM})) / 2")),
+    ("cut off", kernel(out=f"tl.where({SUM} > 1e-6, {SUM}, 0.0)")),
+    ("above a thousand", kernel(out=f"tl.maximum({SUM.replace('g *', 'tl.clamp(g, -1048576.0, 1048576.0) *')}, 0.0)")),
+    ("", kernel(out=f"tl.minimum(tl.maximum({SUM}, 0.0), 1e15)")),
+    (
+        "a tile has ROWS rows",
+        kernel().replace("range(0, N, BLOCK)", "range(0, N, 256)").replace("(0, BLOCK)", "(0, 256)"),
+    ),
+    ("a tile has ROWS rows", kernel().replace("range(0, N, BLOCK)", "range(N)").replace("(0, BLOCK)", "(0, 1)")),
+    (
+        "keep the row's maximum",
+        kernel(
+            tops="top",
+            store=f"""top_ptr + row, top, mask=row < M)
+    for start in range(0, N, BLOCK):
+        n = start + tl.arange(0, BLOCK)
+        mask = (row < M)[:, None] & (n < N)[None, :]
+        g = tl.load(g_ptr + row[:, None] * stride_gm + n[None, :] * stride_gn, mask=mask, other=0).to(tl.float32)
+        b = tl.load(b_ptr + n, mask=n < N, other=0.0)
+        bias = tl.load({BIAS})
+        top = tl.maximum(top, tl.max(tl.maximum({SUM}, 0.0), 1))
+    tl.store(top_ptr + row, top, mask=row < M""",
+        ),
+    ),
+    (
+        "still in registers",
+        kernel(
+            tops="top",
+            store="""top_ptr + row, top, mask=row < M)
+    for start in range(0, N, BLOCK):
+        n = start + tl.arange(0, BLOCK)
+        mask = (row < M)[:, None] & (n < N)[None, :]
+        out = tl.load(out_ptr + row[:, None] * stride_out + n[None, :], mask=mask, other=0.0)
+        top = tl.maximum(top, tl.max(out, 1))
+    tl.store(top_ptr + row, top, mask=row < M""",
+        ),
+    ),
+    (
+        "only where n < N",
+        kernel(
+            to="row[:, None] * stride_out + n[None, :], tl.where(mask, out, 99.0), "
+            "mask=mask | (row < M - 1)[:, None] & (n < stride_out)[None, :]"
+        ),
+    ),
+    (
+        "leave the gaps",
+        kernel(
+            to="row[:, None] * stride_out + n[None, :], tl.where(mask, out, 0.0), "
+            "mask=mask | (row < M - 1)[:, None] & (n < stride_out)[None, :]"
+        ),
+    ),
 ]
 if INTERPRETED:  # nobody watches compiled programs
     ANSWERS["with_relu"] += [

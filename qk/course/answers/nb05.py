@@ -4,7 +4,9 @@ import math
 
 import torch
 import torch.nn.functional as F
+import triton
 
+from qk.course import trace
 from qk.course.answers import as_bfloat16
 from qk.course.exercises import Exercise
 
@@ -42,34 +44,114 @@ def _rows_from_one_apart(g, a, b, bias, BLOCK, HELD):
     return min(len(g), -(-len(g) // HELD) + HELD - 1)
 
 
+def _last_rows(g, HELD):
+    """The number of rows of the last program."""
+    return len(g) - (_one_row_each(g, *[None] * 4, HELD) - 1) * HELD
+
+
+def _loop(vectors, late):
+    """A mistake: the last program loops over its rows, and doesn't load those that don't exist. Counts of its rows."""
+    return lambda g, *case: _held(
+        g, *case, vectors=vectors(_last_rows(g, case[-1])), late=max(0, late(_last_rows(g, case[-1])))
+    )
+
+
+def _only_rows(written):
+    """A mistake: only the rows with written(row, M, BLOCK, HELD) are stored."""
+
+    def mistake(g, *case):
+        out, *counts = _held(g, *case)
+        rows = torch.arange(len(g), device=g.device)
+        return out.where(written(rows, len(g), *case[-2:])[:, None], torch.nan), *counts
+
+    return mistake
+
+
+def _programs(kernel, grid, args, options):
+    """{a program's ids: its accesses, in order}."""
+    programs = {}
+    for access in trace.touched(kernel, grid, *args, **options).accesses:
+        programs.setdefault(access.program, []).append(access)
+    return programs
+
+
+def _held_too_much(kernel, args, options):
+    BLOCK, HELD = options["BLOCK"], options["HELD"]
+    grid = triton.cdiv(args[5], HELD), triton.cdiv(args[6], BLOCK)
+    most = dict(zip(kernel.arg_names[1:4], (HELD, BLOCK, BLOCK), strict=True))
+    for program, accesses in _programs(kernel, grid, args, options).items():
+        said = f"Not yet: each number is right, but program {program}"
+        for name, limit in most.items():
+            loaded = sum(access.elements.numel() for access in accesses if access[1:3] == ("load", name))
+            if loaded > limit:
+                return (
+                    f"{said} loads {loaded} elements of {name}, and needs {limit}.\n"
+                    "Hint: load each vector once, and let [:, None] or [None, :] repeat it over the tile"
+                )
+        kinds = [access.kind for access in accesses]
+        if "load" in kinds[kinds.index("store") :]:
+            return f"{said} loads after it has stored.\nHint: load the g of all rows first, and only then store"
+    return None
+
+
 def _relu_cases():
     """(g, a, b, bias, ROWS, BLOCK, gap): products are exact in float32, in any order, so that only the sum rounds.
 
-    g is dense, a slice, a transpose, or every second column. The outputs of row 0 are all negative before ReLU.
+    g is dense, a slice, a transpose, or every second column. The outputs of row 1 are all negative before ReLU; of the
+    others, some are the bias alone. In one case, those of the last row are below 1e-30, and in one, row 0's largest is
+    above half of float32's range.
     """
     random = torch.Generator().manual_seed(8)
 
     def whole(top, *size):
         return torch.randint(1, top, size, generator=random)
 
-    for M, N, kind, ROWS, BLOCK, gap, most, power, small in (
-        (8, 64, "dense", 4, 32, 0, (100, 200, 200), 0, 1.0),
-        (7, 50, "slice", 2, 16, 6, (4095, 32, 32), 20, 1.0),
-        (5, 33, "transpose", 4, 64, 0, (200000, 6, 6), 3, 2.0**-20),
-        (1, 20, "second", 8, 16, 3, (100, 200, 200), 0, 1.0),
-        (9, 70, "slice", 8, 64, 5, (7, 40, 8000), 30, 2.0**-24),
-        (6, 130, "transpose", 1, 8, 7, (7, 8000, 40), 10, 1.0),
+    for M, N, kind, ROWS, BLOCK, gap, most, powers, small in (
+        (8, 64, "dense", 4, 32, 0, (100, 200, 200), (0, 0), 1.0),
+        (7, 50, "slice", 2, 16, 6, (4095, 32, 32), (-20, 70), 1.0),
+        (5, 33, "transpose", 4, 64, 0, (3_000_000, 3, 3), (-3, 3), 2.0**14),
+        (1, 20, "second", 8, 16, 3, (100, 200, 200), (0, 0), 1.0),
+        (9, 70, "slice", 8, 64, 5, (7, 40, 8000), (-115, 100), 2.0**-112),
+        (6, 130, "transpose", 1, 8, 7, (7, 8000, 40), (-10, 110), 1.0),
     ):
         shape = {"slice": (M, N + 11), "transpose": (N, M), "second": (M, 2 * N)}.get(kind, (M, N))
         g = (whole(most[0], *shape) * (2 * torch.randint(0, 2, shape, generator=random) - 1)).int()
         view = {"slice": lambda g, N=N: g[:, 3 : 3 + N], "transpose": lambda g: g.T, "second": lambda g: g[:, ::2]}
         g = view.get(kind, lambda g: g)(g)
-        powers = torch.randint(-power, power + 1, (M, 1), generator=random)
-        a, b, bias = whole(most[1], M, 1) / 4 * 2.0**powers, whole(most[2], 1, N) / 8, whole(200, N) * small
-        bias *= 2 * torch.randint(0, 2, (N,), generator=random) - 1
+        g[:, 2::5] = 0
+        power = torch.randint(powers[0], powers[1] + 1, (M, 1), generator=random)
+        power[0], power[-1] = powers[::-1]
+        a, b = whole(most[1], M, 1) / 4 * 2.0**power, whole(most[2], 1, N) / 8
+        bias = whole(2**20, N) / 2**12 * small * (2 * torch.randint(0, 2, (N,), generator=random) - 1)
         if M > 1:
-            g[0], a[0] = -g[0].abs(), 2.0**9
+            g[1], a[1] = -whole(most[0], N).int(), 2.0**9
+        if powers[1] == 110:
+            _, exponent = torch.frexp((g[0] * a[0] * b).amax())
+            a[0] *= 2.0 ** (128 - exponent)
         yield g, a, b, bias, ROWS, BLOCK, gap
+
+
+def _relu_too_much(kernel, args, options):
+    """What to say to a kernel that does more than the text allows: of each program, loads and stores are counted."""
+    (M, N), ROWS, BLOCK = args[6:8], options["ROWS"], options["BLOCK"]
+    g, out, top = (kernel.arg_names[i] for i in (0, 4, 5))
+    blocks = triton.cdiv(N, BLOCK) + 1  # one that is masked off is fine
+    for program, accesses in _programs(kernel, (triton.cdiv(M, ROWS),), args, options).items():
+        said = f"Not yet: each number is right, but program {program[0]}"
+        for access in accesses:
+            if access.kind == "load" and access.tensor in (out, top):
+                return f"{said} loads from {access.tensor}.\nHint: what it has computed is still in registers"
+            if access.tensor == out and (access.elements[access.mask] % args[4].stride(0) >= N).any():
+                return f"{said} writes into the gaps between the rows of {out}.\nHint: store only where n < N"
+        loads = [access for access in accesses if access[1:3] == ("load", g)]
+        if sum(int(load.mask.sum()) for load in loads) > ROWS * BLOCK * blocks:
+            return (
+                f"{said} loads more of {g} than its ROWS rows, or loads them again.\n"
+                "Hint: load each element once, and keep the row's maximum through the loop"
+            )
+        if max((load.elements.numel() for load in loads), default=0) > ROWS * BLOCK or len(loads) > ROWS * blocks:
+            return f"{said} doesn't handle BLOCK columns at a time.\nHint: a tile has ROWS rows and BLOCK columns"
+    return None
 
 
 def _values(g, a, b, bias):
@@ -123,6 +205,14 @@ def _whole_top(case, values):
 def _last_block(case, values):
     N, BLOCK = values.shape[1], case[5]
     return F.relu(values[:, (N - 1) // BLOCK * BLOCK :]).amax(1)
+
+
+def _gaps_of_zero(*case):
+    """A mistake: a program's last block is wider than N, and stores 0 there, but not in out's last row."""
+    out, top = _with_relu(*case)
+    N, BLOCK = case[0].shape[1], case[5]
+    out[:-1, N : triton.cdiv(N, BLOCK) * BLOCK] = 0
+    return out, top
 
 
 def _some_rows(rows):
@@ -341,12 +431,38 @@ EXERCISES = {
             "right, but no row's g should wait until another row is stored: load all of them first": lambda *case: (
                 _held(*case, late=2 * (case[-1] - 1))
             ),
+            "right, but one of scale_b and bias is loaded twice: once per program is enough": lambda *case: _held(
+                *case, vectors=3
+            ),
+            "right, but the program loads the vectors for each row, and stores it before it loads the next": _loop(
+                lambda rows: 2 * rows, lambda rows: 4 * (rows - 1)
+            ),
+            "right, but the program stores each row before it loads the next: load all of them first": _loop(
+                lambda rows: 2, lambda rows: 2 * (rows - 1)
+            ),
+            "right, but each row loads a vector again, and waits until another row is stored": lambda *case: _held(
+                *case, vectors=1 + case[-1], late=3 * (case[-1] - 1)
+            ),
+            "right, but some rows are stored before the others are loaded: load all of them first": lambda *case: _held(
+                *case, late=2 * (case[-1] > 1)
+            ),
+            "right, but only the next row is loaded before one is stored: load all of them first": _loop(
+                lambda rows: 2, lambda rows: 2 * (rows - 2)
+            ),
+            "rows are missing: a program's first row is HELD * tl.program_id(0)": _only_rows(
+                lambda row, M, BLOCK, HELD: row % BLOCK < HELD
+            ),
+            "rows are missing: a tile has HELD rows, not always 4": _only_rows(
+                lambda row, M, BLOCK, HELD: row < 4 * triton.cdiv(M, HELD)
+            ),
+            "rows are missing: HELD needn't divide M": _only_rows(lambda row, M, BLOCK, HELD: row < M // HELD * HELD),
             "right, but load the g of all rows first, and only then store": lambda *case: _held(
                 *case, late=case[-1] - 1
             ),
         },
         kernel=True,
         note="any sizes, and any HELD and BLOCK that are powers of two",
+        excess=_held_too_much,
     ),
     "with_relu": Exercise(
         expected=_with_relu,
@@ -374,11 +490,34 @@ EXERCISES = {
                 lambda case, values: values.abs().amax(1)
             ),
             "top has fractions: keep it in float32": _with_tops(_whole_top),
+            "top has fractions: store it as float32": _with_tops(
+                lambda case, values: F.relu(values).amax(1).trunc().where(values.amax(1) < 2**31, -(2.0**31))
+            ),
             "top stays 0: its maximum with the block's largest value is missing": _with_tops(
                 lambda case, values: 0 * values.amax(1)
             ),
             "top is a row's largest value, not its sum": _with_tops(lambda case, values: F.relu(values).sum(1)),
             "each row has its own top: take the maximum along the columns only": _with_tops(_of_a_program),
+            "top is right, but out lacks ReLU: store 0 instead of a negative value": lambda *case: _with_relu(
+                *case, activate=lambda x: x, top=lambda values: F.relu(values.amax(1))
+            ),
+            "where g is 0, out is relu(bias)": _with_values(lambda g, *others: _values(g, *others).where(g != 0, 0.0)),
+            "small values stay: relu(g * a * b + bias), however small g * a * b is": _with_values(
+                lambda g, a, b, bias: _values(g, a, b, bias).where((g.float() * a * b).abs() >= 1e-3, 0.0)
+            ),
+            "small values stay: however close to 0 a sum is, it isn't cut off": _with_values(
+                lambda *operands: _values(*operands).where(_values(*operands) > 1e-6, 0.0)
+            ),
+            "leave the gaps between the rows of out as they are": _gaps_of_zero,
+            "bfloat16 is too narrow for the bias": _with_values(
+                lambda g, a, b, bias: _values(g, a, b, as_bfloat16(bias))
+            ),
+            "float16 is too narrow for the bias": _with_values(
+                lambda g, a, b, bias: _values(g, a, b, bias.half().float())
+            ),
+            "(x + |x|) / 2 overflows where x is large: take the larger of x and 0": _with_values(
+                lambda *operands: (_values(*operands) + _values(*operands).abs()) / 2
+            ),
             "ReLU is missing: negative values become 0": lambda *case: _with_relu(*case, activate=lambda x: x),
             "ReLU turns negative values into 0, not into their magnitude": lambda *case: _with_relu(
                 *case, activate=torch.abs
@@ -404,12 +543,14 @@ EXERCISES = {
                 lambda case, values: values.new_full((len(values),), 99.0)
             ),
             "float16 can't hold g's sums: float32 can": lambda g, *others: _with_relu(g.half(), *others),
+            "bfloat16 can't hold g's sums: float32 can": lambda g, *others: _with_relu(as_bfloat16(g), *others),
             "bfloat16 is too narrow for the scales": lambda g, a, b, *others: _with_relu(
                 g, as_bfloat16(a), as_bfloat16(b), *others
             ),
         },
         kernel=True,
         note="any sizes and strides, and any ROWS and BLOCK that are powers of two",
+        excess=_relu_too_much,
     ),
     "best_fix": Exercise(
         expected=_fix(),
