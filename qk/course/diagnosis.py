@@ -211,7 +211,8 @@ def _shifted(got, want, bad):
 
 def _narrow(dtype):
     def holds(got, want, bad):
-        return got.dtype.is_floating_point and bool(_same(got, want.to(dtype).to(want.dtype))[bad].all())
+        rounded = _same(got, want.to(dtype).to(want.dtype))[bad]
+        return got.dtype.is_floating_point and bool(rounded.all() and got[bad].any())  # not only cut off as tiny
 
     return holds
 
@@ -219,7 +220,7 @@ def _narrow(dtype):
 _FILLED = 0, 99, 9999, -128  # what outputs of exercises hold at first
 # what holds for all wrong results: hint -> (result, expected, which elements are wrong)
 _TENSORS = {
-    "NaN where a number is expected: is something divided by zero, or infinity minus infinity?": lambda g, w, bad: bool(
+    "NaN where a number is expected: is it never written, 0 / 0, or infinity minus infinity?": lambda g, w, bad: bool(
         g[bad].isnan().all()
     ),
     "a number where NaN is expected: bad input must stay visible": lambda g, w, bad: bool(w[bad].isnan().all()),

@@ -310,8 +310,9 @@ ANSWERS = {
         ("to whole µs", best(result="name, times[name]")),
         ("", best(result="name")),
         ("", best(result="round(times[name])")),
-        ("", best(result="times[name], name")),
-        ("", best(call="max(gpu, cpu * 5)")),
+        ("the change first", best(result="round(times[name]), name")),
+        ("return a tuple", best(result="[name, round(times[name])]")),
+        ("aren't always five", best(call="max(gpu, cpu * 5)")),
     ],
 }
 
@@ -326,7 +327,71 @@ ANSWERS["held"] += [
         rows(a="tl.load(a_ptr + row, mask=row < M, other=0.0).to(tl.bfloat16).to(tl.float32)[:, None]"),
     ),
 ]
-ANSWERS["best_fix"] += [("exit()", "def best_fix(steps, elements, launch, cpu, bandwidth):\n    quit()")]
+ONCE = "bias = tl.load(bias_ptr + n, mask=n < N, other=0.0)"
+BY_ROW = loop("last = tl.minimum(M, first + HELD)", VECTORS, count="HELD").replace(
+    "for i in tl.static_range(HELD):\n        row = first + i", "for row in range(first, last):"
+)
+AGAIN = "    b = tl.load(b_ptr + n, mask=n < N, other=0.0)[None, :]\n"
+ANSWERS["held"] += [
+    ("load each vector once", rows(a="tl.load(a_ptr + row[:, None] + 0 * n[None, :], mask=mask, other=0.0)")),
+    (
+        "load each vector once",
+        rows().replace("    b = ", "    a = tl.load(a_ptr + row, mask=row < M, other=0.0)[:, None]\n    b = "),
+    ),
+    (
+        "load each vector once",
+        rows().replace(
+            "    tl.store",
+            AGAIN.replace("    b", "    if tl.program_id(0) + 1 < tl.num_programs(0):\n        b") + "    tl.store",
+        ),
+    ),
+    (
+        "is loaded twice",
+        rows().replace("    bias = ", "    b = tl.load(b_ptr + n, mask=n < N, other=0.0)[None, :]\n    bias = "),
+    ),
+    ("stores it before it loads", BY_ROW),
+    (
+        "stores each row before",
+        BY_ROW.replace(f"        {VECTORS}\n", "").replace("    for row", f"    {VECTORS}\n    for row"),
+    ),
+    ("loads a vector again", loop("b = tl.load(b_ptr + n, mask=n < N, other=0.0)", ONCE)),
+    ("rows are missing", rows(row="tl.program_id(0) * BLOCK + tl.arange(0, HELD)")),
+    ("not always 4", rows(row="tl.program_id(0) * 4 + tl.arange(0, 4)")),
+    ("needn't divide M", rows(mask="(row < M // HELD * HELD)[:, None] & (n < N)[None, :]")),
+]
+HELPS = "(name := min(times, key=times.get)) and (name if times[None] - times[name] >= {} else None)"
+ANSWERS["best_fix"] += [
+    ("exit()", "def best_fix(steps, elements, launch, cpu, bandwidth):\n    quit()"),
+    (
+        "not the longer for each kernel",
+        best(gpu="sum(max(cpu, {kernel} + launch) for read, written, pace in steps)", call="gpu"),
+    ),
+    ("before you round", best(name="min(times, key=lambda name: round(times[name]))")),
+    ("not rounded down", best(name="min(times, key=lambda name: int(times[name]))")),
+    ("not rounded up", best(name="min(times, key=lambda name: -int(-times[name] // 1))")),
+    ("not each kernel's", best(gpu="sum(round({kernel} + launch) for read, written, pace in steps)")),
+    ("less than 1 µs", best(name=HELPS.format(1))),
+    ("less than 5 %", best(name=HELPS.format("0.05 * times[None]"))),
+    ("nothing in between", best(fused="(sum(s[0] for s in steps), steps[-1][1], min(s[2] for s in steps))")),
+    ("nothing in between", best(fused="(steps[0][0], sum(s[1] for s in steps), min(s[2] for s in steps))")),
+    ("one launch on the GPU", best().replace("in steps))], launch, cpu)", "in steps))], launch * len(steps), cpu)")),
+    ("not all of them", best().replace("in steps))], launch, cpu)", "in steps))], launch, cpu * len(steps))")),
+    ("only a graph has none", best().replace("in steps))], launch, cpu)", "in steps))], launch, 0)")),
+    ("CPU time becomes 0", best(graph="time(steps, launch, cpu / len(steps))")),
+    (
+        "one change",
+        best(
+            vectorize='time([(read, written, float("inf")) for read, written, _ in steps], launch, 0)',
+            fused='(steps[0][0], steps[-1][1], float("inf"))',
+        ).replace("], launch, cpu)", "], launch, 0)"),
+    ),
+    ("bandwidth may limit", best(kernel="((read + written) / bandwidth if pace == float('inf') else elements / pace)")),
+    ("not the mean", best(fused="(steps[0][0], steps[-1][1], sum(s[2] for s in steps) / len(steps))")),
+    (
+        "isn't always best for a host-bound call",
+        best(name="'graph' if cpu * len(steps) > times['graph'] else min(times, key=times.get)"),
+    ),
+]
 BIAS = "bias_ptr + n, mask=n < N, other=0.0"
 SUM = "g * a[:, None] * b[None, :] + bias[None, :]"
 ANSWERS["with_relu"] += [
@@ -344,6 +409,68 @@ ANSWERS["with_relu"] += [
     ("more than 4 blocks", kernel(steps="tl.static_range(0, 4 * BLOCK, BLOCK)")),
     ("top stays 0", kernel(tops="tl.minimum(top, tl.max(out, 1))")),
     ("leaky", kernel(out=f"tl.where({SUM} > 0, {SUM}, 0.01 * ({SUM}))")),
+]
+ANSWERS["with_relu"] += [
+    ("where g is 0", kernel(out=f"tl.where(g == 0, 0.0, tl.maximum({SUM}, 0.0))")),
+    (
+        "out lacks ReLU",
+        kernel(
+            out=SUM, to="row[:, None] * stride_out + n[None, :], out, mask=mask", tops="tl.maximum(top, tl.max(out, 1))"
+        ),
+    ),
+    ("narrow for the bias", kernel().replace(f"tl.load({BIAS})", f"tl.load({BIAS}).to(tl.bfloat16).to(tl.float32)")),
+    ("narrow for the bias", kernel().replace(f"tl.load({BIAS})", f"tl.load({BIAS}).to(tl.float16).to(tl.float32)")),
+    ("overflows where x is large", kernel(out=f"({SUM} + tl.abs({SUM})) / 2")),
+    ("cut off", kernel(out=f"tl.where({SUM} > 1e-6, {SUM}, 0.0)")),
+    ("above a thousand", kernel(out=f"tl.maximum({SUM.replace('g *', 'tl.clamp(g, -1048576.0, 1048576.0) *')}, 0.0)")),
+    ("", kernel(out=f"tl.minimum(tl.maximum({SUM}, 0.0), 1e15)")),
+    (
+        "a tile has ROWS rows",
+        kernel().replace("range(0, N, BLOCK)", "range(0, N, 256)").replace("(0, BLOCK)", "(0, 256)"),
+    ),
+    ("a tile has ROWS rows", kernel().replace("range(0, N, BLOCK)", "range(N)").replace("(0, BLOCK)", "(0, 1)")),
+    (
+        "keep the row's maximum",
+        kernel(
+            tops="top",
+            store=f"""top_ptr + row, top, mask=row < M)
+    for start in range(0, N, BLOCK):
+        n = start + tl.arange(0, BLOCK)
+        mask = (row < M)[:, None] & (n < N)[None, :]
+        g = tl.load(g_ptr + row[:, None] * stride_gm + n[None, :] * stride_gn, mask=mask, other=0).to(tl.float32)
+        b = tl.load(b_ptr + n, mask=n < N, other=0.0)
+        bias = tl.load({BIAS})
+        top = tl.maximum(top, tl.max(tl.maximum({SUM}, 0.0), 1))
+    tl.store(top_ptr + row, top, mask=row < M""",
+        ),
+    ),
+    (
+        "still in registers",
+        kernel(
+            tops="top",
+            store="""top_ptr + row, top, mask=row < M)
+    for start in range(0, N, BLOCK):
+        n = start + tl.arange(0, BLOCK)
+        mask = (row < M)[:, None] & (n < N)[None, :]
+        out = tl.load(out_ptr + row[:, None] * stride_out + n[None, :], mask=mask, other=0.0)
+        top = tl.maximum(top, tl.max(out, 1))
+    tl.store(top_ptr + row, top, mask=row < M""",
+        ),
+    ),
+    (
+        "only where n < N",
+        kernel(
+            to="row[:, None] * stride_out + n[None, :], tl.where(mask, out, 99.0), "
+            "mask=mask | (row < M - 1)[:, None] & (n < stride_out)[None, :]"
+        ),
+    ),
+    (
+        "leave the gaps",
+        kernel(
+            to="row[:, None] * stride_out + n[None, :], tl.where(mask, out, 0.0), "
+            "mask=mask | (row < M - 1)[:, None] & (n < stride_out)[None, :]"
+        ),
+    ),
 ]
 if INTERPRETED:  # nobody watches compiled programs
     ANSWERS["with_relu"] += [
