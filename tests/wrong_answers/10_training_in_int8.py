@@ -96,7 +96,7 @@ ANSWERS = {
         # scales of 1e-30 and 1e30
         ("", changed(SQUARE, "tl.where(largest > 0, largest, 1.0)", "(largest + 1e-31)")),
         (
-            "",
+            "a step overflows",
             changed(
                 SQUARE,
                 "scale / tl.where(largest > 0, largest, 1.0)",

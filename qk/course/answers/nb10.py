@@ -64,10 +64,8 @@ def _requantize_cases():
         scale[1::7] = 0
         scale[-1] *= 30
         scale[:B, -1] = 0
-        if power == -27:  # the smallest scales, and the largest
-            scale[:B, 0] = 1e-30
-        elif power == 28:
-            scale[-1] = 1e30
+        if power in (-27, 28):  # the smallest scales, and the largest
+            scale[:B, 0] = (1 + torch.rand(B, generator=random)) * (1e-30 if power < 0 else 5e29)
         codes = torch.randint(-127, 128, (M, K), generator=random)
         codes[:, ::B] = 127 - 254 * (codes[:, ::B] < 0)  # as act_quant makes them
         largest = torch.stack([rows.amax(0) for rows in scale.split(B)]).repeat_interleave(B, 0)[:M]
@@ -102,6 +100,9 @@ _REQUANTIZED = Exercise(
         ),
         "a lower bound changes blocks whose scales are all tiny": _requantized(
             share=lambda scale, largest: scale / largest.clamp(min=1e-12)
+        ),
+        "a step overflows: scales go up to 1e30": _requantized(
+            share=lambda scale, largest: (scale * 1e9 / largest.where(largest > 0, 1).mul(1e9)).nan_to_num(0)
         ),
         "masked scales must never be the largest: load 0 there": _requantized(
             lambda rows, B: rows.amax(0).clamp(min=1 if len(rows) < B else 0)
