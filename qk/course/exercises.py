@@ -427,10 +427,14 @@ def _difference(got, want, bound=0.0):
         at = next((i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), min(len(got), len(want)))
         return f"it has {len(got)} elements, expected {len(want)}; the first difference is at [{at}]"
     if isinstance(want, float):
+        if isinstance(bound, torch.Tensor):
+            apart = {"rel_tol": 0.0, "abs_tol": bound.item()}
+        else:
+            apart = {"rel_tol": bound or 1e-9}
         if (
             isinstance(got, numbers.Real)
             and not isinstance(got, bool)
-            and (math.isclose(got, want, rel_tol=bound or 1e-9) or math.isnan(got) and math.isnan(want))
+            and (math.isclose(got, want, **apart) or math.isnan(got) and math.isnan(want))
         ):
             return None
     elif isinstance(got, bool) == isinstance(want, bool) and bool(got == want):

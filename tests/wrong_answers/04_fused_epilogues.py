@@ -157,7 +157,7 @@ ANSWERS = {
         ("", changed(LARGEST, ("saved / share", "saved / (1 + share)"))),
         ("", changed(LARGEST, (TIME, f"1 / ({TIME})"))),
         ("", changed(LARGEST, (TIME, f"{TIME} // block_size * block_size"))),
-        ("", changed(SEARCH, ("    while", "    while K < 4096 and"))),
+        ("", changed(SEARCH, ("    while", "    while K < 65536 and"))),
     ],
     "softplus_codes": [
         ("softplus(-5)", changed(SOFTPLUS, ("other=0.0", "other=-5.0"))),
@@ -237,6 +237,8 @@ ANSWERS = {
         ("", changed(PEAK, ("for name in read}", "for name in read[:1]}"))),
         ("", changed(PEAK, ("in moments)", "in moments[1:-1])"))),
         ("", changed(WALK, (" and name not in later", ""))),
+        ("", changed(WALK, ("{name for names, _ in rest for name in names}", "str(rest)"))),
+        ("", changed(PEAK, (ALIVE, ALIVE.replace("last.get(name, end)", "last.get(name, made[name] + 2)")))),
         ("", changed(WALK, ("name in written and ", ""))),
     ],
 }
@@ -245,6 +247,7 @@ ANSWERS = {
 ANSWERS["softplus_codes"] += [
     ("", changed(SOFTPLUS, (LOG, LOG + WHERE), ("* GROUP + tl.arange(0, GROUP)", "* 32 + tl.arange(0, 32)"))),
     ("", changed(SOFTPLUS, (LOG, LOG + WHERE + "    x = x.to(tl.float16)\n"))),
+    ("float16 is too coarse", changed(SOFTPLUS, (LOG, LOG + WHERE + "    x = x.to(tl.float16).to(tl.float32)\n"))),
     ("mask by position", changed(SOFTPLUS, (LOG, "x = tl.where(x == 0.0, 0.0, tl.log(1.0 + tl.exp(x)))\n"))),
     ("magnitude infinite", changed(SOFTPLUS, ("other=0.0", "other=float('inf')"))),
     (
@@ -256,6 +259,21 @@ ANSWERS["softplus_codes"] += [
         ),
     ),
     ("all codes are 0", changed(SOFTPLUS, (LOG, LOG + WHERE.replace("x, 0.0", "0.0, 0.0")))),
+    (
+        "",
+        changed(SOFTPLUS, (LOG, LOG + WHERE), ("tl.max(tl.abs(x), 0)", "tl.max(tl.where(n % GROUP == 0, x, 0.0), 0)")),
+    ),
+    ("", changed(SOFTPLUS, ("tl.max(tl.abs(x), 0)", "tl.max(tl.where(x == tl.log(2.0), 0.0, x), 0)"))),
+    (
+        "1e-08 is too much",
+        changed(SOFTPLUS, (LOG, LOG + WHERE), ("tl.max(tl.abs(x), 0)", "(tl.max(tl.abs(x), 0) + 1e-8)")),
+    ),
+    (
+        "1e-05 is too high",
+        changed(SOFTPLUS, (LOG, LOG + WHERE), ("tl.max(tl.abs(x), 0)", "tl.maximum(tl.max(tl.abs(x), 0), 1e-5)")),
+    ),
+    ("a millionth isn't 0", changed(SOFTPLUS, (LOG, LOG + WHERE.replace("mask", "mask & (x > 1.5e-6)")))),
+    ("once, not twice", changed(SOFTPLUS, (LOG, LOG + "    " + LOG + WHERE))),
     ("course.launch", "def softplus_codes(x, GROUP):\n    return torch.zeros(len(x), dtype=torch.int8)"),
 ]
 ANSWERS["gated"] += [
@@ -280,6 +298,13 @@ ANSWERS["gated"] += [
     ("mind the sign", changed(GATED, (SILU, SILU.replace("-gate", "gate")))),
     ("with its sign", changed(GATED, (SILU, SILU.replace("-gate", "-tl.abs(gate)")))),
     ("the largest code is 127", changed(GATED, ("127.0 / absmax", "128.0 / absmax"), ("absmax / 127", "absmax / 128"))),
+    ("", changed(GATED, ("tl.max(tl.abs(x), 1)", "tl.max(tl.where(tl.arange(0, GROUP) == 0, tl.abs(x), 0.0), 1)"))),
+    ("isn't always 4", GATED.replace("(0) * GROUPS", "(0) * 4")),
+    ("is it cut off", changed(GATED, (SILU, f"tl.where(gate < -20.0, 0.0, {SILU})"))),
+    (
+        "makes float64" if INTERPRETED else "",
+        changed(GATED, ("127.0 / absmax", "127.0 / tl.maximum(absmax, 1e-38)")),
+    ),
     ("course.launch", "def gated(gate, up, GROUP, GROUPS):\n    return (F.silu(gate) * up).to(torch.int8), gate[:1]"),
 ]
 

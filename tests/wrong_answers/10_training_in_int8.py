@@ -93,6 +93,26 @@ ANSWERS = {
         ("", changed(SQUARE, "share[:, None])", "share[:, None] * share[:, None])")),
         ("", changed(SQUARE, "tl.max(scale, 0)", "tl.max(scale.to(tl.float16), 0)")),
         ("", SQUARE.replace("tl.arange(0, B)", "tl.arange(0, 32)")),
+        # scales of 1e-30 and 1e30
+        ("", changed(SQUARE, "tl.where(largest > 0, largest, 1.0)", "(largest + 1e-31)")),
+        (
+            "a step overflows",
+            changed(
+                SQUARE,
+                "scale / tl.where(largest > 0, largest, 1.0)",
+                "scale * 1e9 / tl.where(largest > 0, largest * 1e9, 1.0)",
+            ),
+        ),
+        ("not K // B", changed(SQUARE, "rows * tl.num_programs(1) + j", "rows * (K // B) + j")),
+        ("the last token's scale", changed(SQUARE, "+ j, mask=rows < M,", "+ j, mask=rows < M - 1,")),
+        (
+            "float16 is too coarse",
+            changed(SQUARE, "* share[:, None]", "* share.to(tl.float16).to(tl.float32)[:, None]"),
+        ),
+        (
+            "bfloat16 is too coarse",
+            changed(SQUARE, "* share[:, None]", "* share.to(tl.bfloat16).to(tl.float32)[:, None]"),
+        ),
         (
             "a race: ",  # a race: each program also stores into its neighbor's place, before the neighbor does
             changed(
@@ -126,6 +146,14 @@ ANSWERS = {
         ("rounded down", AVERAGE.format("math.floor(value)")),
         ("the average of the sums", AVERAGE.format("value + 0.5")),
         ("become 0 like the others", AVERAGE.format("value if value > -1 else value + 1")),
+        ("integers aren't exact", AVERAGE.format("max(value, min(value + (value % 1 > 0), 0))")),
+        ("the average isn't 0", AVERAGE.format("0.0 if abs(value) < 1 else max(value, min(value + 1, 0))")),
+        ("from 0 on, are too few", AVERAGE.format("sum(int(value + i / 1000) for i in range(1000)) / 1000")),
+        ("up to 1, are too few", AVERAGE.format("sum(int(value + i / 1000) for i in range(1, 1001)) / 1000")),
+        ("", AVERAGE.format("max(value, min(value + 1, 0)) if value else 0.5")),
+        ("", AVERAGE.format("max(value, min(value + 1, 0)) if value != -1 else -1.0")),
+        ("", AVERAGE.format("max(value, min(value + 1, 0)) if value > -126 else value")),
+        ("don't round", AVERAGE.format("round(max(value, min(value + 1, 0)), 2)")),
         ("", AVERAGE.format("abs(value)")),
         ("", AVERAGE.format("value * 0")),
     ],
@@ -216,6 +244,11 @@ ANSWERS = {
         # on a GPU, the values may be rounded in another way than cut
         ("TF32" if INTERPRETED else "", changed(GRADIENT, DOT, "tl.dot((g * g_scale).T, x * x_scale)")),
         ("", changed(GRADIENT, DOT, "tl.dot(g.T.to(tl.float32), x * x_scale) * g_scale")),
+        ("don't add to it", changed(GRADIENT, "tl.store(", "tl.atomic_add(")),
+        (
+            "a block counts",
+            changed(GRADIENT, f"acc += {DOT}", f"acc += tl.where(g_scale * x_scale > 1.2e-38, {DOT}, 0.0)"),
+        ),
         ("a loop can't change" if INTERPRETED else "", FLOAT16),
         ("hold the total", changed(FLOAT16, DOT, f"({DOT}).to(tl.float16)")),
         ("the fraction is lost", changed(GRADIENT, DOT, f"({DOT}).to(tl.int32)")),

@@ -55,6 +55,9 @@ def _peak_cases():
         "x,up>old x>h h,h>g g>g8 g8>mean mean>out",  # a result that comes first
         "x,h>out",
         "x>mean mean>old old,mean>x8 x>g g,x8>up up>out",
+        "x>h h,h>mean mean>x8 x8,h>out",  # read twice by one kernel, and again
+        "x>g g>mean mean>g8 g8>out",  # a name that is part of another
+        "x>up x>mean mean>x8 x8>old old>out",  # a result that stays for long
         "x>h h>g g>x8 x8,up>out",  # an input that waits
     ):
         pairs = [pair.split(">") for pair in kernels.split()]
@@ -104,12 +107,18 @@ _SOFTPLUS = (
 )
 
 
+def _with_largest(codes, GROUP, signs=(1, 1)):
+    """Put 127 or -127 into each group, at different places."""
+    for i, group in enumerate(codes.split(GROUP)):
+        group[(11 * i - 1) % len(group)] = 127 * signs[i % 2]
+
+
 def _softplus_cases():
     """(x, GROUP): softplus(x) is nearly between two codes of its group; a group of tiny ones holds one value."""
     for N, GROUP, last in _SOFTPLUS:
         codes = torch.randint(1, 126, (N,), generator=torch.Generator().manual_seed(N)).double()
         codes += torch.where(torch.arange(N) % 2 == 0, 0.47, -0.47)  # too near for float16
-        codes[::GROUP] = 127
+        _with_largest(codes, GROUP)
         tops = torch.tensor([*itertools.islice(itertools.cycle((3.0, 0.5, 8.0, 0.02)), -(-N // GROUP))]).double()
         tops[-1] = last
         values = codes / 127 * tops.repeat_interleave(GROUP)[:N]
@@ -119,6 +128,9 @@ def _softplus_cases():
         if N == 64:
             x[1] = 0.0
         yield x, GROUP
+    x = torch.full((32,), -1.0)
+    x[20] = 0.0  # the largest
+    yield x, 32
 
 
 def _softplus(x, GROUP, padding=0.0):
@@ -128,6 +140,16 @@ def _softplus(x, GROUP, padding=0.0):
     if len(x) % GROUP:
         largest[-1].clamp_(min=padding)
     return (values / largest * 127).round().to(torch.int8).flatten()[: len(x)]
+
+
+def _softplus_of(change=lambda values: values, largest=lambda values: values.amax(1, keepdim=True)):
+    """Float32 codes of a kernel that masks well, but changes the values or their maximum."""
+
+    def codes(x, GROUP):
+        values = change(F.pad((1 + x.exp()).log(), (0, -len(x) % GROUP))).view(-1, GROUP)
+        return (values * (127 / largest(values))).nan_to_num(0).round().to(torch.int8).flatten()[: len(x)]
+
+    return codes
 
 
 def _padded(value):
@@ -149,7 +171,7 @@ def _gated_cases():
         random = torch.Generator().manual_seed(N)
         codes = torch.randint(-126, 127, (N,), generator=random).double()
         codes += torch.where(torch.rand(N, generator=random) < 0.5, -0.3, 0.3)
-        codes[::GROUP] = 127 - 254 * (torch.arange(len(codes[::GROUP])) % 2)
+        _with_largest(codes, GROUP, (1, -1))
         gate = (0.5 + 2 * torch.rand(N, generator=random)) * torch.where(torch.arange(N) % 3 == 0, -1, 1)
         if GROUP == 64:  # a sigmoid that overflows, and one that is nearly 0
             gate[:GROUP], gate[GROUP : 2 * GROUP] = 89 + gate[:GROUP].abs(), -38 - gate[GROUP : 2 * GROUP].abs()
@@ -244,6 +266,8 @@ EXERCISES = {
             (16, 4096, 128, 4.9e14, 4.3e12, 0.27),
             (300, 40, 32, 2e14, 9e11, 1.1),
             (64, 96, 64, 1e15, 3e12, 0.073),
+            (16, 300, 128, 6e9, 4.1e10, 1.5),  # K = 1,
+            (4096, 16384, 128, 6.03e14, 7.619e11, 0.143),  # and one above 65536
         ],
         mistakes={
             "fused, the GEMM still writes codes and scales: take the difference": _largest_k(after=None),
@@ -306,6 +330,23 @@ EXERCISES = {
             "tl.abs turns -1 into 1: use a value that is never the largest magnitude": lambda x, GROUP: _softplus(
                 x, GROUP, 1.0
             ),
+            "softplus once, not twice": _softplus_of(lambda values: values.where(values == 0, F.softplus(values))),
+            "float16 is too coarse for softplus(x)": _softplus_of(lambda values: values.half().float()),
+            "a millionth isn't 0: such values have codes, too": _softplus_of(
+                lambda values: values.where(values > 1.5e-6, 0)
+            ),
+        }
+        | {
+            f"{eps:g} is too much to add: the largest value may be a millionth": _softplus_of(
+                largest=lambda values, eps=eps: values.amax(1, keepdim=True) + eps
+            )
+            for eps in (1e-8, 1e-7, 1e-6)
+        }
+        | {
+            f"{low:g} is too high as a lower bound: the largest value may be a millionth": _softplus_of(
+                largest=lambda values, low=low: values.amax(1, keepdim=True).clamp(min=low)
+            )
+            for low in (1e-6, 2e-6, 1e-5, 1e-4)
         },
         kernel=True,
         note="any N and GROUP, inputs of 0, and softplus values down to a millionth",
@@ -319,7 +360,9 @@ EXERCISES = {
             "silu(v) is v * sigmoid(v)": _gated(gating=lambda gate, up: gate.sigmoid() * up),
             "up is missing": _gated(gating=lambda gate, up: F.silu(gate)),
             "the gate isn't gated: SiLU is missing": _gated(gating=lambda gate, up: gate * up),
-            "to(tl.int8) truncates: round first": _gated(rounding=lambda t: (t + 1e-4 * t.sign()).trunc()),
+            "to(tl.int8) truncates: round first, in float32 (a constant of 1e-38 makes float64)": _gated(
+                rounding=lambda t: (t + 1e-4 * t.sign()).trunc()
+            ),
             "a scale is absmax / 127": _gated(scaling=lambda absmax: absmax),
             "a scale is absmax / 127, not its inverse": _gated(scaling=lambda absmax: 127 / absmax),
             "sigmoid(v) is 1 / (1 + exp(-v)): mind the sign": _gated(
@@ -346,7 +389,7 @@ EXERCISES = {
             "exp(gate) overflows from about 89 on, and infinity / infinity is NaN": _gated(
                 gating=lambda gate, up: gate * gate.float().exp() / (1 + gate.float().exp()) * up
             ),
-            "1 + exp(gate) is rounded to 1 for very negative gates": _gated(
+            "silu of a very negative gate isn't 0: is it cut off, or 1 + exp(gate) rounded to 1?": _gated(
                 gating=lambda gate, up: gate * (1 - 1 / (1 + gate.float().exp())) * up
             ),
             "float16 is too narrow for the gated values": _gated(
@@ -356,6 +399,9 @@ EXERCISES = {
             "the codes are missing": _in_place_of(codes=torch.zeros_like),
             "each group has its own absmax: one maximum per row": _gated(largest=_largest_of_program),
             "a group's values are neighbors: reshape to (GROUPS, GROUP)": _transposed,
+            "GROUPS isn't always 4: where do a program's values begin?": _of_program(
+                lambda program, GROUPS: program * 4
+            ),
             "each program has its own values: program_id": _of_program(lambda program, GROUPS: 0),
             "a program's values begin at program_id * GROUPS * GROUP": _of_program(lambda program, GROUPS: program),
             "the last, short group has a scale, too": _without_last_scale,

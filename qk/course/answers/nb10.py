@@ -45,6 +45,16 @@ def _without_short_block(codes, scale, B):
     return new, large
 
 
+def _with_short_rows(codes, scale, B):
+    """Row r of the scales begins at r * (K // B)."""
+
+    def read(scale, B):
+        starts = torch.arange(len(scale), device=scale.device)[:, None] * (codes.shape[1] // B)
+        return scale.flatten()[starts + torch.arange(scale.shape[1], device=scale.device)]
+
+    return _requantized(read=read)(codes, scale, B)
+
+
 def _requantize_cases():
     """(codes, scale, B), of scales that differ by a factor of a thousand or more. No code is almost halfway."""
     random, cases = torch.Generator().manual_seed(77), []
@@ -54,6 +64,8 @@ def _requantize_cases():
         scale[1::7] = 0
         scale[-1] *= 30
         scale[:B, -1] = 0
+        if power in (-27, 28):  # the smallest scales, and the largest
+            scale[:B, 0] = (1 + torch.rand(B, generator=random)) * (1e-30 if power < 0 else 5e29)
         codes = torch.randint(-127, 128, (M, K), generator=random)
         codes[:, ::B] = 127 - 254 * (codes[:, ::B] < 0)  # as act_quant makes them
         largest = torch.stack([rows.amax(0) for rows in scale.split(B)]).repeat_interleave(B, 0)[:M]
@@ -89,12 +101,25 @@ _REQUANTIZED = Exercise(
         "a lower bound changes blocks whose scales are all tiny": _requantized(
             share=lambda scale, largest: scale / largest.clamp(min=1e-12)
         ),
+        "a step overflows: scales go up to 1e30": _requantized(
+            share=lambda scale, largest: (scale * 1e9 / largest.where(largest > 0, 1).mul(1e9)).nan_to_num(0)
+        ),
         "masked scales must never be the largest: load 0 there": _requantized(
             lambda rows, B: rows.amax(0).clamp(min=1 if len(rows) < B else 0)
         ),
         "the last tokens form a short block: every one before M counts": _without_short_block,
         "row r of `scale` begins at r * groups, and tl.num_programs(1) is groups": _requantized(
             read=lambda scale, B: scale.flatten().view(scale.shape[::-1]).T
+        ),
+        "a row of `scale` has ceil(K/B) scales, not K // B": _with_short_rows,
+        "the last token's scale counts, too: mask with rows < M": _requantized(
+            read=lambda scale, B: torch.cat([scale[:-1], 0 * scale[-1:]])
+        ),
+        "float16 is too coarse for scale / largest": _requantized(
+            share=lambda scale, largest: (scale / largest.where(largest > 0, 1)).half().float()
+        ),
+        "bfloat16 is too coarse for scale / largest": _requantized(
+            share=lambda scale, largest: as_bfloat16(scale / largest.where(largest > 0, 1))
         ),
         "every program reads the scales of the first tokens: where does yours begin?": _requantized(
             read=lambda scale, B: scale[torch.arange(len(scale), device=scale.device) % B]
@@ -110,10 +135,40 @@ _REQUANTIZED = Exercise(
 
 # average_code(value)
 
+
+def _average(value):
+    return float(value if value >= 0 else min(value + 1, 0))
+
+
+def _average_of(number, first):
+    """The average over so many values of u, from first / number on."""
+    return lambda value: sum(math.trunc(value + (i + first) / number) for i in range(number)) / number
+
+
 _AVERAGE = Exercise(
-    expected=lambda value: float(value if value >= 0 else min(value + 1, 0)),
+    expected=_average,
     cases=lambda: [
-        (value,) for value in (0.25, 2.3, 5.0, 126.0, -0.01, -0.3, -0.5, -0.99, -1.1, -1.5, -2.3, -2.75, -5.0, -125.9)
+        (value,)
+        for value in (
+            0.25,
+            0.125,
+            0.0,
+            -1.0,
+            -126.0,
+            2.3,
+            5.0,
+            126.0,
+            -0.01,
+            -0.3,
+            -0.5,
+            -0.99,
+            -1.1,
+            -1.5,
+            -2.3,
+            -2.75,
+            -5.0,
+            -125.9,
+        )
     ],
     mistakes={
         "that's unbiased. A cast drops the fraction: what becomes of -2.3 + 0.5?": lambda value: value,
@@ -138,6 +193,14 @@ _AVERAGE = Exercise(
         ),
         "that's the code without u": lambda value: float(math.trunc(value)),
         "that's the code for u = 1/2: average the codes of all u": lambda value: float(math.trunc(value + 0.5)),
+        "negative integers aren't exact: for almost all u, -5 + u is cast to -4": lambda value: (
+            value if value == math.trunc(value) else _average(value)
+        ),
+        "right below 0. Between 0 and 1, some sums reach 1: the average isn't 0": lambda value: (
+            0.0 if abs(value) < 1 else _average(value)
+        ),
+        "a thousand values of u, from 0 on, are too few for three digits": _average_of(1000, 0),
+        "a thousand values of u, up to 1, are too few for three digits": _average_of(1000, 1),
         "that's rounding to nearest: average (value + u).to(tl.int8) over all u": lambda value: float(round(value)),
         "that's value rounded down: average (value + u).to(tl.int8) over all u": lambda value: float(math.floor(value)),
         "that's the average of the sums: each is cast to an integer first": lambda value: value + 0.5,
@@ -145,7 +208,8 @@ _AVERAGE = Exercise(
             value if value > -1 else value + 1
         ),
     },
-    bound=1e-3,
+    # at 0 and -1, the average is 0
+    bound=lambda value: torch.tensor(1e-4 if value in (0, -1) else 1e-3 * abs(_average(value)), dtype=torch.float64),
     note="values from -126 to 126, to three digits",
 )
 
@@ -357,6 +421,12 @@ _GRADIENT = Exercise(
         ),
         "the fraction is lost: add up in float32": _by(
             lambda sums, p, q: (sums * p * q).float().int().sum(0, dtype=torch.int32)
+        ),
+        "dw still holds the NaN that it starts with: store the sums, don't add to it": lambda *case: torch.full_like(
+            _total()(*case), torch.nan
+        ),
+        "a block counts, even if the product of its scales is tiny": _by(
+            lambda sums, p, q: (sums * p * q * (p * q > 1.2e-38)).sum(0)
         ),
         "the product of two tiny scales underflows: multiply by one, then by the other": _by(
             lambda sums, p, q: (sums * (p.float() * q.float()).double()).sum(0)
