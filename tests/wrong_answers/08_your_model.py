@@ -246,10 +246,11 @@ ANSWERS["output_error"] += [
     ("column n of S alone", output("return torch.diag(error @ S)")),
     ("too coarse", output("return (error @ S.bfloat16().float() * error).sum(1)")),
     ("", output("return (error[:, :384] @ S[:384, :384] * error[:, :384]).sum(1)")),
-    ("", output("return torch.cat([(error @ S * error).sum(1)[:384], torch.zeros(len(error[384:]))])")),
-    ("", output("return (error @ S * error).sum(1).round(decimals=3)")),
+    (
+        "numbers are missing",
+        output("return torch.cat([(error @ S * error).sum(1)[:384], torch.zeros(len(error[384:]))])"),
+    ),
     ("a lower bound", output("return (error @ S * error).sum(1).clamp(min=1e-12)")),
-    ("", output("return (error @ S * error).sum(1).clamp(max=1e20)")),
 ]
 ANSWERS["shrink"] += [
     ("", plan(spend="int(costs[name])")),
