@@ -78,6 +78,8 @@ def _of_tensors(pairs, cases):
     if not all(isinstance(got, torch.Tensor) for got, _ in pairs):
         return "return a tensor"
     if any(got.shape != want.shape for got, want in pairs):
+        if pairs[0][0].shape == pairs[0][1].shape:  # what is printed of the first case says nothing of a shape
+            return ""
         if all(got.ndim == 2 and _equal(got.mT, want) for got, want in pairs):
             return "rows and columns are swapped: transpose it"
         same = all(got.numel() == want.numel() for got, want in pairs)
@@ -227,7 +229,7 @@ _TENSORS = {
     "a number where minus infinity is expected: nothing else is below all numbers": lambda g, w, bad: bool(
         (w[bad] == -torch.inf).all() and g[bad].isfinite().all()
     ),
-    "small results become a larger one: what does the maximum start from, and do masked elements count?": _floor,
+    "small results become a larger one: is there a lower bound? What does a maximum start from?": _floor,
     "a step rounds to float16, whose largest number is 65504": _as_float16,
     "some results overflow, others lose their last bits: does a step use a narrower type?": _overflows,
     "infinity where a number is expected: does a step overflow, or divide by almost zero?": lambda g, w, bad: bool(
@@ -280,9 +282,10 @@ def _of_places(known, cases):
             return "only the end is wrong: is the short last block handled?"
     if max(bad.sum() for bad in flat) < 4:
         return ""
-    if all(bad[1::2].any() and not bad[::2].any() for bad in flat):
+    # a few are right by chance
+    if all(bad[1::2].double().mean() > 0.75 and not bad[::2].any() for bad in flat):
         return "every second element is wrong: the odd ones"
-    if all(bad[::2].any() and not bad[1::2].any() for bad in flat):
+    if all(bad[::2].double().mean() > 0.75 and not bad[1::2].any() for bad in flat):
         return "every second element is wrong: the even ones"
     if all(bad.ndim == 2 and min(bad.shape) > 1 for _, _, bad in known):
         columns, rows = ([bad.any(dim) for _, _, bad in known] for dim in (0, 1))
@@ -292,7 +295,7 @@ def _of_places(known, cases):
             )
         if all(column[-1] and not column[: len(column) * 9 // 20 + 1].any() for column in columns):
             return "the first columns are right, the last ones aren't: is the short last block handled?"
-        if all(not row[0] and row[-1] for row in rows):
+        if all(row[-1] and not row[: len(row) * 9 // 20 + 1].any() for row in rows):
             return "the first rows are right, the last ones aren't: is the short last block handled?"
     return ""
 

@@ -325,6 +325,35 @@ def test_a_mistake_is_named(wrong, words, capsys):
 
 
 @pytest.mark.parametrize(
+    ("places", "hinted"),
+    [(slice(1, None, 2), True), (slice(None, None, 2), True), (slice(1, None, 4), False), (slice(0, None, 4), False)],
+)
+def test_every_second_element(places, hinted, capsys):
+    exercise = Exercise(torch.clone, lambda: [(torch.arange(80.0),)])
+
+    def wrong(x):
+        result = x.clone()
+        result[places] = x[places] + 1.5 * (1 + x[places] % 7)
+        return result
+
+    assert ("every second element is wrong" in heard(wrong, capsys, exercise)) == hinted
+
+
+def test_only_a_later_case_has_another_shape(capsys):
+    exercise = Exercise(torch.clone, lambda: [(torch.arange(9.0),), (torch.arange(12.0),)])
+    assert "too few" not in heard(lambda x: x[:9] * 3 + 1, capsys, exercise)
+
+
+def test_a_mistake_s_result_may_be_empty(capsys):
+    """A tensor without elements has no largest one."""
+    mistakes = {"there is none": lambda n: (torch.zeros(n, 0),)}
+    exercise = Exercise(lambda n: (torch.ones(n, 2),), lambda: [(3,), (4,)], mistakes)
+    assert "Hint: there is none" in heard(mistakes["there is none"], capsys, exercise)
+    assert "Hint" not in heard(lambda n: (torch.ones(n, 0), 5), capsys, exercise)
+    assert heard(lambda n: (torch.ones(n, 3),), capsys, exercise).startswith("Not yet")
+
+
+@pytest.mark.parametrize(
     ("wrong", "words"),
     [
         (lambda x: x.trunc().to(torch.int8), "truncated instead of rounded"),

@@ -69,7 +69,7 @@ ALL_X = changed(
     GEMV,
     (
         "    for g in",
-        "    k = tl.arange(0, 1024)\n    x_sums = tl.load(x_ptr + k, mask=k < K, other=0.0)\n    for g in",
+        "    k = tl.arange(0, 8192)\n    x_sums = tl.load(x_ptr + k, mask=k < K, other=0.0)\n    for g in",
     ),
     ("        x_sums = tl.zeros((GROUP // 8,), tl.float32)\n", ""),
     ("            x_sums += x\n", ""),
@@ -217,6 +217,26 @@ ANSWERS["small_gemv"] += [
     ("", changed(GEMV, ("range(groups)", "range(min(groups, 10))"))),
     ("x has fractions", changed(GEMV, ("inside, other=0.0)", "inside, other=0.0).to(tl.int32)"))),
     ("course.launch", "def small_gemv(x, words, zero, scale, GROUP):\n    return x[: len(words)].clone()"),
+]
+
+ANSWERS["small_gemv"] += [
+    ("8 bits are too few", changed(GEMV, (ZERO + ", other=0)", ZERO + ", other=0).to(tl.int8)"))),
+    ("float16 can't hold", changed(GEMV, (ZERO + ", other=0)", ZERO + ", other=0).to(tl.float16).to(tl.float32)"))),
+    ("", changed(GEMV, ("range(groups)", "range(min(groups, 4096 // GROUP))"))),
+]
+ROUNDED = changed(
+    SPLIT,
+    (
+        "    for step",
+        "    steps = K // STEP\n    share = (steps + SPLIT // 2) // SPLIT\n"
+        "    end = tl.where(part == SPLIT - 1, steps, tl.minimum(steps, (part + 1) * share))\n    for step",
+    ),
+    (RANGE, "range(part * share, end)"),
+)
+ANSWERS["split_gemv"] += [
+    ("none takes more than 1", ROUNDED),
+    ("in row `part`", changed(SPLIT, ("part * N + n", "(SPLIT - 1 - part) * N + n"))),
+    ("in row `part`", changed(SPLIT, ("part * N + n", "(part + 1) % SPLIT * N + n"))),
 ]
 
 OTHERS = {

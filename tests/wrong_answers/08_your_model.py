@@ -122,7 +122,7 @@ ANSWERS = {
         ("not by cost alone", plan(key="costs[name]")),
         ("not by bytes alone", plan(key="-saved[name]")),
         ("lowest cost per byte", plan(key="-costs[name] / saved[name]")),
-        ("lowest cost per byte", plan(key="saved[name] / max(costs[name], 1e-9)")),
+        ("lowest cost per byte", plan(key="saved[name] / costs[name] if costs[name] else float('inf')")),
         ("don't multiply", plan(key="costs[name] * saved[name]")),
         ("use /, not //", plan(key="costs[name] // saved[name]")),
         ("not the largest", plan(key="(costs[name] / saved[name], -saved[name])")),
@@ -221,11 +221,54 @@ ANSWERS = {
         ("packed must be cut", shard(packed="packed")),
         ("packed comes first", shard(result="scales, codes")),
         ("in float16", shard(result="codes, scales.float()")),
-        ("", shard(result="[codes, scales]")),
+        ("a tuple", shard(result="[codes, scales]")),
         ("", shard(result="codes")),
         ("", shard(last="rank * share + 1")),
     ],
 }
+
+# kinds that were once called right, or whose words were wrong
+ALL_BLOCKS = """    for b in range(tl.where(tl.program_id(1) == 0, tl.cdiv(D, BLOCK), 0)):
+        column = b * BLOCK + tl.arange(0, BLOCK)
+        code = tl.load(codes_ptr + row * D + column, mask=column < D, other=0)
+        tl.store(out_ptr + token * D + column, code.to(tl.float32) * scale, mask=column < D)
+"""
+FROM_0 = lookup().split("    code =")[0] + "    scale = tl.load(scale_ptr + row)\n" + ALL_BLOCKS
+SWAPPED = lookup(column="tl.program_id(0) * BLOCK").replace("column = tl.program_id(0),", "column = tl.program_id(1),")
+ANSWERS["lookup"] += [
+    ("only the b-th block", FROM_0),
+    ("more than 8 bits", lookup(row="tl.load(ids_ptr + token).to(tl.uint8)")),
+    ("more than 16 bits", lookup(row="tl.load(ids_ptr + token).to(tl.uint16)")),
+    ("is the token", SWAPPED),
+    ("row 0 is", lookup(value="(row != 0) * code.to(tl.float32) * scale")),
+]
+ANSWERS["output_error"] += [
+    ("column n of S alone", output("return torch.diag(error @ S)")),
+    ("too coarse", output("return (error @ S.bfloat16().float() * error).sum(1)")),
+    ("", output("return (error[:, :384] @ S[:384, :384] * error[:, :384]).sum(1)")),
+    (
+        "numbers are missing",
+        output("return torch.cat([(error @ S * error).sum(1)[:384], torch.zeros(len(error[384:]))])"),
+    ),
+    ("a lower bound", output("return (error @ S * error).sum(1).clamp(min=1e-12)")),
+]
+ANSWERS["shrink"] += [
+    ("", plan(spend="int(costs[name])")),
+    ("", plan(fits="round(spent + costs[name]) <= round(budget)")),
+    ("", plan(fits="spent + costs[name] <= int(budget)")),
+    ("", plan(fits="spent + costs[name] <= budget + 1e-9")),
+    ("", plan(key="int(costs[name]) / saved[name]")),
+    ("very close", plan(key="round(costs[name] / saved[name], 12)")),
+    ("by name", plan(key="(costs[name] / saved[name], '' if costs[name] else name)")),
+    ("not in `saved`", plan(key="(costs[name] / saved[name], not costs[name] and list(saved).index(name))")),
+    ("not the smallest", plan(key="(costs[name] / saved[name], not costs[name] and saved[name])")),
+    ("no finite rank", plan(key="-saved[name] / costs[name] if costs[name] else -1e12")),
+]
+ANSWERS["shard"] += [
+    ("", shard(share="-(-(packed.shape[1] // size) // gpus)")),
+    ("", shard(share="-(-absmax.shape[1] // min(gpus, 8))")),
+    ("the order is reversed", shard(first="(gpus - 1 - rank) * share", last="(gpus - rank) * share")),
+]
 
 # right, in another style
 OTHERS = {
@@ -246,6 +289,10 @@ OTHERS = {
         output("return torch.diagonal(error @ S @ error.T)"),
         output("return (error.double() @ S.double() * error.double()).sum(1).float()"),
         output("return torch.stack([row @ S @ row for row in error])"),
+        output(
+            "values, vectors = torch.linalg.eigh(S.double())",
+            "return ((error.double() @ vectors).square() @ values.clamp(min=0)).float()",
+        ),
     ],
     "shrink": [
         plan(key="-saved[name] / costs[name] if costs[name] else float('-inf')"),
@@ -255,7 +302,7 @@ OTHERS = {
 def shrink(costs, saved, budget):
     left, names, moved = budget, [n for n in costs if saved[n]], []
     while names:
-        best = min(names, key=lambda n: Fraction(costs[n], saved[n]))
+        best = min(names, key=lambda n: Fraction(costs[n]) / saved[n])
         names.remove(best)
         if left >= costs[best]:
             left -= costs[best]

@@ -132,19 +132,25 @@ def _split_bound(x, words, absmax, SPLIT, ROWS, STEP, GROUP):
     return 2e-6 * _steps(x, words, absmax, STEP, GROUP, magnitude=True).sum(1)[None]
 
 
-def _too_long_a_share(kernel, args, options):
-    N, K = args[-2:]
-    steps, parts = K // options["STEP"], options["SPLIT"]
-    loads = {}
-    for access in trace.touched(kernel, (N // options["ROWS"], parts), *args, **options).accesses:
-        if access.kind == "load" and access.tensor == "words_ptr":
-            loads[access.program] = loads.get(access.program, 0) + int(access.mask.sum())
-    most = max(loads.values()) // (options["ROWS"] * options["STEP"] // 8)
-    if most > (share := -(-steps // parts)):
-        return (
-            f"Not yet: each number is right, but of {steps} steps for {parts} parts, one program takes {most}.\n"
-            f"Hint: share them so that none takes more than {share}"
-        )
+def _unfair(kernel, args, options):
+    """What the sum of the parts hides: too long a share, and another row of out."""
+    ROWS, STEP = options["ROWS"], options["STEP"]
+    for N, steps, parts in (args[-2], args[-1] // STEP, options["SPLIT"]), (ROWS, 3, 8):  # which fit into the tensors
+        shape, loads = (*args[:-2], N, steps * STEP), {}
+        for access in trace.touched(kernel, (N // ROWS, parts), *shape, **{**options, "SPLIT": parts}).accesses:
+            if access.kind == "load" and access.tensor == "words_ptr":
+                loads[access.program] = loads.get(access.program, 0) + int(access.mask.sum())
+            if access.kind == "store" and (access.elements[access.mask] // N != access.program[1]).any():
+                return (
+                    "Not yet: the sum of all rows is right, but not each row.\n"
+                    "Hint: program (i, part) stores its sums in row `part` of out"
+                )
+        most = max(loads.values()) // (ROWS * STEP // 8)
+        if most > (share := -(-steps // parts)):
+            return (
+                f"Not yet: each number is right, but of {steps} steps for {parts} parts, one program takes {most}.\n"
+                f"Hint: share them so that none takes more than {share}"
+            )
     return None
 
 
@@ -158,12 +164,15 @@ def _gemv_cases():
         (33, 256, 128),
         (7, 720, 64),
         (20, 200, 16),
+        (3, 4360, 256),
         (18, 520, 256),
     ):
         codes = torch.randint(-7, 8, (N, K), generator=random, dtype=torch.int8)
         size = 10.0 ** torch.randint(-25, 9, (N, 1), generator=random)
         scale = (0.1 + torch.rand(N, -(-K // GROUP), generator=random)) * size
         zero = torch.randint(-8, 8, scale.shape, generator=random, dtype=torch.int32)
+        if N == 18:
+            zero[0, 0], zero[1, 1] = 300, 4099
         yield 3 * torch.randn(K, generator=random), qk.pack_int4_ref(codes, "int32"), zero, scale, GROUP
 
 
@@ -322,6 +331,8 @@ EXERCISES = {
             "each row has its own zero points; this uses row 0's": _gemv(at=lambda zero: zero[:1]),
             "each group has its own zero point; this uses the first group's": _gemv(at=lambda zero: zero[:, :1]),
             "a row's zero points lie side by side: n * groups + g": _gemv(at=_by_columns),
+            "a zero point is any int32: 8 bits are too few": _gemv(at=lambda zero: (zero + 128) % 256 - 128),
+            "a zero point is any int32: float16 can't hold each": _gemv(at=lambda zero: zero.half().double()),
             "the scales are missing": _gemv(lambda sums, zeros, scale: (sums - zeros).sum(1)),
             "each group has its own scale: its column is the group": _gemv(
                 lambda sums, zeros, scale: ((sums - zeros) * scale[:, :1]).sum(1)
@@ -352,13 +363,13 @@ EXERCISES = {
         },
         kernel=True,
         bound=_gemv_bound,
-        note="any N and GROUP, any K that is a multiple of 8, and scales of any size",
+        note="any N and GROUP, any K that is a multiple of 8, and zero points and scales of any size",
     ),
     "split_gemv": Exercise(
         expected=_split(),
         cases=lambda: [*_split_cases()],
         mistakes={
-            "nothing is added to the sums yet": _split(part=lambda sums, part: 0 * sums.sum(1)),
+            "nothing is added to the sums: does the loop run?": _split(part=lambda sums, part: 0 * sums.sum(1)),
             "every part takes all steps: each must take a share of its own": _all_steps,
             "a part has several steps; this takes one": _from_column_part,
             "magic_sums expects a step's first column: step * STEP": _from_column_step,
@@ -374,6 +385,6 @@ EXERCISES = {
         kernel=True,
         bound=_split_bound,
         note="any number of steps and any SPLIT",
-        excess=_too_long_a_share,
+        excess=_unfair,
     ),
 }

@@ -2,6 +2,7 @@
 
 import torch
 
+from qk.course import trace
 from qk.course.exercises import Exercise
 
 
@@ -19,11 +20,31 @@ def _tables():
         ids[0], ids[-1] = V - 1, 0
         return ids, codes, scale, BLOCK
 
-    return [case(9, 64, 5, 64), case(7, 37, 4, 16), case(30, 100, 11, 32), case(5, 200, 2, 128), case(300, 3, 40, 16)]
+    return [case(9, 64, 5, 64), case(7, 37, 4, 16), case(70000, 3, 40, 16), case(5, 200, 2, 128), case(30, 100, 11, 32)]
 
 
 def _of_first_columns(ids, codes, scale, BLOCK):
     return _lookup(ids, codes, scale) * (torch.arange(codes.shape[1], device=codes.device) < BLOCK)
+
+
+def _swapped_ids(ids, codes, scale, BLOCK):
+    """Program (t, b) writes the t-th block for token b."""
+    D = codes.shape[1]
+    rows = torch.arange(len(ids), device=codes.device)[:, None] < -(-D // BLOCK)
+    return _lookup(ids, codes, scale) * (rows & (torch.arange(D, device=codes.device) < len(ids) * BLOCK))
+
+
+def _more_than_a_block(kernel, args, options):
+    ids, D, stored = args[0], args[4], {}
+    for access in trace.touched(kernel, (len(ids), -(-D // options["BLOCK"])), *args, **options).accesses:
+        if access.kind == "store":
+            stored[access.program] = stored.get(access.program, 0) + int(access.mask.sum())
+    if (most := max(stored.values())) > options["BLOCK"]:
+        return (
+            f"Not yet: each number is right, but a program stores {most} columns, with a BLOCK of {options['BLOCK']}.\n"
+            "Hint: program (t, b) writes only the b-th block"
+        )
+    return None
 
 
 def _ranked(costs, saved, key=None):
@@ -32,11 +53,14 @@ def _ranked(costs, saved, key=None):
     return sorted((name for name in costs if saved[name] > 0), key=key)
 
 
-def _fit(names, costs, budget, stops=False):
-    """The names, from the first on, whose costs fit into the budget together. stops: at the first that doesn't."""
+def _fit(names, costs, budget, stops=False, below=False):
+    """The names, from the first on, whose costs fit into the budget together.
+
+    stops: at the first that doesn't. below: something of the budget must be left.
+    """
     moved = []
     for name in names:
-        if costs[name] <= budget:
+        if costs[name] < budget or costs[name] == budget and not below:
             moved.append(name)
             budget -= costs[name]
         elif stops:
@@ -73,6 +97,22 @@ def _plans():
         {"value": 6, "a": 3, "in": 12, "output": 9, "key": 5},
         {"in": 16, "a": 4, "key": 20, "output": 12, "value": 8},
     )
+    zeros = (
+        {"in": 8, "key": 0, "b": 0, "a": 3, "out": 0, "value": 2},
+        {"out": 6, "a": 5, "key": 9, "value": 7, "b": 4, "in": 10},
+    )
+    parts_of_1 = {"a": 0.25, "b": 0.5, "c": 0.625, "d": 0.125, "e": 0.4375}, {"a": 4, "b": 4, "c": 4, "d": 4, "e": 1}
+    # costs as in the notebook, but sums are exact in any order
+    unit = 2.0**-42
+    parts = torch.randint(round(5e-5 / unit), round(1e-2 / unit), (36,), generator=torch.Generator().manual_seed(1))
+    real = {f"layer {i}": part * unit for i, part in enumerate(parts.tolist())}
+    real["layer 8"] = real["layer 12"] + unit  # and saves as much
+    bytes_saved = {name: 285840 if i % 6 > 3 else 71460 for i, name in enumerate(real)}
+    spent = sum(real[name] for name in _shrink(real, bytes_saved, 0.008))  # to the last unit
+    tiny = (
+        {"tiny": 2.0**-30, "b": 0.002, "free": 0.0, "a": 0.001},
+        {"tiny": 71460, "b": 71460, "free": 285840, "a": 71460},
+    )
     numbers = torch.randperm(9000, generator=torch.Generator().manual_seed(0)).tolist()
     many = {f"layer {i}": cost**2 for i, cost in enumerate(numbers[:60])}
     bytes_of = {f"layer {i}": 71460 if i % 3 else 285840 for i in range(60)}
@@ -81,7 +121,8 @@ def _plans():
     return [
         (*few, 8), (*few, 17), (*few, 23), (*few, 100), (*few, 0), (*more, 50), (*more, 69), (*more, 70), (*more, 1),
         (*free, 0), (*free, 2), (*free, 5), (*ties, 5), (*ties, 20), (*ties, 26), ({}, {}, 3), (*close, 103),
-        (*rich, 1), (*closer, 10**10),
+        (*rich, 1), (*closer, 10**10), (*zeros, 0), (*zeros, 6), (*parts_of_1, 0.75), (*tiny, 0.008),
+        (real, bytes_saved, spent), (real, bytes_saved, spent - unit), (real, bytes_saved, 0.3),
         ({"one": 7}, {"one": 1}, 6), ({"one": 7}, {"one": 1}, 7), ({"one": 7}, {"one": 0}, 9),
         (many, bytes_of, sum(many.values()) // 10), (many, bytes_of, sum(many.values()) // 3), (many, bytes_of, 10**12),
     ]  # fmt: skip
@@ -89,6 +130,11 @@ def _plans():
 
 def _output_error(error, S):
     return (error @ S * error).sum(1)
+
+
+def _sum_bound(error, S):
+    """Float32 sums, in any order."""
+    return 1e-5 * _output_error(error, S).abs() + 1e-7 * _output_error(error.abs(), S.abs())
 
 
 def _changes():
@@ -102,10 +148,11 @@ def _changes():
     inputs = torch.arange(1.0, 9.0).view(2, 4)
     together = torch.tensor([[2.0, 2.0, 1.0], [-1.0, -1.0, 3.0]])
     return [
-        case(3, 4, 5, 0), case(5, 3, 2, 1, 2.0**20), case(2, 6, 4, 2, 2.0**-20), case(4, 4, 9, 3), case(1, 33, 7, 4),
+        case(3, 4, 5, 0), case(5, 3, 2, 1, 2.0**40), case(2, 6, 4, 2, 2.0**-20), case(4, 4, 9, 3), case(1, 33, 7, 4),
         case(7, 1, 3, 5), case(9, 20, 1, 6, 0.125, 2.0**12), case(6, 5, 8, 7, 1.0, 2.0**-12), case(33, 33, 10, 8),
         (torch.tensor([[1.0, -1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.5]]), together.T @ together),
         (torch.zeros(2, 3), together.T @ together), (torch.arange(257.0, 269.0).view(3, 4), inputs.T @ inputs),
+        case(400, 390, 300, 9, 2.0**-10),
     ]  # fmt: skip
 
 
@@ -193,7 +240,7 @@ def _weights():
     cases = []
     for N, K, group_size, gpus in (
         (3, 256, 64, 2), (2, 320, 64, 2), (4, 200, 32, 3), (1, 129, 64, 4), (5, 128, 32, 3), (6, 4096, 128, 8),
-        (2, 1000, 32, 5), (7, 96, 256, 2), (3, 77, 32, 1), (4, 1001, 64, 6), (2, 50, 6, 4),
+        (2, 1000, 32, 5), (7, 96, 256, 2), (3, 77, 32, 1), (4, 1001, 64, 6), (2, 1200, 32, 16), (2, 50, 6, 4),
     ):  # fmt: skip
         numbers = torch.Generator().manual_seed(N + K)
         packed = torch.randint(0, 256, (N, -(-K // 2)), generator=numbers, dtype=torch.uint8)
@@ -226,6 +273,14 @@ EXERCISES = {
             "ids[t] is the row, not the one after it": lambda ids, codes, scale, BLOCK: (
                 codes[(ids - 1).clamp(min=0)].float() * scale[ids]
             ),
+            "row 0 is a row like any other": lambda ids, codes, scale, BLOCK: (
+                _lookup(ids, codes, scale) * (ids != 0)[:, None]
+            ),
+            "program_id(0) is the token, program_id(1) the block": _swapped_ids,
+            "a row's number needs more than 8 bits": lambda ids, codes, scale, BLOCK: _lookup(ids % 256, codes, scale),
+            "a row's number needs more than 16 bits": lambda ids, codes, scale, BLOCK: _lookup(
+                ids % 65536, codes, scale
+            ),
             "bfloat16 is too narrow for the result": lambda ids, codes, scale, BLOCK: _lookup(
                 ids, codes, scale.bfloat16().float()
             ),
@@ -241,11 +296,12 @@ EXERCISES = {
                 ids, codes, scale, dtype=torch.float16
             ),
         },
+        excess=_more_than_a_block,
     ),
     "shrink": Exercise(
         expected=_shrink,
         cases=_plans,
-        note="any number of layers and any budget",
+        note="any number of layers, and costs and budgets that aren't whole numbers",
         mistakes={
             "rank by cost per byte saved, not by cost alone": _by(lambda c, s: c),
             "rank by cost per byte saved, not by bytes alone": _by(lambda c, s: -s),
@@ -253,6 +309,7 @@ EXERCISES = {
             "divide the cost by the bytes, don't multiply": _by(lambda c, s: c * s),
             "a difference of costs and bytes isn't a rate: divide": _by(lambda c, s: c - s),
             "the rank of a layer isn't a whole number: use /, not //": _by(lambda c, s: c // s),
+            "the ranks of two layers can be very close: don't round them": _by(lambda c, s: round(c / s, 12)),
             "bytes per unit of cost isn't a whole number: use /, not //": _by(
                 lambda c, s: -(s // c) if c else -(10**9)
             ),
@@ -260,6 +317,9 @@ EXERCISES = {
             "rank by cost per byte saved, not by cost first and bytes second": _by(lambda c, s: (c, -s)),
             "a layer that costs nothing is best of all, even if it saves little": _by(lambda c, s: -s / max(c, 1)),
             "a layer that costs nothing is best of all, not last": _by(lambda c, s: (c == 0, c / s)),
+            "a layer that costs nothing is best of all: no finite rank will do": _by(
+                lambda c, s: -s / c if c else -1e12
+            ),
             "layers that cost nothing rank alike: the first in `costs` comes first, not the largest": _by(
                 lambda c, s: (c / s, -s if c == 0 else 0)
             ),
@@ -282,7 +342,9 @@ EXERCISES = {
             "a layer that doesn't fit is skipped: a later one may still fit": lambda c, s, b: _fit(
                 _ranked(c, s), c, b, stops=True
             ),
-            "the costs may add up to the budget, to the last unit": lambda c, s, b: _fit(_ranked(c, s), c, b - 1),
+            "the costs may add up to the budget, to the last unit": lambda c, s, b: _fit(
+                _ranked(c, s), c, b, below=True
+            ),
             "the costs add up: one layer below the budget is not enough": lambda c, s, b: [
                 name for name in _ranked(c, s) if c[name] <= b
             ],
@@ -313,7 +375,7 @@ EXERCISES = {
         expected=_output_error,
         cases=_changes,
         note="any N and K, and values of any size",
-        bound=1e-5,
+        bound=_sum_bound,
         mistakes={
             "columns vary together: entries off the diagonal of S count too": lambda error, S: error**2 @ S.diagonal(),
             "square the whole sum: (a + b)² isn't a² + b²": lambda error, S: (error**2 @ S).sum(1),
@@ -343,6 +405,9 @@ EXERCISES = {
             "bfloat16 is too coarse": lambda error, S: (
                 error.bfloat16().float() @ S.bfloat16().float() * error.bfloat16().float()
             ).sum(1),
+            "each row has its own error: this multiplies row n by column n of S alone": lambda error, S: (
+                error @ S
+            ).diagonal(),
             "a shape of [N], not [N, 1]": lambda error, S: (error @ S * error).sum(1, keepdim=True),
         },
     ),
@@ -372,6 +437,10 @@ EXERCISES = {
             "packed must be cut too": lambda packed, absmax, group_size, gpus, rank: (
                 packed,
                 _shard(packed, absmax, group_size, gpus, rank)[1],
+            ),
+            "return a tuple, not a list": lambda *case: [*_shard(*case)],
+            "rank 0 gets the first columns; the order is reversed": lambda packed, absmax, group_size, gpus, rank: (
+                _shard(packed, absmax, group_size, gpus, gpus - 1 - rank)
             ),
             "packed comes first, then absmax": lambda *case: _shard(*case)[::-1],
             "return absmax as it is, in float16": lambda *case: (_shard(*case)[0], _shard(*case)[1].float()),
