@@ -247,7 +247,7 @@ ANSWERS["output_error"] += [
     ("too coarse", output("return (error @ S.bfloat16().float() * error).sum(1)")),
     ("", output("return (error[:, :384] @ S[:384, :384] * error[:, :384]).sum(1)")),
     (
-        "numbers are missing",
+        "only the end is wrong",
         output("return torch.cat([(error @ S * error).sum(1)[:384], torch.zeros(len(error[384:]))])"),
     ),
     ("a lower bound", output("return (error @ S * error).sum(1).clamp(min=1e-12)")),
