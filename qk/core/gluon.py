@@ -107,8 +107,7 @@ def keep_full(
 
     x, w: a descriptor and its buffers, [STAGES * n, tokens or rows of w, columns of K]. n is DOTS for x, one buffer for
     each dot of a stage. scales: the same for x's scales, K-major, with buffers [STAGES * DOTS, 1, >= tokens], and how
-    many dots share one; or ().
-    W_PIECES: buffers of w that make up a tile's rows.
+    many dots share one; or (). W_PIECES: buffers of w that make up a tile's rows.
     WEIGHT_WAITS: the previous kernel may have written the weight, too, so wait for it before loading any.
     """
     x, w, scales, full, empty, M, N, K = operands

@@ -229,7 +229,8 @@ _TENSORS = {
     "a number where minus infinity is expected: nothing else is below all numbers": lambda g, w, bad: bool(
         (w[bad] == -torch.inf).all() and g[bad].isfinite().all()
     ),
-    "small results become a larger one: is there a lower bound? What does a maximum start from?": _floor,
+    "small results become a larger one: is there a lower bound? What does a maximum start from, and do masked elements "
+    "count?": _floor,
     "a step rounds to float16, whose largest number is 65504": _as_float16,
     "some results overflow, others lose their last bits: does a step use a narrower type?": _overflows,
     "infinity where a number is expected: does a step overflow, or divide by almost zero?": lambda g, w, bad: bool(

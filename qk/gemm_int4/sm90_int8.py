@@ -83,7 +83,7 @@ class _Tile(NamedTuple):
 _CONFIGS = {
     "groups of 128": _Tile(1, columns=256, stages=3, group_m=8),
     "small groups": _Tile(1, columns=128, stages=6, group_m=8),
-    "three consumers": _Tile(1, columns=128, stages=6, group_m=8, wgs=3, product=64),  # small groups would spill
+    "three consumers": _Tile(1, columns=128, stages=6, group_m=8, wgs=3, product=64),  # small groups spill
     "wide": _Tile(2, columns=128, stages=5, group_m=8),  # where nothing is rescaled; otherwise it spills
 }
 
@@ -353,9 +353,8 @@ def _int4_gemm_sm90_int8_kernel(
 def _choose(p):
     """Choose a config. All give the same bits.
 
-    The wide tile where nothing is rescaled, unless it would leave more of the GPU idle. Otherwise, the tile that
-    finishes first: its rounds times what a round of it takes, as measured on an H100. For scales of blocks, a round
-    with three consumers takes too long.
+    The wide tile where nothing is rescaled, unless it would leave more of the GPU idle. Otherwise, the tile with the
+    least time: rounds times what one took on an H100. Three consumers took too long with scales of blocks.
     """
 
     def rounds(tokens, rows):
@@ -363,11 +362,10 @@ def _choose(p):
 
     if p.group_size is None and p.block_size is None and 2 * rounds(128, 256) <= rounds(128, 128):
         return _CONFIGS["wide"]
-    small = min(p.group_size or 128, p.block_size or 128) < 128
-    two, three = _CONFIGS["small groups" if small else "groups of 128"], _CONFIGS["three consumers"]
+    two = _CONFIGS["groups of 128" if min(p.group_size or 128, p.block_size or 128) >= 128 else "small groups"]
     costs = {two._replace(block_m=64): 8, two: 12}
-    if not small and p.group_size and not p.block_size:
-        costs |= {three._replace(block_m=64): 10.5, three: 17}
+    if not p.block_size and (p.group_size or 0) >= 128:
+        costs |= {(three := _CONFIGS["three consumers"])._replace(block_m=64): 10.5, three: 17}
     return min(costs, key=lambda c: costs[c] * rounds(c.block_m, 64 * c.wgs))
 
 
