@@ -137,8 +137,7 @@ def keep_full(
         for k in range(gl.where(t == gl.program_id(0), ahead, 0), steps):
             stage = taken % STAGES
             mbarrier.wait(empty.index(stage), (taken // STAGES & 1) ^ 1)
-            # TMA must not overwrite data before ordinary loads have read it. Without the fence it did, in a few of a
-            # thousand GEMMs on an H200 shared by several processes.
+            # Without this, TMA overwrote data before loads had read it, in a few of 1000 GEMMs on a shared H200.
             fence_async_shared()
             mbarrier.expect(full.index(stage), BYTES)
             _load_step(x, w, scales, full.index(stage), stage, tile_m, tile_n, k, True, True, DOTS, PARTS, W_PIECES)
