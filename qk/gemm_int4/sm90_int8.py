@@ -362,7 +362,8 @@ def _choose(p):
 
     if p.group_size is None and p.block_size is None and 2 * rounds(128, 256) <= rounds(128, 128):
         return _CONFIGS["wide"]
-    two = _CONFIGS["groups of 128" if min(p.group_size or 128, p.block_size or 128) >= 128 else "small groups"]
+    small = min(p.group_size or 128, p.block_size or 128) < 128
+    two = _CONFIGS["small groups" if small else "groups of 128"]
     costs = {two._replace(block_m=64): 8, two: 12}
     if not p.block_size and (p.group_size or 0) >= 128:
         costs |= {(three := _CONFIGS["three consumers"])._replace(block_m=64): 10.5, three: 17}
