@@ -1,4 +1,4 @@
-"""Launch a kernel: in Triton's interpreter, or compiled. And what kernels are launched with: grids, tiles, temporaries.
+"""Launch a kernel, in Triton's interpreter or compiled, and choose its grid and tiles.
 
 A launch goes through the documented `kernel[grid]`. While a call is recorded, its launches and temporaries are noted,
 so that `replay` can repeat them.

@@ -5,8 +5,8 @@
 
 For a few tokens, the Python before a launch takes longer than the GPU needs.
 
-Replays need private parts of torch and of Triton, which stand in this file alone. If a release changes them, calls are
-not replayed, and tests/core/test_launch.py fails.
+Replays call Triton's launcher directly. If a release changes it, calls are not replayed, and tests/core/test_launch.py
+fails on a GPU.
 """
 
 import copy
@@ -24,7 +24,7 @@ from .launch import INTERPRETING, current_device, record, recording
 REMEMBER = True  # False: nothing is replayed, for tools that patch what a call goes through
 raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # the current stream of a device, by its index
 _KNOBS = triton.knobs.runtime if hasattr(triton, "knobs") else triton.compiler.CompiledKernel  # the latter: Triton 3.3
-_MOST_MAPS = 64  # tensor maps that a launch remembers for each of its descriptors
+_MOST_MAPS = 64  # tensor maps that a replayed launch remembers for each descriptor
 _MOST_CALLS = 512  # that a function remembers before it forgets them all
 _peek_transform = torch._C._functorch.peek_interpreter_stack
 _remembered = []  # a dictionary for each function
@@ -188,7 +188,7 @@ def _step(numbers, compiled, _, grid, args, constexprs):
         run.launch = inside["launcher"].cell_contents
     for arg in args:
         if hasattr(arg, "block_shape"):
-            number, encode = numbers[arg.base.data_ptr()], _encoder(arg, next(formats))
+            number, encode = numbers[arg.base.data_ptr()], _encoder(arg, next(formats, None))
             places.append((len(values), number, encode))
             values += encode(arg.base.data_ptr()), *arg.shape, *arg.strides
         elif isinstance(arg, torch.Tensor):
@@ -220,7 +220,7 @@ def _encoder(descriptor, format):
 
 
 class _Address(int):
-    """Stands for a tensor of which the address is all that counts."""
+    """Stands for a tensor: only its address counts."""
 
     def data_ptr(self):
         return int(self)

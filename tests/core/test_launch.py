@@ -329,6 +329,9 @@ def test_a_descriptor_gets_the_new_address(monkeypatch):
         assert launched.pop() == (("map", given.data_ptr()), 3, 1, got.data_ptr(), 5, 64)
     assert len(encoded) == 3 and not any(isinstance(each.base, torch.Tensor) for each in encoded)
     assert described.base is x and not launched
+    Compiled.metadata.tensordesc_meta = []  # a Triton that says nothing of its descriptors
+    driver.make_tensordesc_arg = lambda descriptor, format: [descriptor.base, 3, 1, 0, 3, 1]
+    assert replay._call_of([x], out, record) is None
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="of the interpreter's lock")
