@@ -68,7 +68,7 @@ def written(keys, values, absmax, **others):
 class Row(NamedTuple):
     """call: makes the arguments of a good call, for a number of rows. dtypes: those that its tensors take.
 
-    shapes: of its tensors, in words. plan: whether a second call goes straight to a launch. wrong: values that an
+    shapes: of its tensors, in words. plan: whether a third call goes straight to a launch. wrong: values that an
     argument must refuse, besides those that WRONG and `wrong_tensors` know.
     """
 
@@ -624,12 +624,16 @@ def test_threads():
 
 @gpu
 @every
-def test_a_second_call_is_replayed(name):
+def test_a_third_call_is_replayed(name):
+    def replayable():
+        return sum(map(len, replay._remembered))
+
     replay.forget()
     work, tensors = of_tensors(name, 5)
     replay.forget()
-    first = work(*tensors)
-    kept = sum(map(len, replay._remembered))
+    for _ in range(2):
+        first = work(*tensors)
+    kept = replayable()
     if name.startswith(("int8_gemm", "int8_addmm", "int4_gemm")):
         assert kept == 0, "K is not a multiple of 16: operands are copied"
     elif TABLE[name].plan:
@@ -641,9 +645,9 @@ def test_a_second_call_is_replayed(name):
         others = [value.flip(0) if seed % 2 else value.clone() for value in tensors]
         if name in ("slide_weight", "compress_slide"):
             others = tensors
-        before = sum(map(len, replay._remembered))
+        before = replayable()
         got = work(*others)
-        assert sum(map(len, replay._remembered)) == before
+        assert replayable() == before
         with Heard():  # a mode: calls go through the dispatcher, where operators replay their own
             assert_same(got, work(*others))
     assert_same(work(*tensors), first)

@@ -1,9 +1,11 @@
 """Replay calls: a call that matches an earlier one only allocates its outputs and launches the same kernels.
 
-    @replayed()                       the first call     checks, operator, launches; the launches are recorded
-    def act_quant(x): ...             a matching call    outputs are allocated; the launches get their addresses
+    @replayed()                       the first call     checks, operator, launches
+    def act_quant(x): ...             the second         the same, and the launches are recorded
+                                      any more           outputs are allocated; the launches get their addresses
 
-For a few tokens, the Python before a launch takes longer than the GPU needs.
+For a few tokens, the Python before a launch takes longer than the GPU needs. Recording takes nearly as long again, so
+a call that never returns, such as one of a new length, isn't recorded.
 
 Replays call Triton's launcher directly. If a release changes it, calls are not replayed, and tests/core/test_launch.py
 fails on a GPU.
@@ -26,8 +28,10 @@ raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # the current
 _KNOBS = triton.knobs.runtime if hasattr(triton, "knobs") else triton.compiler.CompiledKernel  # the latter: Triton 3.3
 _MOST_MAPS = 64  # tensor maps that a replayed launch remembers for each descriptor
 _MOST_CALLS = 512  # that a function remembers before it forgets them all
+_MOST_SEEN = 4096
 _peek_transform = torch._C._functorch.peek_interpreter_stack
 _remembered = []  # a dictionary for each function
+_seen = set()  # hashes of calls that were made once: they keep no argument alive
 
 try:  # the allocator of torch.compile's code, which takes a third of torch.empty_strided's time
     from torch._C._dynamo.guards import _empty_strided_cuda as _empty_strided
@@ -41,6 +45,7 @@ def forget():
     """Forget all calls, for instance because a tuning table has changed."""
     for calls in _remembered:
         calls.clear()
+    _seen.clear()
 
 
 os.register_at_fork(after_in_child=forget)  # a forked child can't use the GPU: torch says so, a replay would not
@@ -68,7 +73,7 @@ def replayed(*depends, passed_by=listened):
     """Make a function remember its calls, and replay a call that matches one of them.
 
     Calls match if their tensors have the same dtypes, shapes, strides, alignments and devices, and their other
-    arguments are equal. A call is remembered only if all it did was allocate outputs and temporaries and launch kernels
+    arguments are equal. A call is replayed only if all it did was allocate outputs and temporaries and launch kernels
     on these and on its arguments. A call for which torch had to copy an operand first is not.
 
     Args:
@@ -98,18 +103,24 @@ def _replayed(function, depends, passed_by):
                     key += value.dtype, value.get_device(), value.shape, value.stride(), address & 15, negated
                 else:  # Python takes True for 1, 128.0 for 128 and -0.0 for 0.0; a call may not
                     key += kind, repr(value) if kind is float else value
-            known = calls.get(tuple(key))
+            known = calls.get(key := tuple(key))
         except Exception:  # a tensor without memory, an unhashable argument: the function says what is wrong
             return function(*args, **kwargs)
         if known is not None:
             return known(tensors)
+        once = hash((function, *key))
+        if once not in _seen:
+            if len(_seen) >= _MOST_SEEN:
+                _seen.clear()
+            _seen.add(once)
+            return function(*args, **kwargs)
         with record() as noted:
             results = function(*args, **kwargs)
             known = _call_of(tensors, results, noted)
         if len(calls) >= _MOST_CALLS:
             calls.clear()
         if known is not None:
-            calls[tuple(key)] = known
+            calls[key] = known
         return results
 
     return call

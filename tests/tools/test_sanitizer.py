@@ -70,9 +70,13 @@ def int4_int8_gemm(M):
             bias, out = randn(N), torch.empty(M, N, device="cuda")
             qk.int4_gemm(x, packed, absmax, bias, group_size, **how)
             problem = Int4Problem(x, gemm_int4._as_words(packed), absmax, bias, out, group_size, **how)
-            if gemm_int4.supports_int4_sm90_int8(problem):  # so few tiles have 64 tokens, and more have 128
-                config = int4_sm90_int8._CONFIGS["small groups" if group_size == 32 else "groups of 128"]
-                int4_sm90_int8.int4_gemm_sm90_int8(problem, config)
+            if gemm_int4.supports_int4_sm90_int8(problem):  # so few tiles have 64 tokens, with two consumers
+                tiles = [int4_sm90_int8._CONFIGS["small groups" if group_size == 32 else "groups of 128"]]
+                if group_size == 128:
+                    three = int4_sm90_int8._CONFIGS["three consumers"]
+                    tiles += [three, three._replace(block_m=64)]
+                for tile in tiles:
+                    int4_sm90_int8.int4_gemm_sm90_int8(problem, tile)
 
 
 def int8():
