@@ -111,6 +111,16 @@ NUMBERS = [
         r"int4 generates ([\d.]+)x as many tokens as bf16",
         lambda: [ratios("decode", "bf16", "qk int4")[1, 512]],
     ),
+    (
+        "08_your_model",
+        r"([\d.]+)x with one sequence, ([\d.]+)x with 8",
+        lambda: [ratios("decode", "bf16", "qk int4")[sequences, 512] for sequences in (1, 8)],
+    ),
+    (
+        "08_your_model",
+        r"decoding is (\d+)% faster in bf16, (\d+)% faster in int8 and (\d+)% slower in int4",
+        lambda: [100 * abs(gain - 1) for gain in two_gpus("decode", (1, 512)).values()],
+    ),
 ]
 CLAIMS = [
     (
