@@ -68,6 +68,22 @@ def fusing():
     ]
 
 
+def dequant(tokens, field="us", N=2560):
+    """The times of dequantizing bfloat16 sums."""
+    return times("dequant_bias", field, dtype="bfloat16")[tokens, N]
+
+
+def tiles():
+    """{rows x columns of a program: its time in µs}, on an H100, for 65536 x 2560."""
+    return times("versions of dequant_bias", record=H100)[65536, 2560]
+
+
+def back_to_back(tokens):
+    """How many times as long an eager call takes as qk's, if each takes the longer of GPU time and CPU time."""
+    eager, ours = (max(dequant(tokens, field)[name] for field in ("us", "wall_us")) for name in ("eager", "qk"))
+    return eager / ours
+
+
 def fp8():
     return ratios("int8_gemm", "cublas fp8", "qk")
 
@@ -105,6 +121,27 @@ NUMBERS = [
         "04_fused_epilogues",
         r"takes (\d+) to (\d+)% less time than \*around each\*, and (\d+) to (\d+)% less than \*GELU separate\*",
         fusing,
+    ),
+    (
+        "05_dequant_bias_memory",
+        r"starts about ([\d.]+) per nanosecond, whether they handle 128 columns or 256",
+        lambda: [sum(65536 * 2560 / n / tiles()[f"1 x {n}"] for n in (128, 256)) / 2e3],
+    ),
+    (
+        "05_dequant_bias_memory",
+        r"with 256 columns, so holding four rows saves (\d+)%",
+        lambda: [100 * (1 - tiles()["4 x 256"] / tiles()["1 x 256"])],
+    ),
+    (
+        "05_dequant_bias_memory",
+        r"For bfloat16, that's (\d+)x, .* With 65,536 tokens, the speedup is ([\d.]+)x",
+        lambda: [dequant(tokens)["eager"] / dequant(tokens)["qk"] for tokens in (1, 65536)],
+    ),
+    ("05_dequant_bias_memory", r"`qk` is only about (\d)x as fast as eager", lambda: [back_to_back(1)]),
+    (
+        "05_dequant_bias_memory",
+        r"launch takes (\d+) µs on the CPU; eager's graph takes (\d+) µs on the GPU",
+        lambda: [dequant(1, "wall_us")["eager"] / 5, dequant(1)["eager"]],
     ),
     (
         "07_int4_gemm",
