@@ -111,6 +111,24 @@ NUMBERS = [
         r"int4 generates ([\d.]+)x as many tokens as bf16",
         lambda: [ratios("decode", "bf16", "qk int4")[1, 512]],
     ),
+    (
+        "07_int4_gemm",
+        r"its speedup over bf16 is ([\d.]+)x",
+        lambda: [ratios("int4_gemm", "bf16", "qk", group_size=128)[1, 8192, 8192]],
+    ),
+    (
+        "07_int4_gemm",
+        r"explain `naive`'s (\d+) µs",
+        lambda: [times("versions of int4_gemm", group_size=128)[1, 8192, 8192]["naive"]],
+    ),
+    (
+        "07_int4_gemm",
+        r"`split 4` is ([\d.]+)x as fast as bf16. The package's kernel is ([\d.]+)x",
+        lambda: [
+            ratios("versions of int4_gemm", "bf16", name, record=H100, group_size=128)[1, 8192, 8192]
+            for name in ("split 4", "qk")
+        ],
+    ),
 ]
 CLAIMS = [
     (
