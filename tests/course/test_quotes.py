@@ -158,6 +158,24 @@ NUMBERS = [
         r"decoding is (\d+)% faster in bf16, (\d+)% faster in int8 and (\d+)% slower in int4",
         lambda: [100 * abs(gain - 1) for gain in two_gpus("decode", (1, 512)).values()],
     ),
+    (
+        "07_int4_gemm",
+        r"its speedup over bf16 is ([\d.]+)x",
+        lambda: [ratios("int4_gemm", "bf16", "qk", group_size=128)[1, 8192, 8192]],
+    ),
+    (
+        "07_int4_gemm",
+        r"explain `naive`'s (\d+) µs",
+        lambda: [times("versions of int4_gemm", group_size=128)[1, 8192, 8192]["naive"]],
+    ),
+    (
+        "07_int4_gemm",
+        r"`split 4` is ([\d.]+)x as fast as bf16. The package's kernel is ([\d.]+)x",
+        lambda: [
+            ratios("versions of int4_gemm", "bf16", name, record=H100, group_size=128)[1, 8192, 8192]
+            for name in ("split 4", "qk")
+        ],
+    ),
 ]
 CLAIMS = [
     (
