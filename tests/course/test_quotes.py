@@ -84,6 +84,21 @@ def back_to_back(tokens):
     return eager / ours
 
 
+def epilogues(activation="gelu"):
+    """What the steps after the first GEMM add to its time, in percent.
+
+    Returns the share that their bytes account for and the whole, around each matmul and with a separate GELU, and last
+    the whole with all fused.
+    """
+    tokens, channels, _ = shape = 8192, 16384, 4096
+    took = times("int8_addmm_quant", activation=activation)[shape]
+    copy = max(result["gb_per_s"] for result in RECORD["results"] if result["contender"] == "copy")
+    added = {name: 100 * (us / took["int8_gemm"] - 1) for name, us in took.items()}
+    codes = 1 + 4 / 128  # bytes per value; a 16-bit output's two are part of int8_gemm
+    moved = [tokens * channels * size / copy / 1e3 / took["int8_gemm"] for size in (6 + codes, 3 * codes - 2)]
+    return [100 * moved[0], added["unfused bf16"], 100 * moved[1], added["qk separate"], added["qk"]]
+
+
 def fp8():
     return ratios("int8_gemm", "cublas fp8", "qk")
 
@@ -121,6 +136,21 @@ NUMBERS = [
         "04_fused_epilogues",
         r"takes (\d+) to (\d+)% less time than \*around each\*, and (\d+) to (\d+)% less than \*GELU separate\*",
         fusing,
+    ),
+    (
+        "04_fused_epilogues",
+        r"With \*around each\*, the large FFN takes (\d+) µs",
+        lambda: [times("ffn", activation="gelu")[8192, 4096, 16384]["around"]],
+    ),
+    (
+        "04_fused_epilogues",
+        r"only (\d+) of (\d+) percentage points\. For \*GELU separate\*, it's (\d+) of (\d+):.* takes (\d+)% longer",
+        epilogues,
+    ),
+    (
+        "04_fused_epilogues",
+        r"\*around each\* in bfloat16 adds only (\d+)%",
+        lambda: [epilogues("gelu_tanh")[1]],
     ),
     (
         "05_dequant_bias_memory",
