@@ -176,6 +176,7 @@ def watching(kernel, windows, hear, unset=0, ledger=None, order=None, shifts=Non
     load, store, place = builder.create_masked_load, builder.create_masked_store, builder.set_grid_idx
     atomic, swap = builder.create_atomic_rmw, builder.create_atomic_cas
     convert, cast, divide, dot = builder.create_fp_to_ui, builder.cast_impl, builder.create_udiv, builder.create_dot
+    add = builder.create_fadd
     guessed = []
 
     def note(kind, pointers, mask, change, value=None):
@@ -240,6 +241,13 @@ def watching(kernel, windows, hear, unset=0, ledger=None, order=None, shifts=Non
         """As a GPU does it: the interpreter's bfloat16 numbers are wrong, where they come from integers."""
         return cast(cast(source, triton.language.float32) if kind.scalar.is_bf16() else source, kind)
 
+    def added(x, y):
+        """As a GPU does it: a NaN is 0x7FFFFFFF. `round_to_int32` makes -1 of that, but 0 of most NaNs of a CPU."""
+        total = add(x, y)
+        if total.data.dtype == np.float32 and (nan := np.isnan(total.data)).any():
+            total.data = np.where(nan, np.array(0x7FFFFFFF, np.int32).view(np.float32), total.data)
+        return total
+
     def tensor_core_dot(a, b, total, precision, *others):
         """As a GPU does it: float32 is cut to TF32. The interpreter multiplies bfloat16's bits, not its numbers."""
 
@@ -260,6 +268,7 @@ def watching(kernel, windows, hear, unset=0, ledger=None, order=None, shifts=Non
     hooks = {"create_masked_load": noted_load, "create_masked_store": noted_store, "create_atomic_rmw": noted_atomic}
     hooks |= {"create_atomic_cas": noted_swap, "set_grid_idx": ordered if order else place}
     hooks |= {"create_fp_to_ui": unsigned, "create_udiv": noted_division, "create_dot": tensor_core_dot}
+    hooks["create_fadd"] = added
     hooks |= dict.fromkeys(("create_si_to_fp", "create_ui_to_fp"), to_float)
     hooks |= {name: noted_shift(getattr(builder, name)) for name in ("create_ashr", "create_lshr")}
     try:

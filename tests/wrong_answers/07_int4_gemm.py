@@ -223,6 +223,19 @@ ANSWERS["small_gemv"] += [
     ("8 bits are too few", changed(GEMV, (ZERO + ", other=0)", ZERO + ", other=0).to(tl.int8)"))),
     ("float16 can't hold", changed(GEMV, (ZERO + ", other=0)", ZERO + ", other=0).to(tl.float16).to(tl.float32)"))),
     ("", changed(GEMV, ("range(groups)", "range(min(groups, 4096 // GROUP))"))),
+    (
+        "a weight can overflow",
+        changed(
+            GEMV,
+            (
+                "        for i in",
+                f"        zero = tl.load({ZERO}, other=0)\n"
+                f"        scale = tl.load({SCALE}, other=0.0)\n        for i in",
+            ),
+            ("code_of(words, i) * x", "(code_of(words, i) - zero[:, None]) * scale[:, None] * x"),
+            (SUM, "tl.sum(products, 1)"),
+        ),
+    ),
 ]
 ROUNDED = changed(
     SPLIT,

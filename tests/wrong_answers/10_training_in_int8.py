@@ -95,6 +95,12 @@ ANSWERS = {
         ("", SQUARE.replace("tl.arange(0, B)", "tl.arange(0, 32)")),
         # scales of 1e-30 and 1e30
         ("", changed(SQUARE, "tl.where(largest > 0, largest, 1.0)", "(largest + 1e-31)")),
+        # scales of 0: NaN, whose code is 0 on most CPUs, but -1 on a GPU
+        ("divides by 0", changed(SQUARE, "tl.where(largest > 0, largest, 1.0)", "largest")),
+        (
+            "divides by 0",
+            changed(SQUARE, "scale / tl.where(largest > 0, largest, 1.0)", "scale * (1.0 / largest)"),
+        ),
         (
             "a step overflows",
             changed(

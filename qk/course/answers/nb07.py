@@ -173,7 +173,10 @@ def _gemv_cases():
         zero = torch.randint(-8, 8, scale.shape, generator=random, dtype=torch.int32)
         if N == 18:
             zero[0, 0], zero[1, 1] = 300, 4099
-        yield 3 * torch.randn(K, generator=random), qk.pack_int4_ref(codes, "int32"), zero, scale, GROUP
+        if N == 20:  # a weight that float32 can't hold, though it holds the code, the zero point and the output
+            zero[0], scale[0] = -8, 2.5e37
+        x = torch.randn(K, generator=random) * (3e-6 if N == 20 else 3)
+        yield x, qk.pack_int4_ref(codes, "int32"), zero, scale, GROUP
 
 
 def _by_group(columns, GROUP):
@@ -194,6 +197,12 @@ def _gemv(combine=lambda sums, zeros, scale: ((sums - zeros) * scale).sum(1), ke
         return combine(sums, zeros, scale.double()).float()
 
     return result
+
+
+def _weights_first(x, words, zero, scale, GROUP):
+    """Float32 weights, multiplied by x."""
+    zero, scale = (table.float().repeat_interleave(GROUP, 1)[:, : len(x)] for table in (zero, scale))
+    return (((qk.unpack_int4_ref(words, len(x)).float() - zero) * scale).double() * x.double()).sum(1).float()
 
 
 def _zero_alone(factor):
@@ -314,6 +323,7 @@ EXERCISES = {
         mistakes={
             "nothing is added to acc yet": _gemv(lambda sums, zeros, scale: 0 * sums.sum(1)),
             "the zero points are missing": _gemv(lambda sums, zeros, scale: (sums * scale).sum(1)),
+            "a weight can overflow where the sum doesn't: multiply x by the codes, then scale the sum": _weights_first,
             "zero points are subtracted from codes, not added": _gemv(
                 lambda sums, zeros, scale: ((sums + zeros) * scale).sum(1)
             ),
@@ -358,7 +368,7 @@ EXERCISES = {
             "x has fractions: multiply in float32": lambda x, *others: _gemv()(x.trunc(), *others),
             "x keeps its 32 bits: float16 is too narrow": lambda x, *others: _gemv()(x.half().float(), *others),
             "scales are truncated to whole numbers": _gemv(
-                lambda sums, zeros, scale: ((sums - zeros) * scale.trunc()).sum(1)
+                lambda sums, zeros, scale: ((sums - zeros) * scale.float().to(torch.int32)).sum(1)
             ),
         },
         kernel=True,

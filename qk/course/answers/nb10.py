@@ -32,6 +32,11 @@ def _requantized(
     return answer
 
 
+def _of_nan(values):
+    """Rounded as `round_to_int32` does on a GPU."""
+    return values.round().nan_to_num(-1)
+
+
 def _then(change):
     """The right results, changed."""
     return lambda codes, scale, B: change(*_requantized()(codes, scale, B))
@@ -101,8 +106,11 @@ _REQUANTIZED = Exercise(
         "a lower bound changes blocks whose scales are all tiny": _requantized(
             share=lambda scale, largest: scale / largest.clamp(min=1e-12)
         ),
+        "a block whose scales are all 0 divides by 0, and NaN has no code": _requantized(
+            share=lambda scale, largest: scale / largest, rounded=_of_nan
+        ),
         "a step overflows: scales go up to 1e30": _requantized(
-            share=lambda scale, largest: (scale * 1e9 / largest.where(largest > 0, 1).mul(1e9)).nan_to_num(0)
+            share=lambda scale, largest: scale * 1e9 / largest.where(largest > 0, 1).mul(1e9), rounded=_of_nan
         ),
         "masked scales must never be the largest: load 0 there": _requantized(
             lambda rows, B: rows.amax(0).clamp(min=1 if len(rows) < B else 0)
