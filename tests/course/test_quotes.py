@@ -99,6 +99,30 @@ def epilogues(activation="gelu"):
     return [100 * moved[0], added["unfused bf16"], 100 * moved[1], added["qk separate"], added["qk"]]
 
 
+def output_bytes():
+    """The times of moving a large layer's output at the speed of a copy, in µs, and of its GEMM.
+
+    Returns those of nothing fused, around each matmul, and all fused, and last the GEMM's.
+    """
+    tokens, channels, _ = shape = 8192, 16384, 4096
+    copy = max(result["gb_per_s"] for result in RECORD["results"] if result["contender"] == "copy")
+    codes = 1 + 4 / 128  # bytes per value
+    moved = [tokens * channels * size / copy / 1e3 for size in (12 + codes, 8 + codes, codes)]
+    return [*moved, times("int8_addmm_quant", activation="gelu")[shape]["int8_gemm"]]
+
+
+def predicted():
+    """What share of the FFN's time around each matmul all fusing saves by its bytes, in percent."""
+    _, before, after, _ = output_bytes()
+    return [100 * (before - after) / times("ffn", activation="gelu")[8192, 4096, 16384]["around"]]
+
+
+def peaks():
+    """How much less memory a separate GELU and all fused need than torch.compile, in percent."""
+    peak = times("ffn", "peak_bytes", activation="gelu")[8192, 4096, 16384]
+    return [100 * (1 - peak[name] / peak["compile"]) for name in ("qk separate", "qk")]
+
+
 def fp8():
     return ratios("int8_gemm", "cublas fp8", "qk")
 
@@ -132,6 +156,23 @@ NUMBERS = [
         r"bf16 takes ([\d.]+) to ([\d.]+) times as long as int8",
         lambda: extremes(ratios("int8_gemm", "bf16", "qk")[m, 8192, 8192] for m in (1, 16)),
     ),
+    (
+        "04_fused_epilogues",
+        r"for \*nothing fused\*, moving them takes (\d+)% as long as the GEMM",
+        lambda: [100 * output_bytes()[0] / output_bytes()[-1]],
+    ),
+    (
+        "04_fused_epilogues",
+        r"K is about `(\d+) / share`: at K = 4096",
+        lambda: [4096 * (output_bytes()[0] - output_bytes()[2]) / output_bytes()[-1]],
+    ),
+    (
+        "04_fused_epilogues",
+        r"(\d+) µs of that goes into moving .* With \*all fused\*, it's (\d+) µs",
+        lambda: output_bytes()[1:3],
+    ),
+    ("04_fused_epilogues", r"The bytes predict (\d+)%", predicted),
+    ("04_fused_epilogues", r"\*GELU separate\* saves (\d+)% and \*all fused\* (\d+)%", peaks),
     (
         "04_fused_epilogues",
         r"takes (\d+) to (\d+)% less time than \*around each\*, and (\d+) to (\d+)% less than \*GELU separate\*",
