@@ -123,6 +123,12 @@ def peaks():
     return [100 * (1 - peak[name] / peak["compile"]) for name in ("qk separate", "qk")]
 
 
+def climbed(a, b):
+    """How many times as long step `a` of int4 x int8 takes as `b`, with 256 and with 1024 tokens, on an H100."""
+    found = ratios("versions of int4_gemm int8", a, b, record=H100, group_size=128)
+    return [found[tokens, 8192, 8192] for tokens in (256, 1024)]
+
+
 def fp8():
     return ratios("int8_gemm", "cublas fp8", "qk")
 
@@ -218,6 +224,26 @@ NUMBERS = [
         "07_int4_gemm",
         r"int4 generates ([\d.]+)x as many tokens as bf16",
         lambda: [ratios("decode", "bf16", "qk int4")[1, 512]],
+    ),
+    (
+        "07_int8_activations",
+        r"became only ([\d.]+)x as fast with 256 tokens, and ([\d.]+)x with 1024",
+        lambda: climbed("shifted", "sixteenfold"),
+    ),
+    (
+        "07_int8_activations",
+        r"`staged` takes ([\d.]+)x as long as `sixteenfold` with 256 tokens, and ([\d.]+)x with 1024",
+        lambda: climbed("staged", "sixteenfold"),
+    ),
+    (
+        "07_int8_activations",
+        r"makes `tiled` ([\d.]+)x as fast as `staged` with 256 tokens, and ([\d.]+)x with 1024",
+        lambda: climbed("staged", "tiled"),
+    ),
+    (
+        "07_int8_activations",
+        r"below `tiled`'s, but it's ([\d.]+)x as fast with 256 tokens, and ([\d.]+)x with 1024",
+        lambda: climbed("tiled", "qk"),
     ),
     (
         "08_your_model",
