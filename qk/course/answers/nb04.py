@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from qk.course import trace
+from qk.course.answers import as_int8
 from qk.course.exercises import Exercise
 
 
@@ -193,8 +194,8 @@ def _gated(
         gate, up = (F.pad(x.double(), (0, -len(x) % GROUP), value=padding).view(-1, GROUP) for x in (gate, up))
         values = gating(gate, up)
         absmax = largest(values, up, GROUPS)
-        codes = rounding(values * (127 / absmax)).clamp(-(2**15), 2**15 - 1)
-        return codes.flatten()[:N].to(torch.int16).to(torch.int8), scaling(absmax[:, 0]).float()
+        codes = rounding(values * (127 / absmax)).flatten()[:N]
+        return as_int8(codes), scaling(absmax[:, 0]).float()
 
     return codes_and_scales
 
