@@ -176,7 +176,7 @@ def watching(kernel, windows, hear, unset=0, ledger=None, order=None, shifts=Non
     load, store, place = builder.create_masked_load, builder.create_masked_store, builder.set_grid_idx
     atomic, swap = builder.create_atomic_rmw, builder.create_atomic_cas
     convert, cast, divide, dot = builder.create_fp_to_ui, builder.cast_impl, builder.create_udiv, builder.create_dot
-    add = builder.create_fadd
+    add, to_signed = builder.create_fadd, builder.create_fp_to_si
     guessed = []
 
     def note(kind, pointers, mask, change, value=None):
@@ -221,6 +221,13 @@ def watching(kernel, windows, hear, unset=0, ledger=None, order=None, shifts=Non
     def unsigned(source, kind):
         """As a GPU does it: 0 for negative numbers. NumPy's result wraps around."""
         return convert(type(source)(np.maximum(source.data, 0), source.dtype), kind)
+
+    def signed(source, kind):
+        """As a GPU does it: a float is cut to int16's range, and int8 is the low byte. NumPy's result wraps around."""
+        if kind.scalar.is_int8():
+            source = type(source)(np.clip(source.data, -(2**15), 2**15 - 1).astype(np.int16), triton.language.int16)
+            return cast(source, kind)
+        return to_signed(source, kind)
 
     def noted_shift(shift):
         def noted(value, by):
@@ -267,8 +274,8 @@ def watching(kernel, windows, hear, unset=0, ledger=None, order=None, shifts=Non
 
     hooks = {"create_masked_load": noted_load, "create_masked_store": noted_store, "create_atomic_rmw": noted_atomic}
     hooks |= {"create_atomic_cas": noted_swap, "set_grid_idx": ordered if order else place}
-    hooks |= {"create_fp_to_ui": unsigned, "create_udiv": noted_division, "create_dot": tensor_core_dot}
-    hooks["create_fadd"] = added
+    hooks |= {"create_fp_to_si": signed, "create_fp_to_ui": unsigned, "create_fadd": added}
+    hooks |= {"create_udiv": noted_division, "create_dot": tensor_core_dot}
     hooks |= dict.fromkeys(("create_si_to_fp", "create_ui_to_fp"), to_float)
     hooks |= {name: noted_shift(getattr(builder, name)) for name in ("create_ashr", "create_lshr")}
     try:

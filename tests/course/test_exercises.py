@@ -85,6 +85,12 @@ def _through_unsigned(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _through_int8(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=offs < n).to(tl.int8), mask=offs < n)
+
+
+@triton.jit
 def _after_its_neighbour(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     before = tl.load(out_ptr + tl.maximum(tl.program_id(0) * BLOCK - 1, 0))
@@ -207,6 +213,13 @@ def test_negative_floats_become_zero_as_unsigned_integers():
     out = torch.full((5,), 99, dtype=torch.int8, device=DEVICE)
     course.launch(_through_unsigned, (2,), x, out, 5, BLOCK=4)
     assert out.tolist() == [0, 0, 0, 2, 127]
+
+
+def test_a_float_that_int16_cannot_hold_is_cut_on_its_way_to_int8():
+    x = torch.tensor([-1e9, -129.0, -3.7, 127.0, 128.0, 300.0, 12582912.0 + 5, 1e9], device=DEVICE)
+    out = torch.full((8,), 99, dtype=torch.int8, device=DEVICE)
+    course.launch(_through_int8, (2,), x, out, 8, BLOCK=4)
+    assert out.tolist() == [0, 127, -3, 127, -128, 44, -1, -1]
 
 
 @interpreted

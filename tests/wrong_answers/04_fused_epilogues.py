@@ -308,6 +308,17 @@ ANSWERS["gated"] += [
     ("course.launch", "def gated(gate, up, GROUP, GROUPS):\n    return (F.silu(gate) * up).to(torch.int8), gate[:1]"),
 ]
 
+ANSWERS["largest_k"] += [
+    ("exactly that share counts", changed(LARGEST, (f"int({TIME})", f"max(-int(-({TIME}) // 1) - 1, 0)"))),
+]
+ANSWERS["gated"] += [
+    ("subtract it again", changed(GATED, (" + 12582912.0) - 12582912.0", " + 12582912.0)"))),
+    (
+        "GROUPS groups, no more",  # the first program does all
+        changed(ONE_BY_ONE, ("range(GROUPS)", "range(tl.cdiv(N, GROUP))"), ("* GROUPS + i", "* tl.cdiv(N, GROUP) + i")),
+    ),
+]
+
 OTHERS = {
     "largest_k": [
         SEARCH,

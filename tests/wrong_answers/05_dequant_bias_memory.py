@@ -357,6 +357,7 @@ ANSWERS["held"] += [
     ("loads a vector again", loop("b = tl.load(b_ptr + n, mask=n < N, other=0.0)", ONCE)),
     ("rows are missing", rows(row="tl.program_id(0) * BLOCK + tl.arange(0, HELD)")),
     ("not always 4", rows(row="tl.program_id(0) * 4 + tl.arange(0, 4)")),
+    ("load g once", rows().replace("    tl.store", "    tl.load(g_ptr + places, mask=mask, other=0)\n    tl.store")),
     ("needn't divide M", rows(mask="(row < M // HELD * HELD)[:, None] & (n < N)[None, :]")),
 ]
 HELPS = "(name := min(times, key=times.get)) and (name if times[None] - times[name] >= {} else None)"

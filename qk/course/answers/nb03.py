@@ -2,7 +2,7 @@
 
 import torch
 
-from qk.course.answers import as_bfloat16
+from qk.course.answers import as_bfloat16, as_int8
 from qk.course.exercises import Exercise
 
 _TILES = (
@@ -201,7 +201,7 @@ EXERCISES = {
             ),
             "b is [N, K]: its rows are K long": _with_columns(lambda b: b.flatten().view(b.shape[1], len(b)).T),
             "a's scale multiplies acc once, not in each step": _by(_scaled_each_time),
-            "int8 can't hold a block's sum": _by(lambda sums, a, b: (((sums + 128) % 256 - 128) * a * b).sum(-1)),
+            "int8 can't hold a block's sum": _by(lambda sums, a, b: (as_int8(sums) * a * b).sum(-1)),
             **_rounded_scales("float16", torch.Tensor.half),
             **_rounded_scales("bfloat16", as_bfloat16),
             "a block's sum needs more than 16 bits": _by(

@@ -6,6 +6,8 @@ import math
 import torch
 import torch.nn.functional as F
 
+from qk.course import trace
+from qk.course.answers import as_int8
 from qk.course.exercises import Exercise
 
 
@@ -192,8 +194,8 @@ def _gated(
         gate, up = (F.pad(x.double(), (0, -len(x) % GROUP), value=padding).view(-1, GROUP) for x in (gate, up))
         values = gating(gate, up)
         absmax = largest(values, up, GROUPS)
-        codes = rounding(values * (127 / absmax)).clamp(-1e9, 1e9)
-        return codes.flatten()[:N].to(torch.int32).to(torch.int8), scaling(absmax[:, 0]).float()
+        codes = rounding(values * (127 / absmax)).flatten()[:N]
+        return as_int8(codes), scaling(absmax[:, 0]).float()
 
     return codes_and_scales
 
@@ -248,12 +250,25 @@ def _without_last_scale(gate, up, GROUP, GROUPS):
     return codes, scales
 
 
+def _more_than_its_groups(kernel, args, options):
+    scales, GROUPS, stored = args[3], options["GROUPS"], {}
+    for access in trace.touched(kernel, (-(-len(scales) // GROUPS),), *args, **options).accesses:
+        if access[1:3] == ("store", kernel.arg_names[3]):
+            stored.setdefault(access.program, set()).update(access.elements[access.mask].tolist())
+    if (most := max(map(len, stored.values()))) > GROUPS:
+        return (
+            f"Not yet: each number is right, but a program stores {most} scales, with {GROUPS} GROUPS.\n"
+            "Hint: each program handles GROUPS groups, no more"
+        )
+    return None
+
+
 _why = "what was loaded beyond N became the largest value"
 
 EXERCISES = {
     "largest_k": Exercise(
         expected=_largest_k(),
-        # (M, N, block_size, speed, copy, share), none with a K that is nearly an integer
+        # (M, N, block_size, speed, copy, share), none with a K that is nearly an integer, but one with an exact one
         cases=lambda: [
             (8192, 16384, 128, 4.9e14, 4.3e12, 0.13),
             (1, 31, 32, 6.5e13, 3e11, 0.37),
@@ -268,6 +283,7 @@ EXERCISES = {
             (64, 96, 64, 1e15, 3e12, 0.073),
             (16, 300, 128, 6e9, 4.1e10, 1.5),  # K = 1,
             (4096, 16384, 128, 6.03e14, 7.619e11, 0.143),  # and one above 65536
+            (64, 64, 64, 2.0**46, 2.0**40, 0.25),  # exactly 1536
         ],
         mistakes={
             "fused, the GEMM still writes codes and scales: take the difference": _largest_k(after=None),
@@ -293,9 +309,10 @@ EXERCISES = {
             "the GEMM reads both operands: the one of N rows, too": _largest_k(read=lambda M, N: M),
             "int8 operands have one byte per value": _largest_k(read=lambda M, N: 2 * (M + N)),
             "the operands are [M, K] and [N, K]; M x N values is the output": _largest_k(read=lambda M, N: M * N),
-            "with one more column, the share is too small: round down": _largest_k(whole=math.ceil),
+            "with one more column, the share is too small: round down": _largest_k(whole=lambda K: math.floor(K) + 1),
             "at the nearest integer, the share may be too small: round down": _largest_k(whole=round),
             "K is an integer: round down": _largest_k(whole=float),
+            "at least: a K that saves exactly that share counts": _largest_k(whole=lambda K: math.ceil(K) - 1),
             "the share is of the GEMM's time alone, without that of the bytes": _largest_k(
                 less=lambda M, N, moved: moved["nothing fused"]
             ),
@@ -363,6 +380,7 @@ EXERCISES = {
             "to(tl.int8) truncates: round first, in float32 (a constant of 1e-38 makes float64)": _gated(
                 rounding=lambda t: (t + 1e-4 * t.sign()).trunc()
             ),
+            "adding ROUND rounds; subtract it again before the cast": _gated(rounding=lambda t: t + 1.5 * 2**23),
             "a scale is absmax / 127": _gated(scaling=lambda absmax: absmax),
             "a scale is absmax / 127, not its inverse": _gated(scaling=lambda absmax: 127 / absmax),
             "sigmoid(v) is 1 / (1 + exp(-v)): mind the sign": _gated(
@@ -409,6 +427,7 @@ EXERCISES = {
         kernel=True,
         bound=[0.0, 1e-5],
         note="any N, GROUP and GROUPS, gates from -40 to 90, and groups of huge or tiny values",
+        excess=_more_than_its_groups,
     ),
     "peak_bytes": Exercise(
         expected=_peak(),

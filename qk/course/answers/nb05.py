@@ -78,16 +78,15 @@ def _programs(kernel, grid, args, options):
 def _held_too_much(kernel, args, options):
     BLOCK, HELD = options["BLOCK"], options["HELD"]
     grid = triton.cdiv(args[5], HELD), triton.cdiv(args[6], BLOCK)
-    most = dict(zip(kernel.arg_names[1:4], (HELD, BLOCK, BLOCK), strict=True))
+    most = dict(zip(kernel.arg_names[:4], (HELD * BLOCK, HELD, BLOCK, BLOCK), strict=True))
     for program, accesses in _programs(kernel, grid, args, options).items():
         said = f"Not yet: each number is right, but program {program}"
         for name, limit in most.items():
             loaded = sum(access.elements.numel() for access in accesses if access[1:3] == ("load", name))
             if loaded > limit:
-                return (
-                    f"{said} loads {loaded} elements of {name}, and needs {limit}.\n"
-                    "Hint: load each vector once, and let [:, None] or [None, :] repeat it over the tile"
-                )
+                vector = "load each vector once, and let [:, None] or [None, :] repeat it over the tile"
+                hint = "load g once: it's still in registers" if name == kernel.arg_names[0] else vector
+                return f"{said} loads {loaded} elements of {name}, and needs {limit}.\nHint: {hint}"
         kinds = [access.kind for access in accesses]
         if "load" in kinds[kinds.index("store") :]:
             return f"{said} loads after it has stored.\nHint: load the g of all rows first, and only then store"
@@ -422,6 +421,8 @@ EXERCISES = {
                 g, a, as_bfloat16(b), as_bfloat16(bias), *sizes
             ),
             "the bias is missing": lambda g, a, b, bias, *sizes: _held(g, a, b, 0 * bias, *sizes),
+            "scale_a is missing": lambda g, a, *case: _held(g, torch.ones_like(a), *case),
+            "the bias isn't scaled: add it last": lambda g, a, b, bias, *sizes: _held(g, a, b, bias * a * b, *sizes),
             "right, but scale_b and bias are loaded again for each row: once per program is enough": lambda *case: (
                 _held(*case, vectors=2 * case[-1])
             ),
@@ -430,6 +431,9 @@ EXERCISES = {
             ),
             "right, but no row's g should wait until another row is stored: load all of them first": lambda *case: (
                 _held(*case, late=2 * (case[-1] - 1))
+            ),
+            "right, but one of scale_b and bias is loaded for each row: load it once per program": lambda *case: _held(
+                *case, vectors=1 + case[-1]
             ),
             "right, but one of scale_b and bias is loaded twice: once per program is enough": lambda *case: _held(
                 *case, vectors=3
@@ -579,6 +583,12 @@ EXERCISES = {
             ),
             "count the launches: there aren't always five, and one is left after fusing": _fix(
                 call=lambda gpu, cpu, kernels: max(gpu, cpu * 5)
+            ),
+            "launch is the GPU's time and cpu is the CPU's, not the reverse": lambda steps, elements, *times: _fix()(
+                steps, elements, times[1], times[0], times[2]
+            ),
+            "a launch comes on top of a kernel's time: add it": _fix(
+                gpu=lambda times, launch: sum(max(time, launch) for time in times)
             ),
             "each kernel's GPU time includes a launch": _fix(gpu=lambda times, launch: sum(times)),
             "each kernel has a launch of its own": _fix(gpu=lambda times, launch: sum(times) + launch),

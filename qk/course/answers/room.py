@@ -5,6 +5,7 @@ import torch.nn.functional as F
 
 import qk
 from qk import data
+from qk.course.answers import as_int8
 from qk.course.exercises import Exercise
 
 
@@ -17,7 +18,7 @@ def _in_steps(function):
 
     def codes(x):
         absmax = x.float().abs().amax(1, keepdim=True)
-        return function(x.float() * (torch.full_like(absmax, 127) / absmax)).to(torch.int8)
+        return as_int8(function(x.float() * (torch.full_like(absmax, 127) / absmax)))
 
     return codes
 
@@ -113,7 +114,7 @@ def _gathered(start_of, rounding=torch.round):
         inverse, K, columns = 127 / x.float().abs().max(), x.shape[1], torch.arange(x.shape[1], device=x.device)
         place = start_of(rows.long(), K)[:, None] + columns
         values = x.float().flatten()[place.clamp(0, x.numel() - 1)]
-        return rounding(torch.where(place < 0, 0, values * inverse)).to(torch.int8)
+        return as_int8(rounding(torch.where(place < 0, 0, values * inverse)))
 
     return codes
 
@@ -183,7 +184,7 @@ EXERCISES = {
             "above zero, the staircase is one step too low": _in_steps(lambda t: (t - 0.5).trunc()),
             "the cast drops the fraction, and nothing rounds before the cast": _in_steps(torch.trunc),
             "this rounds down: round to nearest": _in_steps(torch.floor),
-            "no scale is used: multiply by 127 / absmax": lambda x: x.float().round().to(torch.int8),
+            "no scale is used: multiply by 127 / absmax": lambda x: as_int8(x.float().round()),
             "ties go up, but should go to the even neighbor": _in_steps(lambda t: (t + 0.5).floor()),
             "a lower bound on absmax turns rows of tiny values into zeros": lambda x: (
                 (x.float() * (127 / x.float().abs().amax(1, keepdim=True).clamp(min=1e-6))).round().to(torch.int8)
@@ -192,12 +193,12 @@ EXERCISES = {
             "the half has the wrong sign: it moves each value toward zero": _in_steps(
                 lambda t: (t + torch.where(t > 0, -0.5, 0.5)).trunc()
             ),
-            "scale first, and round afterwards": lambda x: (
+            "scale first, and round afterwards": lambda x: as_int8(
                 x.float().round() * (127 / x.float().abs().amax(1, keepdim=True))
-            ).to(torch.int8),
+            ),
             "float16 has too few bits for steps: round them in float32": _in_steps(lambda t: t.half().round()),
-            "absmax is the largest magnitude: abs is missing": lambda x: (
-                (x.float() * (127 / x.float().amax(1, keepdim=True))).round().to(torch.int8)
+            "absmax is the largest magnitude: abs is missing": lambda x: as_int8(
+                (x.float() * (127 / x.float().amax(1, keepdim=True))).round()
             ),
             "ties go away from zero, but should go to the even neighbor": _in_steps(
                 lambda t: (t.abs() + 0.5).floor() * t.sign()
