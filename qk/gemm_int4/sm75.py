@@ -84,21 +84,20 @@ _LOAD_IF = tl.constexpr(
 )
 # Eight codes become the same pairs. lop3 0x6a is (a & b) ^ c; then come 1024 + (code + 8) - 1032 and
 # (1024 + 16 (code + 8)) / 16 - 72.
-_UNPACK = """{ .reg .b32 s, t<4>, one, sixteenth, a, b;
+_UNPACK = tl.constexpr("""{ .reg .b32 s, t<4>, one, sixteenth, a, b;
 mov.b32 one, 0x3c003c00; mov.b32 a, 0xe408e408; mov.b32 sixteenth, 0x2c002c00; mov.b32 b, 0xd480d480;
 shr.u32 s, $4, 8;
 lop3.b32 t0, $4, 0x000f000f, 0x64086408, 0x6a; lop3.b32 t1, $4, 0x00f000f0, 0x64806480, 0x6a;
 lop3.b32 t2, s, 0x000f000f, 0x64086408, 0x6a; lop3.b32 t3, s, 0x00f000f0, 0x64806480, 0x6a;
 fma.rn.f16x2 $0, t0, one, a; fma.rn.f16x2 $1, t1, sixteenth, b;
 fma.rn.f16x2 $2, t2, one, a; fma.rn.f16x2 $3, t3, sixteenth, b;
-}"""
+}""")
 # the bits of -1032 - zero point and -72 - zero point
 _UNPACK_ZERO = tl.constexpr(
-    _UNPACK.replace("mov.b32 a, 0xe408e408", "mad.lo.s32 a, $5, 0x00010001, 0xe408e408").replace(
+    _UNPACK.value.replace("mov.b32 a, 0xe408e408", "mad.lo.s32 a, $5, 0x00010001, 0xe408e408").replace(
         "mov.b32 b, 0xd480d480", "mad.lo.s32 b, $5, 0x00100010, 0xd480d480"
     )
 )
-_UNPACK = tl.constexpr(_UNPACK)
 # The same for int8: 8 columns become (0, 2, 4, 6) and (1, 3, 5, 7).
 _BYTES = "prmt.b32 $0, x0, x1, 0x6420; prmt.b32 $1, x0, x1, 0x7531;\n}"
 _LOAD_INT8 = tl.constexpr("{ .reg .b32 x<2>;\nld.global.nc.v2.b32 {x0, x1}, [$2];\n" + _BYTES)
@@ -263,21 +262,24 @@ def _row_ptrs(ptr, first, apart: tl.constexpr, rows, stride, COUNT: tl.constexpr
 
 
 @triton.jit
-def _load_tokens(
-    x_ptrs, x_scale_ptrs, k, offs_k, K, stride_xsb,
-    X_BLOCK: tl.constexpr, STEP: tl.constexpr, EVEN_K: tl.constexpr, INT8: tl.constexpr,
-):  # fmt: skip
-    """Load STEP columns of x, and the scales of the tokens of the thread's sums, or () if they come at the end."""
+def _load_tokens(x_ptrs, offs_k, K, STEP: tl.constexpr, EVEN_K: tl.constexpr, INT8: tl.constexpr):
+    """Load STEP columns of x."""
     x = ()
     for u in tl.static_range(STEP // 32):
         for i in tl.static_range(len(x_ptrs)):
             ptrs, inside = x_ptrs[i] + (offs_k + 32 * u), offs_k + 32 * u < K
             x += (_load_int8(ptrs, inside, EVEN_K) if INT8 else _load(ptrs, inside, EVEN_K),)
+    return x
+
+
+@triton.jit
+def _load_token_scales(x_scale_ptrs, k, K, stride_xsb, X_BLOCK: tl.constexpr):
+    """Load the scales of the tokens of the thread's sums."""
     scales = ()
     for i in tl.static_range(len(x_scale_ptrs)):
         ptrs = x_scale_ptrs[i] + (k // X_BLOCK).to(tl.int64) * stride_xsb
         scales += (tl.load(ptrs, mask=k < K, other=0.0),)
-    return x, scales
+    return scales
 
 
 @triton.jit
@@ -348,15 +350,18 @@ def _int4_gemm_sm75_kernel(
     for step in range(tl.cdiv(K, STEP * WK)):
         k = (step * WK + warp % WK) * STEP
         offs_k = k + lane % 4 * 8
-        x, x_scales = _load_tokens(x_ptrs, x_scale_ptrs, k, offs_k, K, stride_xsb, X_BLOCK, STEP, EVEN_K, INT8)
+        x = _load_tokens(x_ptrs, offs_k, K, STEP, EVEN_K, INT8)
+        x_scales = ()  # they come at the end
+        if len(x_scale_ptrs) > 0:
+            x_scales = _load_token_scales(x_scale_ptrs, k, K, stride_xsb, X_BLOCK)
         new_acc = ()
         for j in tl.static_range(NT):
             scales = ()
             codes = ()
-            for h in tl.static_range(2):
+            for r in tl.static_range(2 * j, 2 * j + 2):
                 loaded = _load_row(
-                    w_ptrs[2 * j + h], absmax_ptrs[2 * j + h], zero_ptrs[2 * j + h : 2 * j + h + 1], k, offs_k, K,
-                    stride_ag, stride_zg, GROUP, STEP, EVEN_K, INT8,
+                    w_ptrs[r], absmax_ptrs[r], zero_ptrs[r : r + 1], k, offs_k, K, stride_ag, stride_zg,
+                    GROUP, STEP, EVEN_K, INT8,
                 )  # fmt: skip
                 scales += loaded[0]
                 codes += loaded[1]

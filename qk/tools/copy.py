@@ -344,19 +344,23 @@ class _Plan(NamedTuple):
     pins: dict  # {parameter of a public function: its only value}
     dropped: tuple = ()  # functions that only the left out modes call
     word: str = ""  # docstrings lose the sentences that have it
-    elsewhere: str = ""  # as `word`, about GPUs that the portable kernels aren't for
+    elsewhere: dict = {}  # {arch: as `word`, about other GPUs}
     fields: bool = False  # whether attributes of these names, such as a problem's, have the same values
 
 
 _PLANS = {
     "int8": _Plan({"evens_first": False}),  # what int4_gemm reads on Hopper
     "norm": _Plan({"evens_first": False, "scale_layout": "row"}),
-    "gemm": _Plan({"path": None, "exact": True}, elsewhere="Hopper"),
+    "gemm": _Plan({"path": None, "exact": True}, elsewhere={"sm75": "Hopper", "sm80": "Hopper"}),
     "gemm_int4": _Plan(
         {"x_scale": None, "block_size": None, "zero_point": None, "evens_first": False},
         dropped=("_check_int8", "_unpack_int8"),
         word="int8|x_scale|zero_point",
-        elsewhere="512 tokens|Hopper|Below compute",
+        elsewhere={
+            "sm75": "K is split|512 tokens|Hopper|Below compute",
+            "sm80": "512 tokens|Hopper|Below compute",
+            "sm90": "Below compute",
+        },
         fields=True,
     ),
     "int4": _Plan({"zero_point": None}),
@@ -448,7 +452,7 @@ def _direct(text, module, arch):
         exactly = arch == "sm90"  # instructions that no other GPU has
         takes = f"of capability {'.'.join(map(str, _capability(arch)))}{'' if exactly else ' or more'}"
         unfit = f"{device} {'!=' if exactly else '<'} {_capability(arch)}"
-        unfit = f"not INTERPRETED and {unfit}" if arch == "sm80" else f"INTERPRETED or {unfit}"
+        unfit = f"not INTERPRETED and {unfit}" if arch == "sm80" else unfit
         indent = "\n" + " " * node.col_offset
         new = f"if {unfit}:{indent}    raise ValueError({_quoted(f'these kernels are for GPUs {takes}')}){indent}"
         if supports and arch != "sm80":
@@ -461,6 +465,17 @@ def _direct(text, module, arch):
                 edits.append((start - each.col_offset, end + 1, ""))
         return replaced(text, edits)
     return text
+
+
+def _compiled(text):
+    """Return a text for kernels with inline assembly, which Triton's interpreter doesn't run."""
+    for said in (
+        ", or a CPU tensor if TRITON_INTERPRET=1",
+        ", or in Triton's interpreter, where numpy would warn of Inf - Inf",
+        " The interpreter counts as capability 8.0.",
+    ):
+        text = text.replace(said, "")
+    return _renamed(text.replace(" and not INTERPRETED.value", ""), {"INTERPRETED": "False"})
 
 
 def _opened(item):
@@ -496,6 +511,10 @@ def _plain_module(name, arch):
             text = _plain_operator(text, checks)
         text = re.sub(r"^(def \w+[(].*), [*]_[)]:", r"\1):", text, flags=re.M)  # what a check takes and ignores
         text = _renamed(text, _RENAMED | _CLEARER)
+        if arch != "sm80":
+            if item.binds == {"INTERPRETED"}:
+                continue
+            text = _compiled(text)
         tree = ast.parse(text)
         uses = {inner.id for inner in ast.walk(tree) if isinstance(inner, ast.Name)}
         binds = {_CLEARER.get(name, name) for name in item.binds}
@@ -571,7 +590,7 @@ def short(*names, arch=None):
         pins |= {name: [value] for name, value in plan.pins.items()} if plan.fields else {}
         dropped += plan.dropped
         words += [plan.word] if plan.word else []
-        words += [plan.elsewhere] if plan.elsewhere and target == "sm80" else []
+        words += [plan.elsewhere[target]] if target in plan.elsewhere else []
         parts = [_without_sentences(part, "|".join(words)) for part in parts]
         if arches(where):
             # of those that have sm80's instructions, many have the shared memory of capability 8.6

@@ -31,10 +31,10 @@ LIMIT = {
 }
 # Copies for one instruction set that may not grow. Hopper's kernels are in Gluon, with a ring of buffers and TMA.
 AT_MOST = {
-    ("int8_gemm", "sm75"): 355,
-    ("int4_gemm", "sm75"): 478,
-    ("int8_gemm", "sm90"): 701,
-    ("int4_gemm", "sm90"): 890,
+    ("int8_gemm", "sm75"): 340,
+    ("int4_gemm", "sm75"): 450,
+    ("int8_gemm", "sm90"): 691,
+    ("int4_gemm", "sm90"): 883,
 }
 FUNCTIONS = copy.functions()
 
