@@ -53,6 +53,14 @@ def overtaken(op="int4_gemm"):
     return [min(m for m, *weight in slower if weight == list(each)) for each in {shape[1:] for shape in slower}]
 
 
+def matmuls_ms(op, kernel):
+    """How long a kernel takes altogether when int4 generates one token after 512 others."""
+    found = [each for each in RECORD["results"] if each["contender"] == "qk int4" and "kernels" in each]
+    cases = [(each, RECORD["cases"][each["case"]]) for each in found]
+    result = next(e for e, case in cases if (case["op"], case["shape"], case["options"]) == (op, [1, 512], {}))
+    return dict(result["kernels"])[kernel] / 1000
+
+
 def losses(kind):
     runs = [run["validation"][-1] for run in CHARACTERS["runs"] if run["kind"] == kind and run["rate"] == 0.001]
     return sum(runs) / len(runs)
@@ -224,6 +232,11 @@ NUMBERS = [
         "07_int4_gemm",
         r"int4 generates ([\d.]+)x as many tokens as bf16",
         lambda: [ratios("decode", "bf16", "qk int4")[1, 512]],
+    ),
+    (
+        "07_int4_gemm",
+        r"that's (\d+) per token, which take ([\d.]+) ms",
+        lambda: [32 * 4 + 1, matmuls_ms("decode", "_int4_gemm_sm90_kernel")],
     ),
     (
         "07_int8_activations",
