@@ -131,6 +131,12 @@ def peaks():
     return [100 * (1 - peak[name] / peak["compile"]) for name in ("qk separate", "qk")]
 
 
+def rotations(a, b, but=()):
+    """How many times as long `a` takes as `b` to rotate 8192 bfloat16 tokens: least and most, without some widths."""
+    found = times("hadamard", dtype="bfloat16")
+    return extremes(t[a] / t[b] for (tokens, width), t in found.items() if tokens == 8192 and width not in but)
+
+
 def climbed(a, b):
     """How many times as long step `a` of int4 x int8 takes as `b`, with 256 and with 1024 tokens, on an H100."""
     found = ratios("versions of int4_gemm int8", a, b, record=H100, group_size=128)
@@ -257,6 +263,16 @@ NUMBERS = [
         "07_int8_activations",
         r"below `tiled`'s, but it's ([\d.]+)x as fast with 256 tokens, and ([\d.]+)x with 1024",
         lambda: climbed("tiled", "qk"),
+    ),
+    (
+        "09_outliers",
+        r"rotating 8192 tokens takes ([\d.]+) to ([\d.]+) times as long as a copy",
+        lambda: rotations("qk", "copy"),
+    ),
+    (
+        "09_outliers",
+        r"matmul with H takes ([\d.]+) to ([\d.]+) times as long as the kernel",
+        lambda: rotations("matmul", "qk", but=(11008,)),
     ),
     (
         "08_your_model",
