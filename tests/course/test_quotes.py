@@ -177,6 +177,21 @@ NUMBERS = [
         lambda: extremes(ratios("int8_gemm", "bf16", "qk")[m, 8192, 8192] for m in (1, 16)),
     ),
     (
+        "03_scaled_int8_gemm",
+        r"`qk` takes (\d+) to (\d+)% longer than the copy",
+        lambda: extremes(100 * ratios("int8_gemm", "qk", "copy")[m, 8192, 8192] - 100 for m in (1, 16)),
+    ),
+    (
+        "03_scaled_int8_gemm",
+        r"is ([\d.]+) to ([\d.]+) times as fast as `qk`",
+        lambda: extremes(t for (m, *_), t in ratios("int8_gemm", "qk", "qk per-token").items() if m > 16),
+    ),
+    (
+        "03_scaled_int8_gemm",
+        r"each call spends (\d+) to (\d+) µs on the CPU",
+        lambda: extremes(times("chain", "wall_us")[1, 8192, 8192][name] for name in ("compile", "qk compile")),
+    ),
+    (
         "04_fused_epilogues",
         r"for \*nothing fused\*, moving them takes (\d+)% as long as the GEMM",
         lambda: [100 * output_bytes()[0] / output_bytes()[-1]],
