@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 RECORD = json.loads((ROOT / "qk" / "data" / "bench_h200.json").read_text(encoding="utf-8"))
 H100 = json.loads((ROOT / "qk" / "data" / "bench_h100.json").read_text(encoding="utf-8"))
 CHARACTERS = json.loads((ROOT / "qk" / "data" / "characters_h200.json").read_text(encoding="utf-8"))
+AUSTEN = json.loads((ROOT / "qk" / "data" / "austen.json").read_text(encoding="utf-8"))
 LARGE = 2**26  # elements
 
 
@@ -64,6 +65,18 @@ def matmuls_ms(op, kernel):
 def losses(kind):
     runs = [run["validation"][-1] for run in CHARACTERS["runs"] if run["kind"] == kind and run["rate"] == 0.001]
     return sum(runs) / len(runs)
+
+
+def dearer(*formats):
+    """How much each format raises the language model's perplexity, in percent."""
+    found = AUSTEN["formats"]
+    return [100 * (found[name]["perplexity"] / found["float16"]["perplexity"] - 1) for name in formats]
+
+
+def behind(last=None):
+    """By how many nats training the language model in int8 is behind bfloat16, at each of the last validations."""
+    runs = [AUSTEN["training"][kind]["validation"] for kind in ("int8", "bf16")]
+    return [int8 - bf16 for int8, bf16 in zip(*runs, strict=True)][-(last or 0) :]
 
 
 def fusing():
@@ -317,6 +330,19 @@ NUMBERS = [
             for name in ("split 4", "qk")
         ],
     ),
+    (
+        "11_language_model",
+        r"larger the groups: ([\d.]+)% with groups of 32, ([\d.]+)% with groups of 128, and ([\d.]+)% with one scale",
+        lambda: dearer(*(f"int4, {groups}, rounded" for groups in ("groups of 32", "groups of 128", "per row"))),
+    ),
+    (
+        "11_language_model",
+        r"int4 in groups of 128 raises it by ([\d.]+)%, or ([\d.]+)% once calibrated",
+        lambda: dearer("int4, groups of 128, rounded", "int4, groups of 128, calibrated"),
+    ),
+    ("11_language_model", r"perplexity rises by (\d+)%", lambda: dearer("int2, groups of 128, rounded (simulated)")),
+    ("11_language_model", r"never differ by more than ([\d.]+) nats", lambda: [max(map(abs, behind()))]),
+    ("11_language_model", r"is ([\d.]+) to ([\d.]+) nats higher", lambda: extremes(behind(11))),
 ]
 CLAIMS = [
     (
