@@ -156,6 +156,12 @@ def climbed(a, b):
     return [found[tokens, 8192, 8192] for tokens in (256, 1024)]
 
 
+def int4(contender):
+    """How many times as long as `qk` it takes to quantize a large float16 matrix, one scale per row: least and most."""
+    found = ratios("quantize_int4", contender, "qk", dtype="float16", group_size=None, packing="uint8")
+    return extremes(ratio for (rows, columns), ratio in found.items() if rows * columns >= 2**24)
+
+
 def fp8():
     return ratios("int8_gemm", "cublas fp8", "qk")
 
@@ -174,6 +180,18 @@ NUMBERS = [
         r"chain needs (\d+) µs on the CPU and (\d+) on the GPU; bfloat16's needs (\d+) and (\d+)",
         lambda: [times("chain", field)[1, 8192, 8192][name] for name in ("qk", "bf16") for field in ("wall_us", "us")],
     ),
+    (
+        "01_int4_packing",
+        r"version 2 is ([\d.]+) times as fast as version 1",
+        lambda: ratios("versions of quantize_int4", "naive", "joined").values(),
+    ),
+    (
+        "01_int4_packing",
+        r"makes version 4 take (\d+)% longer",
+        lambda: [100 * ratio - 100 for ratio in ratios("versions of quantize_int4", "careful", "tile").values()],
+    ),
+    ("01_int4_packing", r"`torch.compile` takes ([\d.]+) to ([\d.]+) times as long as `qk`", lambda: int4("compile")),
+    ("01_int4_packing", r"Eager torch takes (\d+) to (\d+) times as long", lambda: int4("eager")),
     (
         "02_block_quantization",
         r"(\d+) µs with `qk` and (\d+) µs with `torch.compile`",
