@@ -122,7 +122,9 @@ assert {alone} or "qk.core" in sys.modules
 
 
 @pytest.mark.parametrize("alone", [True, False], ids=["without qk", "next to qk"])
-def test_a_short_copy_gives_the_bits_of_the_package(alone, tmp_path):
+def test_a_short_copy_gives_the_bits_of_the_package(alone, tmp_path, monkeypatch):
+    # copies are portable; Hopper's and a T4's kernels add int4_gemm's products in another order
+    monkeypatch.setattr(qk.gemm_int4, "IMPLEMENTATIONS", qk.gemm_int4.IMPLEMENTATIONS[-1:])
     given = []
     for name, args, options in calls():
         result = getattr(qk, name)(*args, **options)
