@@ -477,6 +477,26 @@ if INTERPRETED:  # nobody watches compiled programs
     ANSWERS["with_relu"] += [
         ("", kernel(row="tl.program_id(0) * ROWS + tl.arange(0, 2 * ROWS)").replace("(ROWS,)", "(2 * ROWS,)"))
     ]
+ANSWERS["held"] += [
+    ("the bias is missing", rows(bias="0.0")),
+    ("scale_b isn't for the bias", rows(out="(g * a + bias) * b")),
+]
+ANSWERS["best_fix"] += [
+    ("fusing is a change, too", best(name='min((None, "graph", "vectorize"), key=times.get)')),
+]
+BLOCKS = "* BLOCK + tl.arange(0, BLOCK)\n"
+if INTERPRETED:  # nobody watches compiled programs
+    ANSWERS["held"] += [
+        ("mask what lies beyond", rows(row="tl.minimum(tl.program_id(0) * HELD + tl.arange(0, HELD), M - 1)")),
+        ("mask what lies beyond", rows().replace(BLOCKS, f"{BLOCKS}    n = tl.minimum(n, N - 1)\n")),
+    ]
+    ANSWERS["with_relu"] += [
+        ("mask what lies beyond", kernel(row="tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), M - 1)")),
+        (
+            "mask what lies beyond",
+            kernel().replace("start + tl.arange(0, BLOCK)", "tl.minimum(start + tl.arange(0, BLOCK), N - 1)"),
+        ),
+    ]
 # Right: a tile of maxima, and a loop that counts blocks
 TILE_OF_TOPS = kernel(
     top="tl.zeros((ROWS, BLOCK), tl.float32)",

@@ -61,6 +61,7 @@ def _peak_cases():
         "x>g g>mean mean>g8 g8>out",  # a name that is part of another
         "x>up x>mean mean>x8 x8>old old>out",  # a result that stays for long
         "x>h h>g g>x8 x8,up>out",  # an input that waits
+        "x>h h>mean h>up up,mean,h,x>out",  # four tensors read at once
     ):
         pairs = [pair.split(">") for pair in kernels.split()]
         names = {name for read, written in pairs for name in (*read.split(","), written)}
@@ -466,6 +467,9 @@ EXERCISES = {
                 alive=lambda i, made, last, end, own: made < i <= last
             ),
             "a later kernel may read a tensor again: look for the last reader, not the first": _peak(reader=min),
+            "a kernel may read more than two tensors": lambda kernels, sizes: _peak()(
+                [(read[:2], written) for read, written in kernels], sizes
+            ),
             "a result that no kernel reads stays alive to the end": _peak(unread=lambda made, end: made),
             "results count, too": _peak(unread=lambda made, end: -1),
             "a tensor is freed right after its last reader, not one kernel later": _peak(

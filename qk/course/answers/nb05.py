@@ -75,6 +75,12 @@ def _programs(kernel, grid, args, options):
     return programs
 
 
+def _repeated(loads):
+    """Whether these loads, between them, load an element more than once. Masked elements don't count."""
+    places = torch.cat([load.elements[load.mask].flatten() for load in loads])
+    return len(places.unique()) < len(places)
+
+
 def _held_too_much(kernel, args, options):
     BLOCK, HELD = options["BLOCK"], options["HELD"]
     grid = triton.cdiv(args[5], HELD), triton.cdiv(args[6], BLOCK)
@@ -82,11 +88,15 @@ def _held_too_much(kernel, args, options):
     for program, accesses in _programs(kernel, grid, args, options).items():
         said = f"Not yet: each number is right, but program {program}"
         for name, limit in most.items():
-            loaded = sum(access.elements.numel() for access in accesses if access[1:3] == ("load", name))
+            loads = [access for access in accesses if access[1:3] == ("load", name)]
+            loaded = sum(load.elements.numel() for load in loads)
             if loaded > limit:
                 vector = "load each vector once, and let [:, None] or [None, :] repeat it over the tile"
                 hint = "load g once: it's still in registers" if name == kernel.arg_names[0] else vector
                 return f"{said} loads {loaded} elements of {name}, and needs {limit}.\nHint: {hint}"
+            if loads and _repeated(loads):
+                hint = "mask what lies beyond M and N, instead of loading the last row or column again"
+                return f"{said} loads an element of {name} again.\nHint: {hint}"
         kinds = [access.kind for access in accesses]
         if "load" in kinds[kinds.index("store") :]:
             return f"{said} loads after it has stored.\nHint: load the g of all rows first, and only then store"
@@ -108,10 +118,10 @@ def _relu_cases():
     for M, N, kind, ROWS, BLOCK, gap, most, powers, small in (
         (8, 64, "dense", 4, 32, 0, (100, 200, 200), (0, 0), 1.0),
         (7, 50, "slice", 2, 16, 6, (4095, 32, 32), (-20, 70), 1.0),
-        (5, 33, "transpose", 4, 64, 0, (3_000_000, 3, 3), (-3, 3), 2.0**14),
+        (5, 33, "transpose", 1, 64, 0, (3_000_000, 3, 3), (-3, 3), 2.0**14),
         (1, 20, "second", 8, 16, 3, (100, 200, 200), (0, 0), 1.0),
         (9, 70, "slice", 8, 64, 5, (7, 40, 8000), (-115, 100), 2.0**-112),
-        (6, 130, "transpose", 1, 8, 7, (7, 8000, 40), (-10, 110), 1.0),
+        (6, 130, "transpose", 4, 8, 7, (7, 8000, 40), (-10, 110), 1.0),
     ):
         shape = {"slice": (M, N + 11), "transpose": (N, M), "second": (M, 2 * N)}.get(kind, (M, N))
         g = (whole(most[0], *shape) * (2 * torch.randint(0, 2, shape, generator=random) - 1)).int()
@@ -143,10 +153,10 @@ def _relu_too_much(kernel, args, options):
             if access.tensor == out and (access.elements[access.mask] % args[4].stride(0) >= N).any():
                 return f"{said} writes into the gaps between the rows of {out}.\nHint: store only where n < N"
         loads = [access for access in accesses if access[1:3] == ("load", g)]
-        if sum(int(load.mask.sum()) for load in loads) > ROWS * BLOCK * blocks:
+        if loads and _repeated(loads) or sum(int(load.mask.sum()) for load in loads) > ROWS * BLOCK * blocks:
             return (
                 f"{said} loads more of {g} than its ROWS rows, or loads them again.\n"
-                "Hint: load each element once, and keep the row's maximum through the loop"
+                "Hint: load each element once: mask what lies beyond M and N, and keep the row's maximum in the loop"
             )
         if max((load.elements.numel() for load in loads), default=0) > ROWS * BLOCK or len(loads) > ROWS * blocks:
             return f"{said} doesn't handle BLOCK columns at a time.\nHint: a tile has ROWS rows and BLOCK columns"
@@ -421,6 +431,12 @@ EXERCISES = {
                 g, a, as_bfloat16(b), as_bfloat16(bias), *sizes
             ),
             "the bias is missing": lambda g, a, b, bias, *sizes: _held(g, a, b, 0 * bias, *sizes),
+            "the bias is missing: load it, and add it last": lambda g, a, b, bias, *sizes: _held(
+                g, a, b, 0 * bias, *sizes, vectors=1
+            ),
+            "scale_b isn't for the bias: add the bias last": lambda g, a, b, bias, *sizes: _held(
+                g, a, b, bias * b[0], *sizes
+            ),
             "scale_a is missing": lambda g, a, *case: _held(g, torch.ones_like(a), *case),
             "the bias isn't scaled: add it last": lambda g, a, b, bias, *sizes: _held(g, a, b, bias * a * b, *sizes),
             "right, but scale_b and bias are loaded again for each row: once per program is enough": lambda *case: (
@@ -657,6 +673,7 @@ EXERCISES = {
             "compute the time after each change: today's bottleneck isn't always the one to fix": _fix(
                 choose=_by_bottleneck
             ),
+            "fusing is a change, too: compute the time after it": _fix(choose=_after((None, "graph", "vectorize"))),
             "compute the time after each change: fusing isn't always best": _fix(
                 choose=lambda times, gpu, steps, *_: "fuse" if len(steps) > 1 else min(times, key=times.get)
             ),
