@@ -311,8 +311,7 @@ def _int4_gemm_sm75_kernel(
     zero_ptr,  # None: no zero points
     x_scale_ptr,  # None: x isn't int8
     bias_ptr,  # None: no bias
-    out_ptr, M, N, K,
-    stride_xm, stride_wn, stride_an, stride_ag, stride_zn, stride_zg, stride_xsm, stride_xsb,
+    out_ptr, M, N, K, stride_xm, stride_wn, stride_an, stride_ag, stride_zn, stride_zg, stride_xsm, stride_xsb,
     GROUP: tl.constexpr,  # columns that share a scale; None: the row
     X_BLOCK: tl.constexpr,  # columns of x that share a scale; None: the row
     STEP: tl.constexpr,  # columns of a warp in an iteration, which the tensor cores sum
@@ -351,9 +350,7 @@ def _int4_gemm_sm75_kernel(
         k = (step * WK + warp % WK) * STEP
         offs_k = k + lane % 4 * 8
         x = _load_tokens(x_ptrs, offs_k, K, STEP, EVEN_K, INT8)
-        x_scales = ()  # they come at the end
-        if len(x_scale_ptrs) > 0:
-            x_scales = _load_token_scales(x_scale_ptrs, k, K, stride_xsb, X_BLOCK)
+        x_scales = () if X_BLOCK is None else _load_token_scales(x_scale_ptrs, k, K, stride_xsb, X_BLOCK)
         new_acc = ()
         for j in tl.static_range(NT):
             scales = ()
