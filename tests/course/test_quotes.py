@@ -105,31 +105,33 @@ def back_to_back(tokens):
     return eager / ours
 
 
+LAYER = 8192, 16384, 4096  # the FFN's first GEMM
+CODES = 1 + 4 / 128  # bytes of a code and its share of a scale
+
+
+def moving(size):
+    """The time of moving `size` bytes for each output of a large layer, at the speed of a copy, in µs."""
+    copy = max(result["gb_per_s"] for result in RECORD["results"] if result["contender"] == "copy")
+    return LAYER[0] * LAYER[1] * size / copy / 1e3
+
+
 def epilogues(activation="gelu"):
     """What the steps after the first GEMM add to its time, in percent.
 
     Returns the share that their bytes account for and the whole, around each matmul and with a separate GELU, and last
     the whole with all fused.
     """
-    tokens, channels, _ = shape = 8192, 16384, 4096
-    took = times("int8_addmm_quant", activation=activation)[shape]
-    copy = max(result["gb_per_s"] for result in RECORD["results"] if result["contender"] == "copy")
+    took = times("int8_addmm_quant", activation=activation)[LAYER]
     added = {name: 100 * (us / took["int8_gemm"] - 1) for name, us in took.items()}
-    codes = 1 + 4 / 128  # bytes per value; a 16-bit output's two are part of int8_gemm
-    moved = [tokens * channels * size / copy / 1e3 / took["int8_gemm"] for size in (6 + codes, 3 * codes - 2)]
-    return [100 * moved[0], added["unfused bf16"], 100 * moved[1], added["qk separate"], added["qk"]]
+    # a 16-bit output's two bytes are part of int8_gemm
+    around, separate = (100 * moving(size) / took["int8_gemm"] for size in (6 + CODES, 3 * CODES - 2))
+    return [around, added["unfused bf16"], separate, added["qk separate"], added["qk"]]
 
 
 def output_bytes():
-    """The times of moving a large layer's output at the speed of a copy, in µs, and of its GEMM.
-
-    Returns those of nothing fused, around each matmul, and all fused, and last the GEMM's.
-    """
-    tokens, channels, _ = shape = 8192, 16384, 4096
-    copy = max(result["gb_per_s"] for result in RECORD["results"] if result["contender"] == "copy")
-    codes = 1 + 4 / 128  # bytes per value
-    moved = [tokens * channels * size / copy / 1e3 for size in (12 + codes, 8 + codes, codes)]
-    return [*moved, times("int8_addmm_quant", activation="gelu")[shape]["int8_gemm"]]
+    """The times of moving its output with nothing fused, around each matmul, and all fused, and of its GEMM."""
+    took = times("int8_addmm_quant", activation="gelu")[LAYER]
+    return [*map(moving, (12 + CODES, 8 + CODES, CODES)), took["int8_gemm"]]
 
 
 def predicted():
@@ -174,12 +176,6 @@ NUMBERS = [
         lambda: extremes(two_gpus("prefill", (1, 2048)).values()),
     ),
     ("README", r"bfloat16 overtakes it at (\d+) to (\d+) tokens", lambda: extremes(overtaken())),
-    ("13_checkpoints", r"at ([\d.]+) to ([\d.]+) times the speed of cuBLAS FP8", lambda: extremes(fp8().values())),
-    (
-        "13_checkpoints",
-        r"chain needs (\d+) µs on the CPU and (\d+) on the GPU; bfloat16's needs (\d+) and (\d+)",
-        lambda: [times("chain", field)[1, 8192, 8192][name] for name in ("qk", "bf16") for field in ("wall_us", "us")],
-    ),
     (
         "01_int4_packing",
         r"version 2 is ([\d.]+) times as fast as version 1",
@@ -291,6 +287,24 @@ NUMBERS = [
         lambda: [32 * 4 + 1, matmuls_ms("decode", "_int4_gemm_sm90_kernel")],
     ),
     (
+        "07_int4_gemm",
+        r"its speedup over bf16 is ([\d.]+)x",
+        lambda: [ratios("int4_gemm", "bf16", "qk", group_size=128)[1, 8192, 8192]],
+    ),
+    (
+        "07_int4_gemm",
+        r"explain `naive`'s (\d+) µs",
+        lambda: [times("versions of int4_gemm", group_size=128)[1, 8192, 8192]["naive"]],
+    ),
+    (
+        "07_int4_gemm",
+        r"`split 4` is ([\d.]+)x as fast as bf16. The package's kernel is ([\d.]+)x",
+        lambda: [
+            ratios("versions of int4_gemm", "bf16", name, record=H100, group_size=128)[1, 8192, 8192]
+            for name in ("split 4", "qk")
+        ],
+    ),
+    (
         "07_int8_activations",
         r"became only ([\d.]+)x as fast with 256 tokens, and ([\d.]+)x with 1024",
         lambda: climbed("shifted", "sixteenfold"),
@@ -311,16 +325,6 @@ NUMBERS = [
         lambda: climbed("tiled", "qk"),
     ),
     (
-        "09_outliers",
-        r"rotating 8192 tokens takes ([\d.]+) to ([\d.]+) times as long as a copy",
-        lambda: rotations("qk", "copy"),
-    ),
-    (
-        "09_outliers",
-        r"matmul with H takes ([\d.]+) to ([\d.]+) times as long as the kernel",
-        lambda: rotations("matmul", "qk", but=(11008,)),
-    ),
-    (
         "08_your_model",
         r"([\d.]+)x with one sequence, ([\d.]+)x with 8",
         lambda: [ratios("decode", "bf16", "qk int4")[sequences, 512] for sequences in (1, 8)],
@@ -331,22 +335,14 @@ NUMBERS = [
         lambda: [100 * abs(gain - 1) for gain in two_gpus("decode", (1, 512)).values()],
     ),
     (
-        "07_int4_gemm",
-        r"its speedup over bf16 is ([\d.]+)x",
-        lambda: [ratios("int4_gemm", "bf16", "qk", group_size=128)[1, 8192, 8192]],
+        "09_outliers",
+        r"rotating 8192 tokens takes ([\d.]+) to ([\d.]+) times as long as a copy",
+        lambda: rotations("qk", "copy"),
     ),
     (
-        "07_int4_gemm",
-        r"explain `naive`'s (\d+) µs",
-        lambda: [times("versions of int4_gemm", group_size=128)[1, 8192, 8192]["naive"]],
-    ),
-    (
-        "07_int4_gemm",
-        r"`split 4` is ([\d.]+)x as fast as bf16. The package's kernel is ([\d.]+)x",
-        lambda: [
-            ratios("versions of int4_gemm", "bf16", name, record=H100, group_size=128)[1, 8192, 8192]
-            for name in ("split 4", "qk")
-        ],
+        "09_outliers",
+        r"matmul with H takes ([\d.]+) to ([\d.]+) times as long as the kernel",
+        lambda: rotations("matmul", "qk", but=(11008,)),
     ),
     (
         "11_language_model",
@@ -361,6 +357,12 @@ NUMBERS = [
     ("11_language_model", r"perplexity rises by (\d+)%", lambda: dearer("int2, groups of 128, rounded (simulated)")),
     ("11_language_model", r"never differ by more than ([\d.]+) nats", lambda: [max(map(abs, behind()))]),
     ("11_language_model", r"is ([\d.]+) to ([\d.]+) nats higher", lambda: extremes(behind(11))),
+    ("13_checkpoints", r"at ([\d.]+) to ([\d.]+) times the speed of cuBLAS FP8", lambda: extremes(fp8().values())),
+    (
+        "13_checkpoints",
+        r"chain needs (\d+) µs on the CPU and (\d+) on the GPU; bfloat16's needs (\d+) and (\d+)",
+        lambda: [times("chain", field)[1, 8192, 8192][name] for name in ("qk", "bf16") for field in ("wall_us", "us")],
+    ),
 ]
 CLAIMS = [
     (
