@@ -35,10 +35,10 @@ def operator(fake, *depends, check=None, fills=True, mutates=()):
     """
 
     def register(function):
-        implementation = _filling(function, fake, check) if fills else function
-        if fills:  # calls through the dispatcher, such as those of torch.compile's code, are replayed as well
-            implementation = replayed(*depends, passed_by=lambda: False)(implementation)
-        overload = _registered(function, implementation, fake, mutates)
+        implementation = dispatched = _filling(function, fake, check) if fills else function
+        if fills:  # what calls it directly is replayed itself; calls of torch.compile's code come from the dispatcher
+            dispatched = replayed(*depends, passed_by=lambda: False)(implementation)
+        overload = _registered(function, dispatched, fake, mutates)
 
         @functools.wraps(function)
         def call(*args):

@@ -49,8 +49,25 @@ _DOT_K = tl.constexpr(128)  # columns of K in a product, also the block of the s
 
 
 @jit
+def _load_scales(row_scales, k, K, DOTS: tl.constexpr):
+    """Load the scales of step k, for each dot one of b and, if consumers share K, a vector of a.
+
+    row_scales: for each of the two, pointers to the first block's scales, the stride along K, and which rows exist.
+    """
+    scales = ()
+    for d in gl.static_range(DOTS):
+        block = k * DOTS + d
+        of_dot = ()
+        for i in gl.static_range(len(row_scales)):
+            ptrs, stride, exist = row_scales[i]
+            of_dot += (gl.load(ptrs + block.to(gl.int64) * stride, mask=exist & (block * _DOT_K < K), other=0.0),)
+        scales += (of_dot,)
+    return scales
+
+
+@jit
 def _sum_steps(
-    ring, b_scale_row, stride_bsk, first, taken, K,
+    ring, row_scales, first, taken, K,
     WG: tl.constexpr, PER_ROW: tl.constexpr, SHARE_K: tl.constexpr, STRIDE: tl.constexpr, DOTS: tl.constexpr,
     STAGES: tl.constexpr, layout: tl.constexpr,
 ):  # fmt: skip
@@ -58,14 +75,12 @@ def _sum_steps(
     a_bufs, b_bufs, scale_bufs, full, empty = ring
     BLOCK_M: tl.constexpr = a_bufs.shape[1]
     acc = gl.full([_CONSUMER_N, BLOCK_M], 0, gl.int32 if PER_ROW else gl.float32, layout)
+    if not PER_ROW:
+        scales = _load_scales(row_scales, first, K, DOTS)
     for k in range(first, gl.cdiv(K, DOTS * _DOT_K), STRIDE):
         stage = (taken + k) % STAGES
-        b_scales = ()
-        if not PER_ROW:  # load them before the wait
-            for d in gl.static_range(DOTS):
-                block = k * DOTS + d
-                at = b_scale_row + block.to(gl.int64) * stride_bsk
-                b_scales += (gl.load(at, mask=block * _DOT_K < K, other=0.0),)
+        if not PER_ROW:  # a step ahead: a wait for them would be as long as a product
+            next_scales = _load_scales(row_scales, k + STRIDE, K, DOTS)
         mbarrier.wait(full.index(stage), (taken + k) // STAGES & 1)
         for d in gl.static_range(DOTS):
             b = b_bufs.index(stage * DOTS + d)
@@ -79,11 +94,17 @@ def _sum_steps(
                 product = gl.full([_CONSUMER_N, BLOCK_M], 0, gl.int32, layout)
                 product = warpgroup_mma(b, a, product, use_acc=False, is_async=True)
                 product = warpgroup_mma_wait(0, (product,))
-                scale = scale_bufs.index(stage * DOTS + d).reshape([BLOCK_M]).load(gl.SliceLayout(0, layout))
-                scale, _ = gl.broadcast((scale * b_scales[d]).expand_dims(0), acc)
+                if SHARE_K:
+                    scale = gl.convert_layout(scales[d][0] * scales[d][1], gl.SliceLayout(0, layout))
+                else:
+                    scale = scale_bufs.index(stage * DOTS + d).reshape([BLOCK_M]).load(gl.SliceLayout(0, layout))
+                    scale *= scales[d][0]
+                scale, _ = gl.broadcast(scale.expand_dims(0), acc)
                 acc = gl.fma(product.to(gl.float32), scale, acc)
             if d == DOTS - 1:
                 mbarrier.arrive(empty.index(stage), count=1)
+        if not PER_ROW:
+            scales = next_scales
     return acc
 
 
@@ -94,7 +115,7 @@ def _consume(
     GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     ring, shared = operands[:2]
-    a_scale, b_scale_ptr, bias_ptr, out_ptr, M, N, K, stride_bsn, stride_bsk = operands[2:]
+    a_scale_ptr, b_scale_ptr, bias_ptr, out_ptr, M, N, K, stride_asm, stride_ask, stride_bsn, stride_bsk = operands[2:]
     BLOCK_M: tl.constexpr = ring[0].shape[1]
     ROWS: tl.constexpr = ring[1].shape[1]
     layout: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
@@ -112,11 +133,15 @@ def _consume(
         offs_m = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
         # rows beyond the end have no scale; their sums aren't stored
         b_scale_row = b_scale_ptr + gl.minimum(row // _DOT_K, (N - 1) // _DOT_K).to(gl.int64) * stride_bsn
+        row_scales = ((b_scale_row, stride_bsk, True),)
         first = 0
         if SHARE_K:
             first += first_step(taken, WG, WGS)
+            # a layout in which a thread loads one scale; in `layout` it would load BLOCK_M / 4 of them
+            offs = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0]))
+            row_scales += ((a_scale_ptr + offs.to(gl.int64) * stride_asm, stride_ask, offs < M),)
         sums = _sum_steps(
-            ring, b_scale_row, stride_bsk, first, taken, K,
+            ring, row_scales, first, taken, K,
             WG, PER_ROW, SHARE_K, WGS if SHARE_K else 1, DOTS, STAGES, layout,
         )  # fmt: skip
         taken += steps
@@ -127,16 +152,18 @@ def _consume(
                 sums = take_sums(sums, shared, round, first, WGS)
             out = sums
             if PER_ROW:
-                a_scales = gl.load(a_scale + offs_m, mask=offs_m < M, other=0.0).expand_dims(0)
+                a_scales = gl.load(a_scale_ptr + offs_m.to(gl.int64) * stride_asm, mask=offs_m < M, other=0.0)
                 b_scales = gl.load(b_scale_ptr + offs_n.to(gl.int64) * stride_bsn, mask=offs_n < N, other=0.0)
-                out = sums.to(gl.float32) * a_scales * b_scales.expand_dims(1)
+                out = sums.to(gl.float32) * a_scales.expand_dims(0) * b_scales.expand_dims(1)
             store_transposed(out, out_ptr, bias_ptr if HAS_BIAS else None, offs_m, offs_n, M, N)
         round += 1
 
 
-@jit(do_not_specialize=["M", "K"])
+@jit(do_not_specialize=["M", "K", "stride_asm", "stride_ask"])
 def _int8_gemm_sm90_decode_kernel(
-    a_desc, b_desc, a_scale, b_scale_ptr, bias_ptr, out_ptr, M, N, K, stride_bsn, stride_bsk,
+    a_desc, b_desc,
+    a_scale,  # a pointer, or a descriptor of scales [blocks, M] if there are blocks and consumers don't share K
+    b_scale_ptr, bias_ptr, out_ptr, M, N, K, stride_asm, stride_ask, stride_bsn, stride_bsk,
     PER_ROW: tl.constexpr,  # one scale per row; otherwise one for each 1 x 128 of a and each 128 x 128 of b
     SHARE_K: tl.constexpr,  # the three consumers share K; otherwise there are two, with 64 rows of a tile each
     BLOCK_M: tl.constexpr,  # tokens of a tile
@@ -144,7 +171,6 @@ def _int8_gemm_sm90_decode_kernel(
     STAGES: tl.constexpr, GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr, REGISTERS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """a_scale: a descriptor of block scales, K-major [blocks, M]; with PER_ROW a pointer to [M]."""
     if EARLY:
         gdc_launch_dependents()
     WGS: tl.constexpr = 3 if SHARE_K else 2
@@ -152,8 +178,10 @@ def _int8_gemm_sm90_decode_kernel(
     a_bufs = gl.allocate_shared_memory(gl.int8, [STAGES * DOTS, BLOCK_M, _DOT_K], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(gl.int8, [STAGES * DOTS, ROWS, _DOT_K], b_desc.layout)
     scale_bufs = a_bufs
-    if not PER_ROW:
+    scales = ()
+    if not PER_ROW and not SHARE_K:
         scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES * DOTS, 1, BLOCK_M], a_scale.layout)
+        scales = (a_scale, scale_bufs, 1)
     full = barriers(STAGES, 1)
     empty = barriers(STAGES, 1 if SHARE_K else WGS)
     shared = ()
@@ -161,9 +189,9 @@ def _int8_gemm_sm90_decode_kernel(
         shared = shared_sums(WGS, _CONSUMER_N, BLOCK_M, gl.int32 if PER_ROW else gl.float32)
     consume = (
         (a_bufs, b_bufs, scale_bufs, full, empty), shared,
-        a_scale, b_scale_ptr, bias_ptr if HAS_BIAS else b_scale_ptr, out_ptr, M, N, K, stride_bsn, stride_bsk,
+        a_scale, b_scale_ptr, bias_ptr if HAS_BIAS else b_scale_ptr, out_ptr, M, N, K,
+        stride_asm, stride_ask, stride_bsn, stride_bsk,
     )  # fmt: skip
-    scales = () if PER_ROW else (a_scale, scale_bufs, 1)
     produce = ((a_desc, a_bufs), (b_desc, b_bufs), scales, full, empty, M, N, K)
     if SHARE_K:
         gl.warp_specialize(
@@ -238,8 +266,8 @@ def supports_sm90_decode(problem):
 def int8_gemm_sm90_decode(problem, config=None):
     """Solve a problem that it supports. Checks nothing.
 
-    a_scale is best K-major (strides (1, M), M a multiple of 4); otherwise it is copied first. config: a key or an
-    entry of _CONFIGS to use instead of `_choose`'s.
+    For more than 64 tokens, a_scale is best K-major (strides (1, M), M a multiple of 4); otherwise it is copied first.
+    config: a key or an entry of _CONFIGS to use instead of `_choose`'s.
     """
     p = problem
     (M, K), N = p.a.shape, p.b.shape[0]
@@ -248,16 +276,15 @@ def int8_gemm_sm90_decode(problem, config=None):
     c = _CONFIGS[config] if isinstance(config, str) else config
     rows = 64 if c.share_k else 128
     per_row = p.block_size is None
-    if per_row:
-        a_scale = p.a_scale.contiguous()
-    else:
+    a_scale = p.a_scale
+    if not per_row and not c.share_k:  # TMA brings them 15% sooner there; for fewer tokens, a copy takes longer
         scales, stride = with_tma_rows(p.a_scale.t())
         a_scale = descriptor(scales, cdiv(K, 128), M, stride, (1, c.block_m))
     launch(
         p.a.device, _int8_gemm_sm90_decode_kernel, (min(multiprocessors, cdiv(M, c.block_m) * cdiv(N, rows)),),
         descriptor(p.a, M, K, p.a.stride(0), (c.block_m, 128)),
         descriptor(p.b, N, K, p.b.stride(0), (rows, 128)),
-        a_scale, p.b_scale, p.bias, p.out, M, N, K, *p.b_scale.stride(),
+        a_scale, p.b_scale, p.bias, p.out, M, N, K, *p.a_scale.stride(), *p.b_scale.stride(),
         PER_ROW=per_row, SHARE_K=c.share_k, BLOCK_M=c.block_m, DOTS=c.dots, STAGES=c.stages,
         GROUP_M=c.group_m, HAS_BIAS=p.bias is not None, REGISTERS=c.registers, early=M <= 64, num_warps=4,
     )  # fmt: skip
