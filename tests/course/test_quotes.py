@@ -346,7 +346,7 @@ NUMBERS = [
     ),
     (
         "11_language_model",
-        r"larger the groups: ([\d.]+)% with groups of 32, ([\d.]+)% with groups of 128, and ([\d.]+)% with one scale",
+        r"larger groups: ([\d.]+)% with groups of 32, ([\d.]+)% with groups of 128, and ([\d.]+)% with one scale",
         lambda: dearer(*(f"int4, {groups}, rounded" for groups in ("groups of 32", "groups of 128", "per row"))),
     ),
     (
