@@ -132,7 +132,7 @@ def decode_attention(q, keys, values, absmax, lengths, scale=None, out_dtype=Non
     """Attend to a cache with one query per sequence and head: softmax(scale * q @ key.T) @ value.
 
     Args:
-        q: float16 or bfloat16 [B, n * kv_heads, D], any strides, D 64 or 128. n heads in a row share a key head.
+        q: float16 or bfloat16 [B, n * kv_heads, D], any strides, D 64 or 128. n heads in a row share a KV head.
         keys, values, absmax: a cache, as in `write_kv`.
         lengths: int32 [B]. What the cache holds beyond a sequence's length has no influence.
         scale: of the scores; None is 1 / sqrt(D).

@@ -5,6 +5,7 @@ go too.
 """
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -162,6 +163,18 @@ def int4(contender):
     """How many times as long as `qk` it takes to quantize a large float16 matrix, one scale per row: least and most."""
     found = ratios("quantize_int4", contender, "qk", dtype="float16", group_size=None, packing="uint8")
     return extremes(ratio for (rows, columns), ratio in found.items() if rows * columns >= 2**24)
+
+
+def int4_caches():
+    """The speedup of `decode_attention` with an int4 cache over torch's faster kernel, on an H100: {shape: ratio}."""
+    found = times("decode_attention", record=H100)
+    return {shape: min(t["cudnn"], t["flash"]) / t["qk"] for shape, t in found.items()}
+
+
+def caches_of_16_bits():
+    """How much less and how much more time than cuDNN's `decode_attention` takes with a 16-bit cache, in percent."""
+    least, most = extremes(t["qk 16 bits"] / t["cudnn"] for t in times("decode_attention", record=H100).values())
+    return 100 - 100 * least, 100 * most - 100
 
 
 def fp8():
@@ -357,6 +370,22 @@ NUMBERS = [
     ("11_language_model", r"perplexity rises by (\d+)%", lambda: dearer("int2, groups of 128, rounded (simulated)")),
     ("11_language_model", r"never differ by more than ([\d.]+) nats", lambda: [max(map(abs, behind()))]),
     ("11_language_model", r"is ([\d.]+) to ([\d.]+) nats higher", lambda: extremes(behind(11))),
+    (
+        "12_kv_cache",
+        r"single sequence of 1,024 tokens, int4 is only ([\d.]+)x as fast as the baseline",
+        lambda: [int4_caches()[1, 1024]],
+    ),
+    (
+        "12_kv_cache",
+        r"From 32,768 tokens on, int4 is at least ([\d.]+)x as fast",
+        lambda: [min(ratio for shape, ratio in int4_caches().items() if math.prod(shape) >= 32768)],
+    ),
+    (
+        "12_kv_cache",
+        r"largest cache gains the most: ([\d.]+)x of a possible ([\d.]+)x",
+        lambda: [int4_caches()[32, 8192], 2 * 128 / (128 / 2 + 2)],
+    ),
+    ("12_kv_cache", r"takes between (\d+)% less and (\d+)% more time than cuDNN", caches_of_16_bits),
     ("13_checkpoints", r"at ([\d.]+) to ([\d.]+) times the speed of cuBLAS FP8", lambda: extremes(fp8().values())),
     (
         "13_checkpoints",

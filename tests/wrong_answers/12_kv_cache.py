@@ -48,7 +48,7 @@ ANSWERS = {
         ("an absmax each", fit(RIGHT, "D * bits // 8 + (1 if bits < 16 else 0)")),
         ("has no absmax", fit(RIGHT, "D * bits // 8 + 2")),
         ("every layer", fit("size // (2 * kv_heads * row)")),
-        ("every key head", fit("size // (2 * layers * row)")),
+        ("every KV head", fit("size // (2 * layers * row)")),
         ("round down", fit("-(-size // (2 * layers * kv_heads * row))")),
         ("a byte has 8 bits", fit(RIGHT, "D * bits + (2 if bits < 16 else 0)")),
         ("share a byte", fit(RIGHT, "D * max(bits, 8) // 8 + (2 if bits < 16 else 0)")),

@@ -42,7 +42,7 @@ _TOKENS_THAT_FIT = Exercise(
         "every layer has its own cache: multiply by the number of layers": lambda size, layers, *cache: (
             size // _bytes(1, *cache)
         ),
-        "every key head has its own rows: multiply by the number of heads": lambda size, layers, kv_heads, *row: (
+        "every KV head has its own rows: multiply by the number of heads": lambda size, layers, kv_heads, *row: (
             size // _bytes(layers, 1, *row)
         ),
         "whole tokens: round down": lambda size, *cache: -(-size // _bytes(*cache)),
@@ -93,7 +93,7 @@ _TOKENS_THAT_FIT = Exercise(
         "each layer has all heads: multiply, don't add": lambda size, layers, kv_heads, *row: (
             size // _bytes(layers + kv_heads, 1, *row)
         ),
-        "only key heads are stored: how many query heads share one doesn't matter": lambda size, *cache: (
+        "only KV heads are stored: how many query heads share one doesn't matter": lambda size, *cache: (
             size // (4 * _bytes(*cache))
         ),
     },
