@@ -181,6 +181,37 @@ def fp8():
     return ratios("int8_gemm", "cublas fp8", "qk")
 
 
+def sparse(baseline, L):
+    """How many times as long a baseline takes as the sparse chain, over all layers: least and most."""
+    return extremes(ratios("sparse_linear", baseline, "qk", L=L).values())
+
+
+def wins():
+    """How much faster the 2:4 chain is than int8_addmm, in percent: least and most."""
+    return [100 * (ratio - 1) for ratio in sparse("int8_addmm", 4)]
+
+
+def again():
+    """By how much two recordings of int8_addmm at the same shape differ at most, in percent."""
+    eight, four = (times("sparse_linear", L=L) for L in (8, 4))
+    ratio = [eight[shape]["int8_addmm"] / four[shape]["int8_addmm"] for shape in eight]
+    return [100 * (max(max(each, 1 / each) for each in ratio) - 1)]
+
+
+def per_column(L):
+    """The sparse GEMM's speedup over the one in int8_addmm, with equal columns: {shape: speedup}.
+
+    A GEMM's time is the chain's, less that of moving x, the codes, the bfloat16 sums and the output at a copy's speed.
+    """
+    copy = max(result["gb_per_s"] for result in RECORD["results"] if result["contender"] == "copy")
+    wide = (2 * L - 4) / L
+    return {
+        (M, N, K): (t["int8_addmm"] - M * 3 * K / copy / 1e3)
+        / ((t["qk"] - M * ((2 + wide) * K + 4 * N) / copy / 1e3) / wide)
+        for (M, N, K), t in times("sparse_linear", L=L).items()
+    }
+
+
 NUMBERS = [
     ("README", r"is about ([\d.]+) times as fast as in bfloat16 \(([\d.]+) times", training),
     (
@@ -289,6 +320,16 @@ NUMBERS = [
         r"launch takes (\d+) µs on the CPU; eager's graph takes (\d+) µs on the GPU",
         lambda: [dequant(1, "wall_us")["eager"] / 5, dequant(1)["eager"]],
     ),
+    ("06_sparse_chain", r"differ by up to (\d+)%, so call", again),
+    ("06_sparse_chain", r"At 2:4, it wins by (\d+) to (\d+)%", wins),
+    ("06_sparse_chain", r"2:4 is (\d+) to (\d+)% faster than our best dense layer", wins),
+    ("06_sparse_chain", r"We measure ([\d.]+)x to ([\d.]+)x over a chain", lambda: sparse("dense chain", 8)),
+    (
+        "06_sparse_chain",
+        r"is ([\d.]+) to ([\d.]+) times as fast as the one in `int8_addmm`",
+        lambda: extremes(speedup for L in (8, 4) for speedup in per_column(L).values()),
+    ),
+    ("06_sparse_chain", r"the recorded ([\d.]+) brings a tie", lambda: [per_column(8)[16384, 3584, 18944]]),
     (
         "07_int4_gemm",
         r"int4 generates ([\d.]+)x as many tokens as bf16",

@@ -1,4 +1,4 @@
-"""The exercises of notebook 6: columns, windows, a kernel that slides words, and a kernel with a bug."""
+"""The exercises of notebook 6: columns, windows, a kernel with a bug, and a kernel that slides words."""
 
 import torch
 
@@ -181,6 +181,31 @@ EXERCISES = {
             "from left to right": lambda values, L: _fill(values, L)[::-1],
         },
     ),
+    "ragged_codes": Exercise(
+        expected=_ragged_codes,
+        cases=_rows,
+        kernel=True,
+        note="rows of any length, values of any size, ties, and all C columns of the output",
+        mistakes={
+            "the last group is cut off: its columns up to K belong to this row": lambda x: _ragged_codes(
+                x, x.shape[1] // 8 * 8
+            ),
+            "the last column of the row is missing": lambda x: _ragged_codes(x, x.shape[1] - 1),
+            "write all C positions, not just K": _incomplete,
+            "codes end at 127: absmax becomes 127, not 128": lambda x: _ragged_codes(
+                x, absmax=lambda part: part.abs().amax(1, keepdim=True) * 127 / 128
+            ),
+            "absmax is the largest magnitude, not the largest number": lambda x: _ragged_codes(
+                x, absmax=lambda part: part.amax(1, keepdim=True)
+            ),
+            "ties go up, but should go to the even neighbor": lambda x: _ragged_codes(
+                x, rounding=lambda codes: (codes + 0.5).floor()
+            ),
+            "a lower bound on absmax turns rows of small values into zeros": lambda x: _ragged_codes(
+                x, absmax=lambda part: part.abs().amax(1, keepdim=True).clamp(min=1e-8)
+            ),
+        },
+    ),
     "slide_words": Exercise(
         expected=_slide_words,
         cases=_words,
@@ -218,31 +243,6 @@ EXERCISES = {
             "windows 0 and 2 are swapped": lambda words, BLOCK: _slide_words(words)[:, [2, 1, 0]],
             "the halves don't overlap if b's is shifted to the upper end: use | and <<": _with_middle(
                 lambda a, b: ((a >> 16) & 0xFFFF) | (b & 0xFFFF)
-            ),
-        },
-    ),
-    "ragged_codes": Exercise(
-        expected=_ragged_codes,
-        cases=_rows,
-        kernel=True,
-        note="rows of any length, values of any size, ties, and all C columns of the output",
-        mistakes={
-            "the last group is cut off: its columns up to K belong to this row": lambda x: _ragged_codes(
-                x, x.shape[1] // 8 * 8
-            ),
-            "the last column of the row is missing": lambda x: _ragged_codes(x, x.shape[1] - 1),
-            "write all C positions, not just K": _incomplete,
-            "codes end at 127: absmax becomes 127, not 128": lambda x: _ragged_codes(
-                x, absmax=lambda part: part.abs().amax(1, keepdim=True) * 127 / 128
-            ),
-            "absmax is the largest magnitude, not the largest number": lambda x: _ragged_codes(
-                x, absmax=lambda part: part.amax(1, keepdim=True)
-            ),
-            "ties go up, but should go to the even neighbor": lambda x: _ragged_codes(
-                x, rounding=lambda codes: (codes + 0.5).floor()
-            ),
-            "a lower bound on absmax turns rows of small values into zeros": lambda x: _ragged_codes(
-                x, absmax=lambda part: part.abs().amax(1, keepdim=True).clamp(min=1e-8)
             ),
         },
     ),
