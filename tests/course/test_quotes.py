@@ -233,11 +233,6 @@ NUMBERS = [
     ("01_int4_packing", r"`torch.compile` takes ([\d.]+) to ([\d.]+) times as long as `qk`", lambda: int4("compile")),
     ("01_int4_packing", r"Eager torch takes (\d+) to (\d+) times as long", lambda: int4("eager")),
     (
-        "02_block_quantization",
-        r"(\d+) µs with `qk` and (\d+) µs with `torch.compile`",
-        lambda: [times("act_quant", "wall_us")[1, 8192][name] for name in ("qk", "compile")],
-    ),
-    (
         "03_scaled_int8_gemm",
         r"([\d.]+)x the speed of bf16",
         lambda: [1 / ratios("ladder", "4 warps", "bf16")[8192, 8192, 8192]],
