@@ -239,7 +239,7 @@ NUMBERS = [
     ),
     (
         "03_scaled_int8_gemm",
-        r"bf16 takes ([\d.]+) to ([\d.]+) times as long as int8",
+        r"bf16 takes ([\d.]+) to ([\d.]+) times as long as `qk`",
         lambda: extremes(ratios("int8_gemm", "bf16", "qk")[m, 8192, 8192] for m in (1, 16)),
     ),
     (
@@ -251,6 +251,11 @@ NUMBERS = [
         "03_scaled_int8_gemm",
         r"is ([\d.]+) to ([\d.]+) times as fast as `qk`",
         lambda: extremes(t for (m, *_), t in ratios("int8_gemm", "qk", "qk per-token").items() if m > 16),
+    ),
+    (
+        "03_scaled_int8_gemm",
+        r"At (\d+) tokens, FP8 is ([\d.]+)x as fast",
+        lambda: [128, 1 / fp8()[128, 14336, 4096]],
     ),
     (
         "03_scaled_int8_gemm",
