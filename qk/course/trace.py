@@ -349,20 +349,18 @@ def programs(
         ax.set_xticks([x + 0.5 for x in ticks], ticks)
         rows = range((last - first) // line + 1)
         ax.set_yticks([y + 0.5 for y in rows], [first + y * line for y in rows])
-        ax.set_ylabel("starts at element", fontsize=8)
-        if len(rows) == 1 and first == 0:
-            ax.set(yticks=[], ylabel="line")
+        ax.set_ylabel("starts at element" if len(rows) > 1 else "starts at", fontsize=8)
         ax.tick_params(length=0, labelsize=8, top=beside, labeltop=beside, labelbottom=not beside)
         ax.spines[:].set_visible(False)
     what = "the program's step, counted from 0" if by == "step" else "the program that touches it"
     between = "\n" if beside else " "
     for ax in axes[-1]:
-        ax.set_xlabel(f"element, in memory order{between}(in each cell: {what})")
+        ax.set_xlabel(f"element, in memory order{between}(in each cell: {what})", loc="center" if beside else "left")
     fig.suptitle(title, x=0.01, ha="left", fontsize=11)
     handles = [Patch(label=kind, **look) for kind, look in _LOOKS.items() if kind and kind in kinds]
     if handles:
         fig.set_figheight(fig.get_figheight() + 0.3)
-        fig.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=9)
+        fig.legend(handles=handles, loc=f"outside lower {'center' if beside else 'left'}", ncols=4, fontsize=9)
     return fig
 
 
