@@ -1,7 +1,7 @@
-SCALE = """def best_scale(x, codes, counts):
-    x, codes, counts = x.double(), codes.double(), counts.double()
-    above = (counts * codes * x).sum().item()
-    below = (counts * codes**2).sum().item()
+SCALE = """def best_scale(x, codes, importance):
+    x, codes, importance = x.double(), codes.double(), importance.double()
+    above = (importance * codes * x).sum().item()
+    below = (importance * codes**2).sum().item()
     return above / below if below else 0.0
 """
 KERNEL = """@triton.jit
@@ -28,24 +28,24 @@ def changed(answer, old, new):
 
 ANSWERS = {
     "best_scale": [
-        ("by its entry in counts", SCALE.replace("counts * codes", "codes")),
-        ("in both sums", changed(SCALE, "counts * codes**2", "codes**2")),
-        ("in both sums, above", changed(SCALE, "counts * codes * x", "codes * x")),
-        ("aren't squared", SCALE.replace("counts * codes", "counts**2 * codes")),
-        ("takes their root", SCALE.replace("counts * codes", "counts.sqrt() * codes")),
-        ("that is absmax / 7", "def best_scale(x, codes, counts):\n    return x.abs().max().item() / 7"),
-        ("multiplies the codes", changed(SCALE, "counts * codes**2", "counts * x**2")),
+        ("by its importance", SCALE.replace("importance * codes", "codes")),
+        ("in both sums", changed(SCALE, "importance * codes**2", "codes**2")),
+        ("in both sums, above", changed(SCALE, "importance * codes * x", "codes * x")),
+        ("isn't squared", SCALE.replace("importance * codes", "importance**2 * codes")),
+        ("takes its root", SCALE.replace("importance * codes", "importance.sqrt() * codes")),
+        ("that is absmax / 7", "def best_scale(x, codes, importance):\n    return x.abs().max().item() / 7"),
+        ("multiplies the codes", changed(SCALE, "importance * codes**2", "importance * x**2")),
         ("signs cancel", SCALE.replace("codes * x)", "x)").replace("codes**2", "codes")),
-        ("ratio of magnitudes", changed(SCALE, "counts * codes * x", "counts * (codes * x).abs()")),
+        ("ratio of magnitudes", changed(SCALE, "importance * codes * x", "importance * (codes * x).abs()")),
         ("mean magnitudes", SCALE.replace("codes * x)", "x.abs())").replace("codes**2", "codes.abs()")),
         (
             "mean of the ratios",
-            "def best_scale(x, codes, counts):\n    some = codes != 0\n"
-            "    return ((counts * x / codes)[some].sum() / counts[some].sum()).item()",
+            "def best_scale(x, codes, importance):\n    some = codes != 0\n"
+            "    return ((importance * x / codes)[some].sum() / importance[some].sum()).item()",
         ),
         (
             "ratio of the norms",
-            changed(SCALE, "counts * codes * x).sum().item()", "counts * x**2).sum().item()").replace(
+            changed(SCALE, "importance * codes * x).sum().item()", "importance * x**2).sum().item()").replace(
                 "above / below", "(above / below) ** 0.5"
             ),
         ),

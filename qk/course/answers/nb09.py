@@ -4,34 +4,35 @@ import torch
 
 from qk.course.exercises import Exercise
 
-# best_scale(x, codes, counts)
+# best_scale(x, codes, importance)
 
 
 def _scale(above=lambda x, q, c: c * q * x, below=lambda x, q, c: c * q * q):
-    def answered(x, codes, counts):
-        x, codes, counts = x.double(), codes.double(), counts.double()
-        total = below(x, codes, counts).sum().item()
-        return above(x, codes, counts).sum().item() / total if total else 0.0
+    def answered(x, codes, importance):
+        x, codes, importance = x.double(), codes.double(), importance.double()
+        total = below(x, codes, importance).sum().item()
+        return above(x, codes, importance).sum().item() / total if total else 0.0
 
     return answered
 
 
 def _groups():
-    """(x, codes, counts): clipped codes, codes of other signs than x, counts of 0, and groups without a scale."""
+    """(x, codes, importance): clipped codes, codes of other signs than x, importance 0, and groups without a scale."""
     random = torch.Generator().manual_seed(65)
 
-    def case(n, size=1.0, clip=0.8, counts=None):
+    def case(n, size=1.0, clip=0.8, importance=None):
         x = torch.randn(n, generator=random)
         codes = (x * 7 / (clip * x.abs().max())).round().clamp(-7, 7).to(torch.int8)
-        return size * x, codes, torch.rand(n, generator=random) if counts is None else counts
+        return size * x, codes, torch.rand(n, generator=random) if importance is None else importance
 
     few = (torch.arange(101) % 10 == 3).float()
-    x, codes, counts = case(40)
+    x, codes, importance = case(40)
     return [
         case(32), case(64, -1.0), case(128, 1e-12, 0.5), case(20, 3e36), case(101, 1e15, 0.6, few),
-        case(50, counts=torch.ones(50)),
-        case(36, counts=1e-9 * torch.rand(36, generator=random)),
-        (x, codes, counts * (codes == 0)), (x + 3, codes, 1000 * counts), (x, torch.zeros_like(codes), counts),
+        case(50, importance=torch.ones(50)),
+        case(36, importance=1e-9 * torch.rand(36, generator=random)),
+        (x, codes, importance * (codes == 0)),
+        (x + 3, codes, 1000 * importance), (x, torch.zeros_like(codes), importance),
         (torch.tensor([-2.5]), torch.tensor([7], dtype=torch.int8), torch.tensor([3.0])),
     ]  # fmt: skip
 
@@ -41,16 +42,16 @@ _SCALE = Exercise(
     cases=_groups,
     bound=1e-5,
     mistakes={
-        "each squared error is weighted by its entry in counts": _scale(lambda x, q, c: q * x, lambda x, q, c: q * q),
-        "counts are in both sums": _scale(below=lambda x, q, c: q * q),
-        "counts are in both sums, above, too": _scale(lambda x, q, c: q * x),
-        "counts multiply the square; they aren't squared themselves": _scale(
+        "each squared error is weighted by its importance": _scale(lambda x, q, c: q * x, lambda x, q, c: q * q),
+        "the importance is in both sums": _scale(below=lambda x, q, c: q * q),
+        "the importance is in both sums, above, too": _scale(lambda x, q, c: q * x),
+        "the importance multiplies the square; it isn't squared itself": _scale(
             lambda x, q, c: c * c * q * x, lambda x, q, c: c * c * q * q
         ),
-        "counts multiply the square; that takes their root": _scale(
+        "the importance multiplies the square; that takes its root": _scale(
             lambda x, q, c: c.sqrt() * q * x, lambda x, q, c: c.sqrt() * q * q
         ),
-        "that is absmax / 7: the codes are fixed, and another scale fits them better": lambda x, codes, counts: (
+        "that is absmax / 7: the codes are fixed, and another scale fits them better": lambda x, codes, importance: (
             x.abs().max().item() / 7
         ),
         "that is the best factor for x; the scale multiplies the codes": _scale(below=lambda x, q, c: c * x * x),
@@ -63,20 +64,20 @@ _SCALE = Exercise(
         "that is a ratio of mean magnitudes: set the derivative of the sum of squares to 0": _scale(
             lambda x, q, c: c * x.abs(), lambda x, q, c: c * q.abs()
         ),
-        "that is a mean of the ratios x / code: small codes count too much": lambda x, codes, counts: (
-            (counts * (x / codes))[codes != 0].sum() / counts[codes != 0].sum()
+        "that is a mean of the ratios x / code: small codes count too much": lambda x, codes, importance: (
+            (importance * (x / codes))[codes != 0].sum() / importance[codes != 0].sum()
         ).item(),
-        "that is the ratio of the norms: set the derivative of the sum of squares to 0": lambda x, codes, counts: (
-            ((counts * x.double() ** 2).sum() / (counts * codes.double() ** 2).sum()).sqrt().item()
+        "that is the ratio of the norms: set the derivative of the sum of squares to 0": lambda x, codes, importance: (
+            ((importance * x.double() ** 2).sum() / (importance * codes.double() ** 2).sum()).sqrt().item()
         ),
         "the sign is wrong": _scale(lambda x, q, c: -c * q * x),
         "that is twice the best scale: both derivatives have the factor 2": _scale(lambda x, q, c: 2 * c * q * x),
         "a scale isn't rounded to float16": lambda *case: torch.tensor(_scale()(*case)).half().item(),
-        "if every scale is equally good, return 0.0": lambda x, codes, counts: (
-            _scale()(x, codes, counts) if (counts * codes).any() else torch.nan
+        "if every scale is equally good, return 0.0": lambda x, codes, importance: (
+            _scale()(x, codes, importance) if (importance * codes).any() else torch.nan
         ),
     },
-    note="groups of any length, sign and magnitude, any codes, and counts of 0",
+    note="groups of any length, sign and magnitude, any codes, and importance 0",
 )
 
 # stage(x, apart, block)
