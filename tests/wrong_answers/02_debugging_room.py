@@ -164,7 +164,7 @@ ANSWERS["restore"] += [
         "is 0 where a tile",
         changed(RESTORE, "offs // QUANT", "tile * (TILE // QUANT_BLOCK) + tl.arange(0, TILE) // QUANT"),
     ),
-    ("begin anew in each row", changed(RESTORE, "row * blocks + offs // QUANT", "(row * K + offs) // QUANT")),
+    ("start over in each row", changed(RESTORE, "row * blocks + offs // QUANT", "(row * K + offs) // QUANT")),
 ]
 ANSWERS["token_codes"] += [
     ("drop the half", changed(TOKEN, NEAREST, "nearest(x * inverse + 0.5)")),
@@ -186,7 +186,7 @@ ANSWERS["row_absmax"] += [
     )
 ]
 ANSWERS["unpack"] += [
-    ("takes turns by byte", changed(UNPACK, "(offs % 2)", "(offs // 2 % 2)")),
+    ("from byte to byte", changed(UNPACK, "(offs % 2)", "(offs // 2 % 2)")),
     ("begins with a low nibble", changed(UNPACK, "(offs % 2)", "((row * K + offs) % 2)")),
     ("the other nibble", changed(UNPACK, " & 15", "")),
 ]

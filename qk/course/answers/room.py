@@ -220,7 +220,7 @@ EXERCISES = {
             "this counts blocks from the start of the tile, but where in its row does the tile start?": _scaled(
                 lambda j, tile, block: j % tile // block
             ),
-            "the codes come back as they are: multiply them by their scales": lambda codes, scales, tile, block: (
+            "these are the codes themselves: multiply them by their scales": lambda codes, scales, tile, block: (
                 codes.float()
             ),
             "a block isn't always 64 columns: use QUANT_BLOCK": _scaled(lambda j, tile, block: j // 64),
@@ -233,7 +233,7 @@ EXERCISES = {
             "a short last block has a scale, too: round up to count a row's scales": _restored_flat(
                 lambda row, j, K, block: row * (K // block) + j // block
             ),
-            "blocks begin anew in each row: divide the column, not the place in the tensor": _restored_flat(
+            "blocks start over in each row: divide the column, not the place in the tensor": _restored_flat(
                 lambda row, j, K, block: (row * K + j) // block
             ),
             "TILE // QUANT_BLOCK is 0 where a tile is smaller than a block: divide the column": _scaled(
@@ -272,7 +272,7 @@ EXERCISES = {
             "the codes aren't rounded": _rounded_by(lambda steps: steps),
             "a cast drops the fraction: round to nearest": _rounded_by(torch.trunc),
             "absmax is the largest magnitude: abs is missing": _rounded_by(torch.round, lambda part: part.amax()),
-            "the last block's absmax is 0 or infinite: what does its load give?": _trips(
+            "the last block's absmax is 0 or infinite: what does its load return for masked elements?": _trips(
                 lambda row, start, end, block: F.pad(row[start:end], (0, start + block - end), value=-torch.inf)
             ),
             "masked elements must not become the absmax: which `other` is safe?": _trips(
@@ -351,11 +351,11 @@ EXERCISES = {
             "1111 is -1: subtract 16, not 8": _unpacked(
                 lambda j: j % 2 * 4, low=lambda nibble: nibble - 8 * (nibble > 7)
             ),
-            "the column decides which nibble, and this takes turns by byte": _unpacked(lambda j: j // 2 % 2 * 4),
+            "the column decides which nibble; this alternates from byte to byte": _unpacked(lambda j: j // 2 % 2 * 4),
             "each row begins with a low nibble: the column decides, not the place in the tensor": lambda packed, K: (
                 _unpacked(lambda j: (torch.arange(len(packed), device=j.device)[:, None] * K + j) % 2 * 4)(packed, K)
             ),
-            "shift by 0 or 4: all other columns aren't in this byte": _unpacked(lambda j: (4 * j).clamp(max=31)),
+            "shift by 0 or 4: a byte holds only two columns": _unpacked(lambda j: (4 * j).clamp(max=31)),
             "a nibble has four bits: shift by 4, not by 2": _unpacked(lambda j: j % 2 * 2),
             "two's complement: subtract 16 from nibbles above 7, and nothing from the others": _unpacked(
                 lambda j: j % 2 * 4, low=lambda nibble: nibble - 8
