@@ -337,7 +337,7 @@ NUMBERS = [
     ),
     (
         "07_int4_gemm",
-        r"that's (\d+) per token, which take ([\d.]+) ms",
+        r"a token needs (\d+) matmuls, which take ([\d.]+) ms",
         lambda: [32 * 4 + 1, matmuls_ms("decode", "_int4_gemm_sm90_kernel")],
     ),
     (
