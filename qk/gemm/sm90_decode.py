@@ -49,70 +49,59 @@ _DOT_K = tl.constexpr(128)  # columns of K in a product, also the block of the s
 
 
 @jit
-def _load_scales(row_scales, k, K, DOTS: tl.constexpr):
-    """Load the scales of step k, for each dot one of b and, if consumers share K, a vector of a.
-
-    row_scales: for each of the two, pointers to the first block's scales, the stride along K, and which rows exist.
-    """
-    scales = ()
-    for d in gl.static_range(DOTS):
-        block = k * DOTS + d
-        of_dot = ()
-        for i in gl.static_range(len(row_scales)):
-            ptrs, stride, exist = row_scales[i]
-            of_dot += (gl.load(ptrs + block.to(gl.int64) * stride, mask=exist & (block * _DOT_K < K), other=0.0),)
-        scales += (of_dot,)
-    return scales
+def _load_scales(row_scales, k, K):
+    """Load the scales of step k: of a, a vector, and of b, a number. The compiler drops what isn't used."""
+    a_ptrs, exist, stride_ask, b_ptr, stride_bsk = row_scales
+    block = k.to(gl.int64)
+    inside = block * _DOT_K < K
+    a_scale = gl.load(a_ptrs + block * stride_ask, mask=exist & inside, other=0.0)
+    return a_scale, gl.load(b_ptr + block * stride_bsk, mask=inside, other=0.0)
 
 
 @jit
 def _sum_steps(
     ring, row_scales, first, taken, K,
-    WG: tl.constexpr, PER_ROW: tl.constexpr, SHARE_K: tl.constexpr, STRIDE: tl.constexpr, DOTS: tl.constexpr,
-    STAGES: tl.constexpr, layout: tl.constexpr,
+    WG: tl.constexpr, PER_ROW: tl.constexpr, SHARE_K: tl.constexpr, STRIDE: tl.constexpr, STAGES: tl.constexpr,
+    layout: tl.constexpr,
 ):  # fmt: skip
     """Multiply every STRIDE-th step of a tile, beginning with `first`. Returns the sums, scaled unless PER_ROW."""
     a_bufs, b_bufs, scale_bufs, full, empty = ring
     BLOCK_M: tl.constexpr = a_bufs.shape[1]
     acc = gl.full([_CONSUMER_N, BLOCK_M], 0, gl.int32 if PER_ROW else gl.float32, layout)
-    if not PER_ROW:
-        scales = _load_scales(row_scales, first, K, DOTS)
-    for k in range(first, gl.cdiv(K, DOTS * _DOT_K), STRIDE):
+    a_scale, b_scale = _load_scales(row_scales, first, K)
+    for k in range(first, gl.cdiv(K, _DOT_K), STRIDE):
         stage = (taken + k) % STAGES
-        if not PER_ROW:  # a step ahead: a wait for them would be as long as a product
-            next_scales = _load_scales(row_scales, k + STRIDE, K, DOTS)
+        # a step ahead: where they are needed, a consumer would wait for them as long as for a product
+        next_a_scale, next_b_scale = _load_scales(row_scales, k + STRIDE, K)
         mbarrier.wait(full.index(stage), (taken + k) // STAGES & 1)
-        for d in gl.static_range(DOTS):
-            b = b_bufs.index(stage * DOTS + d)
-            if not SHARE_K:
-                b = b.slice(WG * _CONSUMER_N, _CONSUMER_N, 0)
-            a = a_bufs.index(stage * DOTS + d).permute([1, 0])
-            if PER_ROW:
-                acc = warpgroup_mma(b, a, acc, is_async=True)
-                acc = warpgroup_mma_wait(0, (acc,))
+        b = b_bufs.index(stage)
+        if not SHARE_K:
+            b = b.slice(WG * _CONSUMER_N, _CONSUMER_N, 0)
+        a = a_bufs.index(stage).permute([1, 0])
+        if PER_ROW:
+            acc = warpgroup_mma(b, a, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, (acc,))
+        else:
+            product = gl.full([_CONSUMER_N, BLOCK_M], 0, gl.int32, layout)
+            product = warpgroup_mma(b, a, product, use_acc=False, is_async=True)
+            product = warpgroup_mma_wait(0, (product,))
+            if SHARE_K:
+                scale = gl.convert_layout(a_scale * b_scale, gl.SliceLayout(0, layout))
             else:
-                product = gl.full([_CONSUMER_N, BLOCK_M], 0, gl.int32, layout)
-                product = warpgroup_mma(b, a, product, use_acc=False, is_async=True)
-                product = warpgroup_mma_wait(0, (product,))
-                if SHARE_K:
-                    scale = gl.convert_layout(scales[d][0] * scales[d][1], gl.SliceLayout(0, layout))
-                else:
-                    scale = scale_bufs.index(stage * DOTS + d).reshape([BLOCK_M]).load(gl.SliceLayout(0, layout))
-                    scale *= scales[d][0]
-                scale, _ = gl.broadcast(scale.expand_dims(0), acc)
-                acc = gl.fma(product.to(gl.float32), scale, acc)
-            if d == DOTS - 1:
-                mbarrier.arrive(empty.index(stage), count=1)
-        if not PER_ROW:
-            scales = next_scales
+                scale = scale_bufs[0].index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, layout)) * b_scale
+            scale, _ = gl.broadcast(scale.expand_dims(0), acc)
+            acc = gl.fma(product.to(gl.float32), scale, acc)
+        mbarrier.arrive(empty.index(stage), count=1)
+        a_scale = next_a_scale
+        b_scale = next_b_scale
     return acc
 
 
 @jit
 def _consume(
     WG: tl.constexpr, operands,
-    PER_ROW: tl.constexpr, WGS: tl.constexpr, SHARE_K: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr,
-    GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
+    PER_ROW: tl.constexpr, WGS: tl.constexpr, SHARE_K: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     ring, shared = operands[:2]
     a_scale_ptr, b_scale_ptr, bias_ptr, out_ptr, M, N, K, stride_asm, stride_ask, stride_bsn, stride_bsk = operands[2:]
@@ -123,7 +112,7 @@ def _consume(
         gdc_wait()
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(N, ROWS)
-    steps = gl.cdiv(K, DOTS * _DOT_K)
+    steps = gl.cdiv(K, _DOT_K)
     taken = 0  # steps of earlier tiles
     round = 0
     for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
@@ -133,16 +122,16 @@ def _consume(
         offs_m = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
         # rows beyond the end have no scale; their sums aren't stored
         b_scale_row = b_scale_ptr + gl.minimum(row // _DOT_K, (N - 1) // _DOT_K).to(gl.int64) * stride_bsn
-        row_scales = ((b_scale_row, stride_bsk, True),)
+        # a thread loads one scale; in `layout` it would load BLOCK_M / 4 of them
+        offs = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0]))
+        a_scale_ptrs = a_scale_ptr + offs.to(gl.int64) * stride_asm
+        row_scales = (a_scale_ptrs, offs < M, stride_ask, b_scale_row, stride_bsk)
         first = 0
         if SHARE_K:
             first += first_step(taken, WG, WGS)
-            # a layout in which a thread loads one scale; in `layout` it would load BLOCK_M / 4 of them
-            offs = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [4], [0]))
-            row_scales += ((a_scale_ptr + offs.to(gl.int64) * stride_asm, stride_ask, offs < M),)
         sums = _sum_steps(
             ring, row_scales, first, taken, K,
-            WG, PER_ROW, SHARE_K, WGS if SHARE_K else 1, DOTS, STAGES, layout,
+            WG, PER_ROW, SHARE_K, WGS if SHARE_K else 1, STAGES, layout,
         )  # fmt: skip
         taken += steps
         if SHARE_K and WG > 0:
@@ -155,60 +144,56 @@ def _consume(
                 a_scales = gl.load(a_scale_ptr + offs_m.to(gl.int64) * stride_asm, mask=offs_m < M, other=0.0)
                 b_scales = gl.load(b_scale_ptr + offs_n.to(gl.int64) * stride_bsn, mask=offs_n < N, other=0.0)
                 out = sums.to(gl.float32) * a_scales.expand_dims(0) * b_scales.expand_dims(1)
-            store_transposed(out, out_ptr, bias_ptr if HAS_BIAS else None, offs_m, offs_n, M, N)
+            store_transposed(out, out_ptr, bias_ptr, offs_m, offs_n, M, N)
         round += 1
 
 
 @jit(do_not_specialize=["M", "K", "stride_asm", "stride_ask"])
 def _int8_gemm_sm90_decode_kernel(
     a_desc, b_desc,
-    a_scale,  # a pointer, or a descriptor of scales [blocks, M] if there are blocks and consumers don't share K
-    b_scale_ptr, bias_ptr, out_ptr, M, N, K, stride_asm, stride_ask, stride_bsn, stride_bsk,
+    scale_desc,  # a's scales [blocks, M], or None if PER_ROW or SHARE_K: consumers then read a_scale_ptr
+    a_scale_ptr, b_scale_ptr, bias_ptr, out_ptr, M, N, K, stride_asm, stride_ask, stride_bsn, stride_bsk,
     PER_ROW: tl.constexpr,  # one scale per row; otherwise one for each 1 x 128 of a and each 128 x 128 of b
     SHARE_K: tl.constexpr,  # the three consumers share K; otherwise there are two, with 64 rows of a tile each
     BLOCK_M: tl.constexpr,  # tokens of a tile
-    DOTS: tl.constexpr,  # products of each stage
-    STAGES: tl.constexpr, GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr, REGISTERS: tl.constexpr,
-    EARLY: tl.constexpr,
+    STAGES: tl.constexpr, GROUP_M: tl.constexpr, REGISTERS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         gdc_launch_dependents()
     WGS: tl.constexpr = 3 if SHARE_K else 2
     ROWS: tl.constexpr = _CONSUMER_N if SHARE_K else WGS * _CONSUMER_N
-    a_bufs = gl.allocate_shared_memory(gl.int8, [STAGES * DOTS, BLOCK_M, _DOT_K], a_desc.layout)
-    b_bufs = gl.allocate_shared_memory(gl.int8, [STAGES * DOTS, ROWS, _DOT_K], b_desc.layout)
-    scale_bufs = a_bufs
+    a_bufs = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_M, _DOT_K], a_desc.layout)
+    b_bufs = gl.allocate_shared_memory(gl.int8, [STAGES, ROWS, _DOT_K], b_desc.layout)
     scales = ()
-    if not PER_ROW and not SHARE_K:
-        scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES * DOTS, 1, BLOCK_M], a_scale.layout)
-        scales = (a_scale, scale_bufs, 1)
+    if scale_desc is not None:
+        scales = (scale_desc, gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], scale_desc.layout), 1)
     full = barriers(STAGES, 1)
     empty = barriers(STAGES, 1 if SHARE_K else WGS)
     shared = ()
     if SHARE_K:
         shared = shared_sums(WGS, _CONSUMER_N, BLOCK_M, gl.int32 if PER_ROW else gl.float32)
     consume = (
-        (a_bufs, b_bufs, scale_bufs, full, empty), shared,
-        a_scale, b_scale_ptr, bias_ptr if HAS_BIAS else b_scale_ptr, out_ptr, M, N, K,
+        (a_bufs, b_bufs, scales[1:2], full, empty), shared,
+        a_scale_ptr, b_scale_ptr, bias_ptr, out_ptr, M, N, K,
         stride_asm, stride_ask, stride_bsn, stride_bsk,
     )  # fmt: skip
     produce = ((a_desc, a_bufs), (b_desc, b_bufs), scales, full, empty, M, N, K)
     if SHARE_K:
         gl.warp_specialize(
             [
-                (_consume, (0, consume, PER_ROW, WGS, SHARE_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
-                (_consume, (1, consume, PER_ROW, WGS, SHARE_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
-                (_consume, (2, consume, PER_ROW, WGS, SHARE_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
-                (keep_full, (produce, DOTS, STAGES, GROUP_M, True, EARLY)),
+                (_consume, (0, consume, PER_ROW, WGS, SHARE_K, STAGES, GROUP_M, EARLY)),
+                (_consume, (1, consume, PER_ROW, WGS, SHARE_K, STAGES, GROUP_M, EARLY)),
+                (_consume, (2, consume, PER_ROW, WGS, SHARE_K, STAGES, GROUP_M, EARLY)),
+                (keep_full, (produce, 1, STAGES, GROUP_M, True, EARLY)),
             ],
             [4, 4, 1], [REGISTERS, REGISTERS, 32],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, consume, PER_ROW, WGS, SHARE_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
-                (_consume, (1, consume, PER_ROW, WGS, SHARE_K, DOTS, STAGES, GROUP_M, HAS_BIAS, EARLY)),
-                (keep_full, (produce, DOTS, STAGES, GROUP_M, True, EARLY)),
+                (_consume, (0, consume, PER_ROW, WGS, SHARE_K, STAGES, GROUP_M, EARLY)),
+                (_consume, (1, consume, PER_ROW, WGS, SHARE_K, STAGES, GROUP_M, EARLY)),
+                (keep_full, (produce, 1, STAGES, GROUP_M, True, EARLY)),
             ],
             [4, 1], [REGISTERS, 32],
         )  # fmt: skip
@@ -219,7 +204,6 @@ class _Tile(NamedTuple):
 
     share_k: bool  # whether three consumers share K; otherwise two have 64 rows each
     block_m: int  # tokens of a tile
-    dots: int  # products of each stage
     stages: int  # if consumers share K, a multiple of their number, so that each has its own
     registers: int  # for each consumer thread
     group_m: int = 1  # tile rows in a group, which is multiplied column by column
@@ -227,10 +211,10 @@ class _Tile(NamedTuple):
 
 # NVIDIA H100, 2026-11
 _CONFIGS = {
-    "32": _Tile(True, 32, dots=1, stages=12, registers=128),
-    "64": _Tile(True, 64, dots=1, stages=9, registers=152),
-    "128": _Tile(False, 64, dots=1, stages=8, registers=224, group_m=8),
-    "128 rows": _Tile(False, 128, dots=1, stages=6, registers=224),
+    "32": _Tile(True, 32, stages=12, registers=128),
+    "64": _Tile(True, 64, stages=9, registers=152),
+    "128": _Tile(False, 64, stages=8, registers=224, group_m=8),
+    "128 rows": _Tile(False, 128, stages=6, registers=224),
 }
 
 
@@ -276,15 +260,15 @@ def int8_gemm_sm90_decode(problem, config=None):
     c = _CONFIGS[config] if isinstance(config, str) else config
     rows = 64 if c.share_k else 128
     per_row = p.block_size is None
-    a_scale = p.a_scale
+    scale_desc = None
     if not per_row and not c.share_k:  # TMA brings them 15% sooner there; for fewer tokens, a copy takes longer
         scales, stride = with_tma_rows(p.a_scale.t())
-        a_scale = descriptor(scales, cdiv(K, 128), M, stride, (1, c.block_m))
+        scale_desc = descriptor(scales, cdiv(K, 128), M, stride, (1, c.block_m))
     launch(
         p.a.device, _int8_gemm_sm90_decode_kernel, (min(multiprocessors, cdiv(M, c.block_m) * cdiv(N, rows)),),
         descriptor(p.a, M, K, p.a.stride(0), (c.block_m, 128)),
         descriptor(p.b, N, K, p.b.stride(0), (rows, 128)),
-        a_scale, p.b_scale, p.bias, p.out, M, N, K, *p.a_scale.stride(), *p.b_scale.stride(),
-        PER_ROW=per_row, SHARE_K=c.share_k, BLOCK_M=c.block_m, DOTS=c.dots, STAGES=c.stages,
-        GROUP_M=c.group_m, HAS_BIAS=p.bias is not None, REGISTERS=c.registers, early=M <= 64, num_warps=4,
+        scale_desc, p.a_scale, p.b_scale, p.bias, p.out, M, N, K, *p.a_scale.stride(), *p.b_scale.stride(),
+        PER_ROW=per_row, SHARE_K=c.share_k, BLOCK_M=c.block_m, STAGES=c.stages, GROUP_M=c.group_m,
+        REGISTERS=c.registers, early=M <= 64, num_warps=4,
     )  # fmt: skip
