@@ -521,7 +521,7 @@ def rescale_scatter(sums, outputs, factor):
     """Plot outputs against their sums of products of codes: if one factor fitted all, they'd lie on its line."""
     sums, outputs = _tensor(sums).numpy(), _tensor(outputs).numpy()
     fig, ax = subplots(7, 3.6)
-    ax.plot(sums, outputs, "o", color=BLUE, markersize=4, label="output of the layer")
+    ax.plot(sums, outputs, "o", color=BLUE, markersize=4, label="output of one channel")
     ax.axline((0, 0), slope=factor, color=VERMILION, label="the best single factor")
     ax.grid(True)
     ax.set(title="One token: no single factor fits 128 channels that share scales", ylabel="exact output")
