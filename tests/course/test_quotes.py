@@ -274,7 +274,7 @@ NUMBERS = [
     ),
     (
         "04_fused_epilogues",
-        r"output takes (\d+) µs of that\. With \*all fused\*, moving it takes (\d+) µs",
+        r"output takes (\d+) µs of that; with \*all fused\*, (\d+) µs",
         lambda: output_bytes()[1:3],
     ),
     ("04_fused_epilogues", r"The bytes predict (\d+)%", predicted),
@@ -286,7 +286,7 @@ NUMBERS = [
     ),
     (
         "04_fused_epilogues",
-        r"With \*around each\*, .* the large FFN takes (\d+) µs",
+        r"\*Around each\* now has .*, and takes (\d+) µs for the large FFN",
         lambda: [times("ffn", activation="gelu")[8192, 4096, 16384]["around"]],
     ),
     (
