@@ -219,7 +219,7 @@ def _decode_attention_kernel(
             key_scales *= to_float32(absmax.to(tl.int16).to(dtype, bitcast=True))
             value_scales *= to_float32((absmax >> 16).to(tl.int16).to(dtype, bitcast=True))
         scores = tl.where((places < end - t)[:, None, :], scores * key_scales[:, None, :], float("-inf"))
-        # NaN would win nothing, but numpy would warn of a row of NaN
+        # the maximum ignores NaN anyway, but numpy would warn of a row of NaN
         numbers = tl.where(scores == scores, scores, float("-inf")) if INTERPRETED else scores
         higher = tl.maximum(maximum, tl.max(numbers, 2))
         weights, decay = tl.exp2(scores - higher[:, :, None]), tl.exp2(maximum - higher)
