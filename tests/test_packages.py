@@ -138,6 +138,11 @@ def test_readme_has_the_two_commands(command):
     assert before.startswith("```") and after == "```"
 
 
+def test_readme_s_cpu_build_of_torch_is_one_that_the_notebooks_take():
+    (torch,) = re.findall(r'^pip install "(.+)" --index-url', (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert torch in PYPROJECT["project"]["optional-dependencies"]["notebooks"]
+
+
 def test_readme_s_example_prints_what_it_says(capsys):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     code, printed = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", readme, re.DOTALL).groups()
