@@ -19,7 +19,7 @@ __all__ = ["BLUE", "GREEN", "GREY", "INDIGO", "OLIVE", "ORANGE", "PURPLE", "SKY"
 __all__ += ["Figure", "access", "before_after", "bit_layout", "bit_steps", "block_grid", "compensation"]
 __all__ += ["embedding_map", "error_map", "error_profile", "gemm_tile", "grid_histogram", "layer_grid", "levels"]
 __all__ += ["operand_blocks", "path", "rescale_scatter", "rotation", "round_trip", "rounding", "scale_map"]
-__all__ += ["signals", "style", "tile_order", "windows"]
+__all__ += ["signals", "style", "windows"]
 
 BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
 INDIGO, TEAL, WINE = "#332288", "#44AA99", "#882255"
@@ -584,28 +584,6 @@ def gemm_tile(a_scale, b_scale, shape, block_size=128, step=0, tile=(128, 128), 
         f"b_scale[{in_n[0]}:{in_n[1]}, {in_k[0]}:{in_k[1]}]: {counts[1]} scale{'s' if counts[1] > 1 else ''}",
     ]
     fig.text(0.685, 0.95, "\n".join(lines), va="top", family="monospace", linespacing=1.6, fontsize=8.5)
-    return fig
-
-
-@style()
-def tile_order(tiles_m, tiles_n, group_m, programs):
-    """Draw output tiles that a GEMM's first programs compute, by groups of group_m tile rows, and what they read."""
-    order = torch.full((tiles_m, tiles_n), math.nan)
-    for tile in range(min(programs, tiles_m * tiles_n)):
-        group, within = divmod(tile, group_m * tiles_n)
-        column, row = divmod(within, min(tiles_m - group * group_m, group_m))
-        order[group * group_m + row, column] = tile
-    used = ~order.isnan()
-    strips = int(used.any(1).sum()), int(used.any(0).sum())
-    fig, ax = subplots(7, 3.8)
-    image = ax.imshow(order.numpy(), "cividis")
-    ax.set(xlabel="tile column (each reads a strip of b)", ylabel="tile row (each reads a strip of a)")
-    ax.set_title(
-        f"GROUP_M = {group_m}: the first {programs} of {tiles_m * tiles_n} tiles read "
-        f"{strips[0]} + {strips[1]} = {sum(strips)} strips"
-    )
-    ax.spines[["top", "right"]].set_visible(True)
-    fig.colorbar(image, ax=ax, label="program id")
     return fig
 
 

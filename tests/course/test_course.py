@@ -155,7 +155,6 @@ PLOTS = {
     "one rescale": lambda: course.rescale_scatter(torch.arange(10), torch.rand(10), 0.1),
     "tile": lambda: tile(step=11, at=(128, 128)),
     "tile of zero scales": lambda: course.gemm_tile(torch.zeros(16, 1), torch.zeros(1, 1), (16, 16, 16), tile=(16, 16)),
-    "tile order": lambda: course.tile_order(32, 32, 8, 132),
     "gemm": lambda: course.gemm_speed(GEMM_RECORD, "int8_gemm", (8192, 8192, 8192)),
     "gemm of one token": lambda: course.gemm_speed(GEMM_RECORD, "int8_gemm", (1, 8192, 8192)),
     "roofline": lambda: course.roofline(GEMM_RECORD, (16, 8192, 8192)),
@@ -436,21 +435,6 @@ def test_tile_names_what_meets():
         "b_scale[1:2, 1:2]: 1 scale",
     ]
     assert "b[320:384, 0:128]" in lines(tile=(128, 128), at=(0, 320))
-
-
-@pytest.mark.parametrize(("group_m", "strips"), [(1, "5 + 32 = 37"), (8, "8 + 17 = 25"), (32, "32 + 5 = 37")])
-def test_tile_order_counts_strips(group_m, strips):
-    title = course.tile_order(32, 32, group_m, 132).axes[0].get_title(loc="left")
-    assert title == f"GROUP_M = {group_m}: the first 132 of 1024 tiles read {strips} strips"
-
-
-def test_tile_order_is_that_of_the_kernel():
-    order = course.tile_order(5, 3, 2, 15).axes[0].images[0].get_array()
-    # as `_int8_gemm_kernel` has it
-    for tile in range(15):
-        group = tile // 6
-        rows = min(5 - group * 2, 2)
-        assert order[group * 2 + tile % 6 % rows, tile % 6 // rows] == tile
 
 
 def test_a_second_line_has_its_label_s_colour():
