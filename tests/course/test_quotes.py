@@ -418,16 +418,6 @@ NUMBERS = [
     ),
     ("12_kv_cache", r"takes between (\d+)% less and (\d+)% more time than cuDNN", caches_of_16_bits),
     ("13_checkpoints", r"at ([\d.]+) to ([\d.]+) times the speed of cuBLAS FP8", lambda: extremes(fp8().values())),
-    (
-        "13_checkpoints",
-        r"On the GPU, `qk`'s chain needs (\d+) µs and bfloat16's (\d+) µs",
-        lambda: [times("chain")[1, 8192, 8192][name] for name in ("qk", "bf16")],
-    ),
-    (
-        "13_checkpoints",
-        r"bfloat16's chain is faster: the GPU sets its pace, at (\d+) µs\. `qk`'s waits for the CPU, (\d+) µs",
-        lambda: [times("chain")[1, 8192, 8192]["bf16"], times("chain", "wall_us")[1, 8192, 8192]["qk"]],
-    ),
 ]
 CLAIMS = [
     (
