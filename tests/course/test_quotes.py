@@ -55,6 +55,13 @@ def overtaken(op="int4_gemm"):
     return [min(m for m, *weight in slower if weight == list(each)) for each in {shape[1:] for shape in slower}]
 
 
+def crossing(name, *weight):
+    """Two recorded numbers of tokens: the last before `name` is first faster than int4, and that one."""
+    found = {shape[0]: r for shape, r in ratios("int4_gemm", "qk", name, group_size=128).items() if shape[1:] == weight}
+    after = min(tokens for tokens, ratio in found.items() if ratio > 1)
+    return max(tokens for tokens in found if tokens < after), after
+
+
 def matmuls_ms(op, kernel):
     """How long a kernel takes altogether when int4 generates one token after 512 others."""
     found = [each for each in RECORD["results"] if each["contender"] == "qk int4" and "kernels" in each]
@@ -332,8 +339,18 @@ NUMBERS = [
     ),
     (
         "07_int4_gemm",
-        r"a token needs (\d+) matmuls, which take ([\d.]+) ms",
-        lambda: [32 * 4 + 1, matmuls_ms("decode", "_int4_gemm_sm90_kernel")],
+        r"A token's matmuls take ([\d.]+) ms",
+        lambda: [matmuls_ms("decode", "_int4_gemm_sm90_kernel")],
+    ),
+    (
+        "07_int4_gemm",
+        r"int8 overtakes int4 between (\d+) and (\d+) tokens",
+        lambda: crossing("qk int8", 8192, 8192),
+    ),
+    (
+        "07_int4_gemm",
+        r"and bf16 between (\d+) and (\d+). For 4096 x 4096, bf16 is faster from (\d+) on",
+        lambda: [*crossing("bf16", 8192, 8192), crossing("bf16", 4096, 4096)[1]],
     ),
     (
         "07_int4_gemm",
