@@ -40,7 +40,7 @@ from qk.course.figures import (
 )
 from qk.course.windows import run_on, watching, windows_of
 
-__all__ = ["Access", "Touched", "compiled", "compiler_table", "end_compiler", "instructions", "per_code", "programs"]
+__all__ = ["Access", "Touched", "compiled", "end_compiler", "instructions", "per_code", "programs"]
 __all__ += ["touched", "wave_bytes"]
 
 _PACKAGES = str(Path(__file__).parents[2])  # the folder that holds qk
@@ -361,31 +361,6 @@ def programs(
     if handles:
         fig.set_figheight(fig.get_figheight() + 0.3)
         fig.legend(handles=handles, loc=f"outside lower {'center' if beside else 'left'}", ncols=4, fontsize=9)
-    return fig
-
-
-@style()
-def compiler_table(rows, title="The compiled kernel", ylabel="kernel, GPU"):
-    """Draw a table of what compiled kernels contain and need. rows: {label: row of course.compiled}."""
-    columns = ["registers\nper thread", "widest load\n(bytes)", "global\nloads", "global\nstores"]
-    columns += ["warp\nshuffles", "barriers\nbetween warps", "shared memory\n(bytes)", "spilled\n(bytes)"]
-    fig, ax = subplots(9, 1.2 + 0.36 * len(rows))
-    for y, row in enumerate(rows.values()):
-        counts = row["instructions"]
-        widths = {
-            kind: [int(n.split(".")[2]) for n in counts if n.startswith(f"{kind}.global")] for kind in ("ld", "st")
-        }
-        loads, stores = (sum(counts[f"{k}.global.{w}"] for w in widths[k]) for k in ("ld", "st"))
-        values = [row["registers"], max(widths["ld"], default=0) // 8, loads, stores]
-        values += [counts.get("shfl", 0), counts.get("bar", 0), row["shared"], row["spilled"]]
-        for x, value in enumerate(values):
-            _box(ax, x, y, 1, 1, value, facecolor=SKY if value else "white", alpha=0.3, edgecolor="white")
-    ax.set(xlim=(0, len(columns)), ylim=(len(rows), 0), title=title, ylabel=ylabel)
-    ax.set_xticks([x + 0.5 for x in range(len(columns))], columns, fontsize=8)
-    ax.set_yticks([y + 0.5 for y in range(len(rows))], list(rows))
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
-    ax.set_xlabel("registers, instructions and spills: per thread; shared memory: per program")
     return fig
 
 

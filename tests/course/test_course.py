@@ -101,9 +101,6 @@ def tile(**options):
     return course.gemm_tile(*SCALES, (256, 384, 1536), **options)
 
 
-COMPILED = {"registers": 20, "instructions": {"ld.global.32": 2, "shfl": 5}, "shared": 16, "spilled": 0}
-
-
 @triton.jit
 def _twice(x):
     return x * FACTOR
@@ -183,7 +180,6 @@ PLOTS = {
     "gains": lambda: course.gemm_gains(GAIN_RECORD, "int4_gemm", (64, 32), {"qk": "int4", "other": "another"}),
     "instructions": lambda: course.instructions({"one": {"integers": 2.8, "other": 1.0}}, {"time for all": 4.0}, "t"),
     "memory levels": lambda: course.memory_levels({"T4": {"memory": (16e9, 3e11), "registers": (1e7, 5e13)}}),
-    "compiler": lambda: course.compiler_table({"one": COMPILED}),
     "programs": lambda: course.programs(moved(3, 20)),
     "programs of a matrix": lambda: course.programs(moved(2, 16, torch.zeros(4, 8)[:, :6]), "out_ptr", by="step"),
     "programs beside each other": lambda: course.programs(moved(2, 16, torch.zeros(4, 8)[:, :6]), beside=True),

@@ -250,8 +250,8 @@ EXERCISES = {
             ),
             "each program took row 0": lambda x: x[:1].amax(1).expand(len(x)),
             "rows are `stride` apart, not `columns`": lambda x: _packed(x).amax(1),
-            "masked-off elements take part: only minus infinity is below all numbers": lambda x: x.amax(1).clamp(
-                min=-1000
+            'masked-off elements take part: only minus infinity, float("-inf"), is below all numbers': (
+                lambda x: x.amax(1).clamp(min=-1000)
             ),
         },
         kernel=True,
