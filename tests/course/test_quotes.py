@@ -156,9 +156,9 @@ def rotations(a, b, but=()):
     return extremes(t[a] / t[b] for (tokens, width), t in found.items() if tokens == 8192 and width not in but)
 
 
-def climbed(a, b):
-    """How many times as long step `a` of int4 x int8 takes as `b`, with 256 tokens, on an H100."""
-    return [ratios("versions of int4_gemm int8", a, b, record=H100, group_size=128)[256, 8192, 8192]]
+def climbed(a, b, tokens=256):
+    """How many times as long step `a` of int4 x int8 takes as `b`, on an H100."""
+    return [ratios("versions of int4_gemm int8", a, b, record=H100, group_size=128)[tokens, 8192, 8192]]
 
 
 def int4(contender):
@@ -319,8 +319,22 @@ NUMBERS = [
     ("05_dequant_bias_memory", r"`qk` is only about (\d)x as fast as eager", lambda: [back_to_back(1)]),
     (
         "05_dequant_bias_memory",
-        r"cuts the CPU time from (\d+) µs to about (\d+)\. A graph would leave (\d+) µs",
-        lambda: [dequant(1, "wall_us")["eager"], dequant(1, "wall_us")["eager"] / 5, dequant(1)["eager"]],
+        r"CPU time falls from (\d+) µs to about (\d+) \(`qk`'s call really takes (\d+)\); a graph would leave (\d+) µs",
+        lambda: [
+            *(dequant(1, "wall_us")["eager"] / n for n in (1, 5)),
+            dequant(1, "wall_us")["qk"],
+            dequant(1)["eager"],
+        ],
+    ),
+    (
+        "05_dequant_bias_memory",
+        r"with one token, its call takes (\d+) µs on the CPU, eager's (\d+) µs",
+        lambda: [dequant(1, "wall_us")[name] for name in ("compile", "eager")],
+    ),
+    (
+        "05_dequant_bias_memory",
+        r"its launches take about (\d) times as long, but",
+        lambda: [dequant(1)["eager"] / dequant(1)["qk"]],
     ),
     ("06_sparse_chain", r"differ by up to (\d+)%, so call", again),
     ("06_sparse_chain", r"At 2:4, the sparse chain wins by (\d+) to (\d+)%", wins),
@@ -384,6 +398,11 @@ NUMBERS = [
         "07_int8_activations",
         r"`qk` is ([\d.]+)x as fast as `tiled`",
         lambda: climbed("tiled", "qk"),
+    ),
+    (
+        "07_int8_activations",
+        r"and (\d+)% faster with 1024",
+        lambda: [100 * climbed("qk", "qk int8", 1024)[0] - 100],
     ),
     (
         "08_your_model",
