@@ -60,9 +60,9 @@ _IMPLEMENTATIONS = {
     "qk 16 bits": ("qk, 16-bit cache", INDIGO),
     "cudnn": ("cuDNN attention", GREY),
     "flash": ("FlashAttention", PURPLE),
-    "around": ("around each", SKY),
-    "unfused": ("around each, float32", SKY),
-    "unfused bf16": ("around each, bf16", SKY),
+    "around": ("bias fused", SKY),
+    "unfused": ("bias fused, float32", SKY),
+    "unfused bf16": ("bias fused, bf16", SKY),
     "int8_gemm": ("int8_gemm alone", BLUE),
     # our own kernels with something missing
     **{name: (name, SKY) for name in ("4 warps", "+ 8 warps", "+ L2 groups", "+ 3 stages")},

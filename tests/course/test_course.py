@@ -538,7 +538,7 @@ def test_gemm_speed_names_the_versions_of_an_ffn():
         for name in ("qk", "qk separate", "around", "bf16")
     ]
     ax = course.gemm_speed(RECORD | {"results": rows}, "ffn", (8, 4, 4)).axes[0]
-    assert [t.get_text() for t in ax.get_yticklabels()] == ["all fused", "GELU separate", "around each", "bf16, cuBLAS"]
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["all fused", "GELU separate", "bias fused", "bf16, cuBLAS"]
     assert ax.get_title(loc="left").startswith("Time of an FFN") and "µs" in ax.get_xlabel()
     rows = [row | {"peak_bytes": (i + 1) << 20} for i, row in enumerate(rows)]
     record = RECORD | {"results": rows}

@@ -127,7 +127,7 @@ ANSWERS = {
     "largest_k": [
         ("take the difference", changed(LARGEST, (SAVED, "before"))),
         ("not with GELU separate", changed(LARGEST, ("all fused", "GELU separate"))),
-        ("not with around each", changed(LARGEST, ("nothing fused", "around each"))),
+        ("not with bias fused", changed(LARGEST, ("nothing fused", "bias fused"))),
         ("not what still moves", changed(LARGEST, (SAVED, "after"))),
         ("16 bits", changed(LARGEST, ("block_size) for", "block_size, 4) for"))),
         ("one for each of M x N x K", changed(LARGEST, ("max(M *", "max(2 * M *"))),

@@ -15,7 +15,7 @@ def _bytes(M, N, block_size, width=2):
     """Bytes moved, in total, as the page's `passes` counts them."""
     codes = M * N + 4 * M * -(-N // block_size)
     separate, around = width * 6 * M * N + codes, width * 4 * M * N + codes
-    methods = {"nothing fused": separate, "around each": around, "GELU separate": 3 * codes, "all fused": codes}
+    methods = {"nothing fused": separate, "bias fused": around, "GELU separate": 3 * codes, "all fused": codes}
     return methods | {"unfused GEMM": width * M * N}
 
 
@@ -289,8 +289,8 @@ EXERCISES = {
         mistakes={
             "fused, the GEMM still writes codes and scales: take the difference": _largest_k(after=None),
             "compare with all fused, not with GELU separate": _largest_k(after="GELU separate"),
-            "compare with all fused, not with around each": _largest_k(after="around each"),
-            "compare with nothing fused, not with around each": _largest_k("around each"),
+            "compare with all fused, not with bias fused": _largest_k(after="bias fused"),
+            "compare with nothing fused, not with bias fused": _largest_k("bias fused"),
             "compare with nothing fused, not with GELU separate": _largest_k("GELU separate"),
             "what is saved counts, not what still moves": _largest_k("all fused", None),
             "the GEMM's own output shrinks, too: two bytes per value become one": _largest_k(
