@@ -156,6 +156,12 @@ def rotations(a, b, but=()):
     return extremes(t[a] / t[b] for (tokens, width), t in found.items() if tokens == 8192 and width not in but)
 
 
+def split_sum_us():
+    """How long torch takes to add up the parts of split K: `split 1` is `magic` and this sum, on an H100."""
+    found = times("versions of int4_gemm", record=H100, group_size=128)[1, 8192, 8192]
+    return found["split 1"] - found["magic"]
+
+
 def climbed(a, b, tokens=256):
     """How many times as long step `a` of int4 x int8 takes as `b`, on an H100."""
     return [ratios("versions of int4_gemm int8", a, b, record=H100, group_size=128)[tokens, 8192, 8192]]
@@ -358,8 +364,8 @@ NUMBERS = [
     ),
     (
         "07_int4_gemm",
-        r"A token's matmuls take ([\d.]+) ms",
-        lambda: [matmuls_ms("decode", "_int4_gemm_sm90_kernel")],
+        r"An int4 token takes ([\d.]+) ms. Its matmuls take ([\d.]+) ms",
+        lambda: [times("decode")[1, 512]["qk int4"] / 1000, matmuls_ms("decode", "_int4_gemm_sm90_kernel")],
     ),
     (
         "07_int4_gemm",
@@ -388,6 +394,11 @@ NUMBERS = [
             ratios("versions of int4_gemm", "bf16", name, record=H100, group_size=128)[1, 8192, 8192]
             for name in ("split 4", "qk")
         ],
+    ),
+    (
+        "07_int4_gemm",
+        r"so the sum takes about (\d+) µs",
+        lambda: [split_sum_us()],
     ),
     (
         "07_int8_activations",
