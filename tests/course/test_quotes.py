@@ -350,7 +350,7 @@ NUMBERS = [
     ("06_sparse_chain", r"differ by up to (\d+)%, so call", again),
     ("06_sparse_chain", r"At 2:4, the sparse chain wins by (\d+) to (\d+)%", wins),
     ("06_sparse_chain", r"2:4 is (\d+) to (\d+)% faster than our best dense layer", wins),
-    ("06_sparse_chain", r"Our ([\d.]+)x to ([\d.]+)x over the dense chain", lambda: sparse("dense chain", 8)),
+    ("06_sparse_chain", r"Our speedup over the dense chain, ([\d.]+)x to ([\d.]+)x", lambda: sparse("dense chain", 8)),
     (
         "06_sparse_chain",
         r"is ([\d.]+) to ([\d.]+) times as fast as the one in `int8_addmm`",
@@ -422,8 +422,16 @@ NUMBERS = [
     ),
     (
         "08_your_model",
-        r"with one sequence, plain int4 decodes ([\d.]+)x as fast",
+        r"for one sequence, plain int4 decodes ([\d.]+)x as fast",
         lambda: [ratios("decode", "bf16", "qk int4")[1, 512]],
+    ),
+    (
+        "08_your_model",
+        r"so smaller weights gain only (\d+) to (\d+)%",
+        lambda: extremes(
+            100 * (ratios("decode", "bf16", name)[64, 8192] - 1)
+            for name in ("qk int8", "qk int4", "qk int4 int8 activations")
+        ),
     ),
     (
         "08_your_model",
