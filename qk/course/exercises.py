@@ -162,15 +162,15 @@ def _judge(answer, exercise):
         )
     if failure is None and session.race:
         failure = f"Not yet: right in this order, but {session.race}"
+    if failure is None and exercise.kernel and not session.launches:
+        failure = f"Not yet: no kernel was launched.\nHint: {_LAUNCH}"
+    if failure is None and exercise.excess:
+        failure = exercise.excess(*session.launches[-1])
     if failure is None and session.by_one and all(session.by_one):
         failure = (
             "Not yet: each number is right, but one program does all the work, and the others store nothing.\n"
             "Hint: each program has a part of its own: tl.program_id says which"
         )
-    if failure is None and exercise.kernel and not session.launches:
-        failure = f"Not yet: no kernel was launched.\nHint: {_LAUNCH}"
-    if failure is None and exercise.excess:
-        failure = exercise.excess(*session.launches[-1])
     if failure is None:
         failure, checked = _compiles(session) if exercise.kernel and INTERPRETED.value else (None, True)
     if failure is None:

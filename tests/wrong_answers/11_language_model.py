@@ -137,8 +137,8 @@ ANSWERS = {
     "draw": [
         ("0 isn't a small temperature", draw((COLD, "    temperature = max(temperature, 1e-6)\n"))),
         ("a small temperature isn't 0", draw(("temperature == 0", "temperature < 1e-3"))),
-        ("", draw(("logits.double()", "logits.half()"))),
-        ("", draw(("logits.double()", "logits.double().clamp(min=-1e4)"))),
+        ("float16 is too narrow", draw(("logits.double()", "logits.half()"))),
+        ("leave -inf as it is", draw(("logits.double()", "logits.double().clamp(min=-1e4)"))),
         ("always the most likely", "def draw(logits, temperature, number):\n    return logits.argmax().item()"),
         ("divide the logits by", draw((" / temperature", ""))),
         ("this multiplies", draw((" / temperature", " * temperature"))),

@@ -327,6 +327,10 @@ _DRAW = Exercise(
         "a share is as wide as the probability: softmax is missing": _drawn(
             lambda logits, t: (logits.double() / t).nan_to_num(neginf=0).cumsum(0)
         ),
+        "keep logits in float32: float16 is too narrow": _drawn(lambda logits, t: _ends(logits.half(), t)),
+        "leave -inf as it is: all other logits may be below what you put there": _drawn(
+            lambda logits, t: _ends(logits.clamp(min=-1e4), t)
+        ),
         "shares are counted from the end": lambda logits, t, number: (
             len(logits) - 1 - _drawn()(logits.flip(0), t, number)
         ),
