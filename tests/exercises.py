@@ -16,6 +16,7 @@ MASK = "missing or too wide?"  # the end of what course.launch says
 OTHER = "with other="  # that of what it says where a load without it has a say
 FAR = "far from all of its tensors"  # and where an access is nowhere near
 STAYS = "must stay as it is."  # and of what course.check says where an answer writes into an argument
+ONE = "each program has a part"  # and where one of them does all the work
 READS = "load's mask"  # what it says where only a load goes too far
 STUB = re.compile(r"# your answer")
 CHECK = re.compile(r"course\.check\(\s*(?:\"[\w.]+\",\s*)?(\w+)")

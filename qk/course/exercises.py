@@ -166,6 +166,11 @@ def _judge(answer, exercise):
         failure = f"Not yet: no kernel was launched.\nHint: {_LAUNCH}"
     if failure is None and exercise.excess:
         failure = exercise.excess(*session.launches[-1])
+    if failure is None and session.by_one and all(session.by_one):
+        failure = (
+            "Not yet: each number is right, but one program does all the work, and the others store nothing.\n"
+            "Hint: each program has a part of its own: tl.program_id says which"
+        )
     if failure is None:
         failure, checked = _compiles(session) if exercise.kernel and INTERPRETED.value else (None, True)
     if failure is None:

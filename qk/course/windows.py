@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+import warnings
 from unittest import mock
 
 import numpy as np
@@ -131,6 +132,12 @@ class Ledger:
         # of three or more blocks in a row, a last one that moves back instead of being short shares less than half
         in_a_row = self.launch == 1 and len(self.numbers) > 2 and not any(any(p[1:]) for _, p in self.numbers)
         return "most elements are" if in_a_row and 2 * several.sum() > len(several) else ""
+
+    def stored_by_one(self):
+        """Whether all that was stored, by any of the programs, was stored by a single one."""
+        changed = [book[kind] for book in self.books.values() for kind in ("store", "atomic")]
+        programs = {number for book in changed for number in book.unique().tolist()} - {self.NOBODY}
+        return len(programs) == 1 and self.SEVERAL not in programs
 
     def _race(self, program, kind, name, element, other, words):
         verb = {"load": "reads", "store": "writes", "atomic": "changes"}[kind]
@@ -299,6 +306,7 @@ class Session:
         self.launches = []  # (kernel, args, options)
         self.race = None  # between launches, of which each result may be right in the order that it had
         self.touched = self.stored = False  # whether a kernel loaded or stored, and whether it changed anything
+        self.by_one = []  # of each launch of several programs, whether a single one stored everything
 
     def __enter__(self):
         Session.now = self
@@ -395,9 +403,14 @@ def _interpreted(kernel, grid, args, options):
             f"several programs do the same work: {repeated} stored by more than one of them. "
             "Which part is a program's own? tl.program_id says"
         )
-    # large and small in int8, in float16 (61280, -61280), in float32 (1.3e36, -1.3e36)
-    for unset in (0x7B, 0x84, 0xFB) if guessed else ():
-        if not _same_bits(windows, run(unset, 10 * accesses)[0]):
+    if ledger and math.prod(grid(options) if callable(grid) else grid) > 1:
+        session.by_one.append(ledger.stored_by_one())
+    # large and small in int8, in float16 (61280, -61280), in float32 (1.3e36, -1.3e36), and NaN
+    for unset in (0x7B, 0x84, 0xFB, 0xFF) if guessed else ():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a tile full of NaN, or of an overflow
+            others = run(unset, 10 * accesses)[0]
+        if not _same_bits(windows, others):
             raise depends
     # programs that share no element are right in each order if they are in one: tried once, for the first launch
     for order in (_backwards, _shuffled) if session and (ledger.shared or len(session.launches) == 1) else ():

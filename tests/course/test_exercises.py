@@ -66,6 +66,21 @@ def _all_of_it(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _first_does_all(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    if tl.program_id(0) == 0:
+        for start in range(0, n, BLOCK):
+            offs = start + tl.arange(0, BLOCK)
+            tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=offs < n) + 1, mask=offs < n)
+
+
+@triton.jit
+def _counts_on_a_number(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, mask=offs < n)
+    tl.store(out_ptr, tl.sum(x * tl.where(offs < n, 1.0, 0.0)))
+
+
+@triton.jit
 def _two_blocks_each(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, 2 * BLOCK)
     tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=offs < n) + 1, mask=offs < n)
@@ -198,6 +213,7 @@ def heard(answer, capsys, exercise=ADD_ONE):
         (_next_block_first, "a race: program 1 writes element 16 of out_ptr, and program 0 writes it too"),
         (_all_to_one, "a race: program 0 stores several different values to element 0 of out_ptr"),
         (_all_of_it, "Not yet: right in this order, but several programs do the same work: each element"),
+        (_first_does_all, "but one program does all the work, and the others store nothing.\nHint: each program has"),
         (_two_blocks_each, "Not yet: right in this order, but several programs do the same work: most elements"),
         (_after_its_neighbour, "a race: program 1 reads element 15 of out_ptr, and program 0 writes it too"),
         (_far_swap, "touches memory far from all of its tensors"),
@@ -206,6 +222,12 @@ def heard(answer, capsys, exercise=ADD_ONE):
 )
 def test_a_kernel_is_refused(kernel, words, capsys):
     assert words in heard(launched(kernel), capsys)
+
+
+@interpreted
+def test_zero_times_an_unset_number_may_be_nan():
+    with pytest.raises(course.OutOfBounds, match="with other="):
+        course.launch(_counts_on_a_number, (1,), torch.arange(5.0), torch.zeros(1), 5, BLOCK=8)
 
 
 def test_negative_floats_become_zero_as_unsigned_integers():

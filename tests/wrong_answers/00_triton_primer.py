@@ -200,6 +200,15 @@ ANSWERS["add_one"] += [
     ("", one(OFFS, ADD.replace("mask=offs < n) + 1", "mask=offs < n).to(tl.int32) + 1"))),
     ("", one(OFFS.replace("BLOCK", "32"), ADD)),
     ("far from", one(OFFS, "tl.atomic_cas(out_ptr + 1000000000, 0.0, 1.0)", ADD)),
+    (
+        "each program has a part",
+        one(
+            "if tl.program_id(0) == 0:",
+            "    for start in range(0, n, BLOCK):",
+            "        offs = start + tl.arange(0, BLOCK)",
+            f"        {ADD}",
+        ),
+    ),
 ]
 ANSWERS["reverse"] += [
     ("a race", turned(OFFS, "tl.store(out_ptr + n - 1 - offs, 0.0, mask=offs < n)", TURN)),
@@ -227,6 +236,7 @@ ANSWERS["row_absmax"] += [
     ("a race", walk(end="tl.store(out_ptr + row + 1, 0.0, mask=row < tl.num_programs(0) - 1)\n    " + END)),
     ("", walk(loop=WALK.replace("columns", "min(columns, 10 * BLOCK)"))),
     ("start from", walk(ZERO.replace("zeros((BLOCK,)", "full((BLOCK,), 1e-30"))),
+    ("a single column", walk(loop=WALK.replace("columns", "columns - 1"))),
     ("this adds them", walk(end=END.replace("tl.max(", "tl.sum("))),
     ("course.launch", "def row_absmax(x, BLOCK):\n    return x.abs().amax(1)"),
 ]

@@ -33,6 +33,11 @@ ANSWERS = {
             "    return torch.where(n > 8, n - 16, n)",
         ),
         (
+            "without bytes",
+            "def decode(packed):\n    codes = [[(n ^ 8) - 8 for n in (b & 15, b >> 4)] for b in packed.tolist()]\n"
+            "    return torch.tensor(codes, dtype=torch.int8)",
+        ),
+        (
             "",  # the dtype is wrong
             "def decode(packed):\n    n = torch.stack([packed & 15, packed >> 4], dim=1).int()\n    return (n ^ 8) - 8",
         ),
@@ -78,6 +83,8 @@ ANSWERS["quantize_range"] = [
     ("a masked-off 0 became the largest", ranged(HIGH, "x")),
     ("smallest weight", ranged(LOW, "tl.where(mask, tl.minimum(x, 0.0), 0.0)")),
     ("15 steps", ranged("15.0)", "16.0)")),
+    ("to the even code", ranged("(tl.div_rn(x - low, step) + ROUNDER) - ROUNDER", "tl.floor((x - low) / step + 0.5)")),
+    ("", ranged(LOW, "tl.where(mask, x, 1e9)", HIGH, "tl.where(mask, x, -1e9)")),
     ("not at 7", ranged("15.0)", "7.0)")),
     ("a cast drops the fraction", ranged("(tl.div_rn(x - low, step) + ROUNDER) - ROUNDER", "tl.div_rn(x - low, step)")),
     ("subtract low first", ranged("tl.div_rn(x - low, step)", "tl.div_rn(x, step)")),
@@ -115,6 +122,15 @@ def restore_kernel(packed_ptr, absmax_ptr, out_ptr, n, GROUP: tl.constexpr, BLOC
     absmax = tl.load(absmax_ptr + offs // GROUP, mask=offs < n, other=0.0)
     tl.store(out_ptr + offs, code * absmax / 7, mask=offs < n)
 """
+BY_BYTES = """@triton.jit
+def restore_kernel(packed_ptr, absmax_ptr, out_ptr, n, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    half = tl.program_id(0) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
+    byte = tl.load(packed_ptr + half, mask=2 * half < n, other=0).to(tl.int32)
+    for i in tl.static_range(2):
+        code = (((byte >> (4 * i)) & 15) ^ 8) - 8
+        absmax = tl.load(absmax_ptr + (2 * half + i) // GROUP, mask=2 * half < n, other=0.0)
+        tl.store(out_ptr + 2 * half + i, code * absmax / 7, mask=2 * half < n)
+"""
 
 
 def changed(*changes):
@@ -139,6 +155,9 @@ ANSWERS["restore"] = [
     ("these are codes", changed("code * absmax / 7", "code.to(tl.float32)")),
     ("first group's absmax", changed("absmax_ptr + offs // GROUP", "absmax_ptr + offs * 0")),
     ("GROUP weights long", changed("offs // GROUP", "offs // 2 // GROUP")),
+    ("second weight of a byte", changed("offs // GROUP", "offs // 2 * 2 // GROUP")),
+    ("the last group may be short", changed("GROUP, mask=offs < n", "GROUP, mask=offs // GROUP < n // GROUP")),
+    ("a single store", BY_BYTES),
     ("where does yours begin?", changed("tl.program_id(0) * BLOCK + ", "")),
     ("in turn", changed("(byte >> (offs % 2 * 4))", "byte")),
     ("", changed("offs % 2 * 4", "offs % 2 * 3")),

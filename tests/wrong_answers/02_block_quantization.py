@@ -71,8 +71,13 @@ ANSWERS = {
         ("", KERNEL.replace("tl.program_id(0) * BLOCK", "tl.program_id(0)")),
         ("", KERNEL.replace("127.0", "120.0")),
         ("", code("tl.floor(x * inverse + 0.499)")),
+        (
+            "write the rounding yourself",
+            "from qk.core.numerics import round_to_int32\n\n\n" + code("round_to_int32(x * inverse)"),
+        ),
     ],
     "steps_of": [
+        ("", saved("x.isfinite(), x.abs(), 0", "x.abs() < torch.finfo().max, x.abs(), 0")),
         ("0 times infinity is NaN", saved("x.isfinite() & inverse.isfinite()", "x.isfinite()")),
         ("0 / 0 is NaN", saved("x.isfinite() & inverse.isfinite()", "x.isfinite()", "x * inverse", "x / absmax * 127")),
         ("but 127 / absmax is infinite", saved("inverse.isfinite()", "(absmax > 0)")),
@@ -131,6 +136,7 @@ ANSWERS = {
         ("", saved("inverse.isfinite()", "(absmax >= 3.8e-37)")),
     ],
     "look_up": [
+        ("", looked_up("mask=i < n)", "mask=i < n).to(tl.int16)")),
         ("past the end of out_ptr", looked_up("mask=inside), mask=inside)", "mask=inside))")),
         ("missing or too wide?", looked_up("tokens_ptr + i, mask=i < n", "tokens_ptr + i")),
         ("far from all", looked_up("scale_ptr + block, mask=inside), ", "scale_ptr + block), ")),

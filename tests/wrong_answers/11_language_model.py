@@ -16,6 +16,15 @@ def log_probabilities_kernel(logits_ptr, out_ptr, V, BLOCK: tl.constexpr):
     total = tl.sum(tl.exp(logits - top), 0)
     tl.store(out_ptr + row * V + column, logits - top - tl.log(total), mask=mask)
 """
+BY_ONE = """@triton.jit
+def log_probabilities_kernel(logits_ptr, out_ptr, V, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    if tl.program_id(0) == 0:
+        for row in range(tl.num_programs(0)):
+            logits = tl.load(logits_ptr + row * V + column, mask=column < V, other=-float("inf"))
+            total = tl.sum(tl.exp(logits - tl.max(logits, 0)), 0)
+            tl.store(out_ptr + row * V + column, logits - tl.max(logits, 0) - tl.log(total), mask=column < V)
+"""
 
 
 SHIFTED = """
@@ -39,6 +48,9 @@ DRAW = """def draw(logits, temperature, number):
     chosen = (ends <= number).sum()
     return chosen.clamp(max=len(logits) - 1).item()
 """
+
+
+COLD = "    if temperature == 0:\n        return logits.argmax().item()\n"
 
 
 def draw(*pairs):
@@ -84,6 +96,12 @@ ANSWERS = {
         ("", perplexity("min(math.exp(total / sum(counts)), 1000.0)")),
     ],
     "log_probabilities": [
+        ("columns past the end", kernel('-float("inf")', "-1e9")),
+        (
+            "read each logit once",
+            kernel("logits - top - tl", "tl.load(logits_ptr + row * V + column, mask) - top - tl"),
+        ),
+        ("each program has a part", BY_ONE),
         ("missing or too wide?", kernel("total), mask=mask)", "total))")),
         ("load's mask", kernel(', mask=mask, other=-float("inf")', "")),
         ("infinite in float32", kernel("logits - top)", "logits)").replace("logits - top -", "logits -")),
@@ -117,6 +135,10 @@ ANSWERS = {
         ),
     ],
     "draw": [
+        ("0 isn't a small temperature", draw((COLD, "    temperature = max(temperature, 1e-6)\n"))),
+        ("a small temperature isn't 0", draw(("temperature == 0", "temperature < 1e-3"))),
+        ("float16 is too narrow", draw(("logits.double()", "logits.half()"))),
+        ("leave -inf as it is", draw(("logits.double()", "logits.double().clamp(min=-1e4)"))),
         ("always the most likely", "def draw(logits, temperature, number):\n    return logits.argmax().item()"),
         ("divide the logits by", draw((" / temperature", ""))),
         ("this multiplies", draw((" / temperature", " * temperature"))),

@@ -49,6 +49,8 @@ ANSWERS = {
         ("has no absmax", fit(RIGHT, "D * bits // 8 + 2")),
         ("every layer", fit("size // (2 * kv_heads * row)")),
         ("every KV head", fit("size // (2 * layers * row)")),
+        ("", fit(RIGHT, "D * bits // 8 + (2 if bits != 16 else 0)")),
+        ("", fit(RIGHT, "D * max(bits, 4) // 8 + (2 if bits < 16 else 0)")),
         ("round down", fit("-(-size // (2 * layers * kv_heads * row))")),
         ("a byte has 8 bits", fit(RIGHT, "D * bits + (2 if bits < 16 else 0)")),
         ("share a byte", fit(RIGHT, "D * max(bits, 8) // 8 + (2 if bits < 16 else 0)")),
@@ -64,6 +66,8 @@ ANSWERS = {
         ("round down", fit("round(size / (2 * layers * kv_heads * row))")),
     ],
     "scores": [
+        ("not the codes", kernel("score * scale", "tl.sum(codes.to(tl.float32) * scale[:, None] * q[None, :], 1)")),
+        ("not q", kernel("score * scale", "tl.sum(codes.to(tl.float32) * (q[None, :] * scale[:, None]), 1)")),
         ("missing or too wide?", kernel("score * scale, mask=mask)", "score * scale)")),
         ("load's mask", kernel("absmax_ptr + token, mask=mask, other=0", "absmax_ptr + token")),
         ("the scale is missing", kernel("score * scale", "score")),
@@ -101,6 +105,7 @@ ANSWERS = {
         ),
     ],
     "combine": [
+        ("with other=", combined("[:, None], other=0", "[:, None]")),
         ("subtract the row's largest w first", combined(" - tl.max(w, 0)", "")),
         ("2**w, not w", combined("tl.exp2(w - tl.max(w, 0))", "tl.where(split < S, w, 0.0)")),
         ("divide by the sum", combined(" / tl.sum(weights, 0)", "")),

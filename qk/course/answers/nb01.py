@@ -5,10 +5,11 @@ import torch.nn.functional as F
 import triton
 
 import qk
+from qk.course import trace
 from qk.course.exercises import Exercise
 
 _ALL = torch.randperm(256, generator=torch.Generator().manual_seed(1)).tolist()
-_BYTES = [0xD7], [0x9F, 0x09, 0x31], _ALL, [0x70, 0x88, 0x1E], _ALL[:0:-1], [*_ALL, *_ALL[3:], *_ALL[7:]]
+_BYTES = [0xD7], [0x9F, 0x09, 0x31], _ALL, [0x70, 0x88, 0x1E], _ALL[:0:-1], [*_ALL, *_ALL[3:], *_ALL[7:]], []
 
 
 def _decoded(packed):
@@ -56,19 +57,24 @@ def _padded(reduced):
 
 
 def _range_cases():
-    """Rows whose weights are close to a code, so that the order of operations doesn't matter; steps of all sizes."""
+    """Rows whose weights are close to a code, so that the order of operations doesn't matter; steps of all sizes.
+
+    With ties, weights are halfway between two codes; steps are powers of 2, so that each order is exact.
+    """
     random = torch.Generator().manual_seed(4)
 
-    def case(R, C, low):
+    def case(R, C, low, powers=(-30, 20), ties=False):
         codes = torch.randint(0, 16, (R, C), generator=random)
         codes[:, C // 2], codes[:, C // 3] = 0, 15
         off = (torch.rand(R, C, generator=random) - 0.5) * 0.6 * (codes > 0) * (codes < 15)
-        step = 2.0 ** torch.randint(-30, 20, (R, 1), generator=random)
+        off = 0.5 * (codes > 0) * (codes < 15) if ties else off
+        step = 2.0 ** torch.randint(*powers, (R, 1), generator=random)
         return ((low + codes + off) * step,)
 
     return [
         case(4, 16, -7), case(3, 24, 3), case(3, 21, -40), case(2, 383, -7.5), case(5, 7, 100), case(1, 2, -3),
         case(2, 8, 5), case(2, 8, -30), case(3, 13, -15),
+        case(3, 21, -7, ties=True), case(2, 5, 40, powers=(99, 101)), case(2, 6, -60, powers=(99, 101)),
     ]  # fmt: skip
 
 
@@ -81,17 +87,35 @@ def _restored(codes=_decoded, top=7, group=lambda at, GROUP: at // GROUP, change
 
 
 def _restore_cases():
-    sizes = (4, 2, 16), (16, 8, 16), (50, 4, 32), (256, 32, 64), (300, 8, 128), (96, 64, 32)  # bytes, GROUP, BLOCK
+    sizes = (
+        (4, 2, 16),
+        (16, 8, 16),
+        (50, 4, 32),
+        (256, 32, 64),
+        (300, 8, 128),
+        (96, 64, 32),
+        (31, 5, 16),
+    )  # bytes, GROUP, BLOCK
     generator = torch.Generator().manual_seed(3)
     return [
         (
             torch.tensor((_ALL + _ALL[::-1])[:count], dtype=torch.uint8),
-            (torch.rand(2 * count // GROUP, generator=generator) + 0.1) * 10.0**power,
+            (torch.rand(triton.cdiv(2 * count, GROUP), generator=generator) + 0.1) * 10.0**power,
             GROUP,
             BLOCK,
         )
-        for power, (count, GROUP, BLOCK) in zip((0, -9, 3, -30, 0, 30), sizes, strict=True)
+        for power, (count, GROUP, BLOCK) in zip((0, -9, 3, -30, 0, 30, 0), sizes, strict=True)
     ]
+
+
+def _more_stores(kernel, args, options):
+    accesses = trace.touched(kernel, (1,), *args, **options).accesses
+    if (stores := sum(access[1] == "store" for access in accesses)) > 1:
+        return (
+            f"Not yet: each number is right, but a program makes {stores} stores.\n"
+            "Hint: a tile with one element per weight takes a single store"
+        )
+    return None
 
 
 EXERCISES = {
@@ -109,8 +133,11 @@ EXERCISES = {
             "this isn't sign and magnitude: 1111 is -1": _by_nibble(lambda n: (n & 7) * (1 - 2 * (n > 7))),
             "8 means a negative code too: it is above 7": _by_nibble(lambda n: n - 16 * (n > 8)),
             **_ONE_SIGNED,
+            "without bytes, the shape is [0, 2]": lambda packed: (
+                _decoded(packed) if len(packed) else packed.to(torch.int8)
+            ),
         },
-        note="any number of bytes, and all 256 of them",
+        note="any number of bytes, even none, and all 256 of them",
     ),
     "quantize_range": Exercise(
         expected=_range(),
@@ -127,6 +154,7 @@ EXERCISES = {
             "16 codes have 15 steps between them": _range(top=16),
             "codes end at 15, not at 7": _range(top=7),
             "round to the nearest code; a cast drops the fraction": _range(rounding=torch.trunc),
+            "ties go up here, but should go to the even code": _range(rounding=lambda x: (x + 0.5).floor()),
             "subtract low first: its code is 0": _range(shifted=False),
             "the two nibbles are swapped: the even column is in the low one": _range(shifts=(4, 0)),
             "both codes went to the low nibble": _range(shifts=(0, 0)),
@@ -174,6 +202,12 @@ EXERCISES = {
             "that's the place in the group, i % GROUP; its number is i // GROUP": _restored(
                 group=lambda at, GROUP: at % GROUP
             ),
+            "a group may begin at the second weight of a byte: weight i's is number i // GROUP": _restored(
+                group=lambda at, GROUP: at // 2 * 2 // GROUP
+            ),
+            "the last group may be short, and has an absmax too": lambda packed, absmax, GROUP, BLOCK: _restored(
+                change=lambda out, at, BLOCK: out.where(at < len(at) // GROUP * GROUP, 0)
+            )(packed, absmax, GROUP, BLOCK),
             "every program does the first one's part: where does yours begin?": _restored(
                 change=lambda out, at, BLOCK: out.where(at < BLOCK, -99)
             ),
@@ -183,6 +217,7 @@ EXERCISES = {
         },
         kernel=True,
         bound=1e-5,
+        excess=_more_stores,
         note="any number of bytes, and any BLOCK and GROUP",
     ),
 }

@@ -2,6 +2,7 @@
 
 import torch
 
+from qk.course import trace
 from qk.course.exercises import Exercise
 
 # perplexity(losses, counts)
@@ -143,6 +144,7 @@ def _logits():
         case(3, 200, 256, scale=40.0), case(2, 30, 32, shift=-20000.0), case(7, 1, 1), case(2, 2048, 2048),
         case(1, 3, 4), case(3, 40, 64, shift=torch.tensor([[-900.0], [50.0], [800.0]])), case(2, 20, 32, shift=-3e6),
         case(3, 1, 4, scale=0.0), case(2, 5000, 8192),
+        case(2, 20, 32, scale=1e15, shift=-1e16),
     ]  # fmt: skip
 
 
@@ -151,11 +153,23 @@ def _bound(logits, BLOCK):
     return (2e-6 * (1 + logits.double().abs().amax(1, keepdim=True))).expand(logits.shape)
 
 
+def _read_again(kernel, args, options):
+    accesses = trace.touched(kernel, (1,), *args, **options).accesses
+    read = sum(int(access.mask.sum()) for access in accesses if access[1:3] == ("load", kernel.arg_names[0]))
+    if read > args[0].shape[1]:
+        return (
+            f"Not yet: each number is right, but a program loads {read} logits, and its row has {args[0].shape[1]}.\n"
+            "Hint: read each logit once, and keep the tile in a variable"
+        )
+    return None
+
+
 _LOG_PROBABILITIES = Exercise(
     expected=_log_probabilities,
     cases=_logits,
     kernel=True,
     bound=_bound,
+    excess=_read_again,
     note="any number of logits up to BLOCK, of any size",
     mistakes={
         "exp(89) is infinite in float32: subtract the row's largest logit first": lambda logits, BLOCK: (
@@ -276,6 +290,8 @@ def _rows_of_logits():
         (without, 0.7, 0.0), (without, 2.0, 0.9), (torch.zeros(10), 1.0, nearly), (torch.tensor([-1.0]), 1.0, 0.5),
         (few, 1e-3, 0.6), (torch.zeros(64), 1.0, 0.5), (torch.tensor([1.0, 1.05]), 0.0, 0.1),
         (torch.tensor([1.0, 1.05]), 0.05, 0.2), (torch.tensor([1.0, 1.003]), 0.001, 0.3),
+        (torch.tensor([1e-12, 2e-12]), 0.0, 0.1), (torch.tensor([0.0, 1e-12]), 1e-12, 0.2),
+        (torch.tensor([70000.0, 70001.0]), 1.0, 0.3), (without - 20000, 0.7, 0.0),
     ]  # fmt: skip
 
 
@@ -301,9 +317,19 @@ _DRAW = Exercise(
             _drawn()(logits, t, number)
         ].item(),
         "at temperature 0, return the most likely token": _drawn(cold=lambda logits: torch.tensor(0)),
+        "0 isn't a small temperature: logits may be close, so take argmax there": lambda logits, t, number: _drawn()(
+            logits, max(t, 1e-6), number
+        ),
+        "a small temperature isn't 0: draw there, too": lambda logits, t, number: _drawn()(
+            logits, t if t > 1e-4 else 0, number
+        ),
         "the smallest logit is the least likely token": _drawn(cold=torch.argmin),
         "a share is as wide as the probability: softmax is missing": _drawn(
             lambda logits, t: (logits.double() / t).nan_to_num(neginf=0).cumsum(0)
+        ),
+        "keep logits in float32: float16 is too narrow": _drawn(lambda logits, t: _ends(logits.half(), t)),
+        "leave -inf as it is: all other logits may be below what you put there": _drawn(
+            lambda logits, t: _ends(logits.clamp(min=-1e4), t)
         ),
         "shares are counted from the end": lambda logits, t, number: (
             len(logits) - 1 - _drawn()(logits.flip(0), t, number)

@@ -23,14 +23,14 @@ def _caches():
         (16 * 10**9, 32, 8, 128, 16), (16 * 10**9, 32, 8, 128, 8), (16 * 10**9, 32, 8, 128, 4), (10**9, 5, 6, 64, 4),
         (2 * 34 * 30, 5, 6, 64, 4), (2 * 34 * 30 - 1, 5, 6, 64, 4), (10**6 + 7, 3, 5, 64, 8), (10**11, 80, 8, 128, 16),
         (1000, 2, 1, 128, 16), (33792 * 10**6 - 1, 32, 8, 128, 4), (4 * 10**9, 12, 7, 96, 8),
-        (10**9, 4, 2, 64, 12),
+        (10**9, 4, 2, 64, 12), (10**10, 3, 4, 64, 32), (10**9, 4, 5, 64, 3),
     ]  # fmt: skip
 
 
 _TOKENS_THAT_FIT = Exercise(
     expected=_tokens_that_fit,
     cases=_caches,
-    note="any number of layers and heads, and 4, 8 or 16 bits",
+    note="any number of layers and heads, and any number of bits",
     mistakes={
         "a token has a key and a value": lambda size, *cache: size // _bytes(*cache, sides=1),
         "each quantized row also stores its absmax": lambda size, *cache: size // _bytes(*cache, absmax=0),
@@ -130,12 +130,18 @@ def _keys():
     cases += [case(9, 256, 4)]
     q, codes, absmax, BLOCK = case(40, 32, 16)
     sizes = 10.0 ** torch.randint(-30, 31, (40,), generator=random)
-    return [*cases, (q, codes, absmax * sizes, BLOCK)]
+    cases.append((q, codes, absmax * sizes, BLOCK))
+    q, codes, absmax, BLOCK = case(24, 16, 8)
+    q[:2] = torch.tensor([3.0, -5.0])
+    codes[::2, :2], codes[::2, 2:] = torch.tensor([5, 3], dtype=torch.int8), 0  # sums of exactly 0
+    return [*cases, (q.round(), codes, absmax, BLOCK)]
 
 
 def _bound(q, codes, absmax, BLOCK):
-    """A few steps of float32, of the largest sum that can occur on the way."""
-    return 2e-6 * (codes.double().abs() @ q.double().abs()) * absmax.double() / 127
+    """A few steps of float32, of the largest sum that can occur on the way; sums of integers are exact."""
+    codes, q = codes.double(), q.double()
+    largest = (codes @ q).abs() if torch.equal(q, q.round()) else codes.abs() @ q.abs()
+    return 2e-6 * largest * absmax.double() / 127
 
 
 _SCORES = Exercise(
@@ -147,6 +153,12 @@ _SCORES = Exercise(
     mistakes={
         "the scale is missing": lambda q, codes, absmax, BLOCK: codes.float() @ q,
         "the scale is absmax / 127": lambda q, codes, absmax, BLOCK: 127 * _scores(q, codes, absmax),
+        "scale the score, not the codes: that rounds D times, not once": lambda q, codes, absmax, BLOCK: (
+            codes.float() * (absmax / 127)[:, None] * q
+        ).sum(1),
+        "scale the score, not q: that rounds D times, not once": lambda q, codes, absmax, BLOCK: (
+            codes.float() * (q * (absmax / 127)[:, None])
+        ).sum(1),
         "divide by 127, the largest code, not by 128": lambda q, codes, absmax, BLOCK: (
             _scores(q, codes, absmax) * (127 / 128)
         ),
