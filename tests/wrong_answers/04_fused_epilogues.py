@@ -129,7 +129,7 @@ ANSWERS = {
         ("not with GELU separate", changed(LARGEST, ("all fused", "GELU separate"))),
         ("not with bias fused", changed(LARGEST, ("nothing fused", "bias fused"))),
         ("not what still moves", changed(LARGEST, (SAVED, "after"))),
-        ("16 bits", changed(LARGEST, ("block_size) for", "block_size, 4) for"))),
+        ("16 bits", changed(LARGEST, (SAVED, "(before + 12 * M * N - after)"))),
         ("one for each of M x N x K", changed(LARGEST, ("max(M *", "max(2 * M *"))),
         ("M is missing", changed(LARGEST, ("max(M * N", "max(N"))),
         ("M and N are missing", changed(LARGEST, ("max(M * N", "max(1"))),
