@@ -252,7 +252,7 @@ NUMBERS = [
     ),
     (
         "03_scaled_int8_gemm",
-        r"`qk` takes (\d+) to (\d+)% longer than the copy",
+        r"`qk` takes (\d+) to (\d+)% longer than a copy of as many bytes",
         lambda: extremes(100 * ratios("int8_gemm", "qk", "copy")[m, 8192, 8192] - 100 for m in (1, 16)),
     ),
     (
@@ -374,7 +374,7 @@ NUMBERS = [
     ),
     (
         "07_int4_gemm",
-        r"and bf16 between (\d+) and (\d+). For 4096 x 4096, bf16 is faster from (\d+) on",
+        r"bf16 overtakes int4 between (\d+) and (\d+). For 4096 x 4096, bf16 is faster from (\d+) on",
         lambda: [*crossing("bf16", 8192, 8192), crossing("bf16", 4096, 4096)[1]],
     ),
     (
