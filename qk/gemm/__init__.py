@@ -222,7 +222,7 @@ def int8_addmm(a, a_scale, b, b_scale, bias=None, block_size=128, out_dtype=torc
         b: int8 [N, K].
         b_scale: float32 [ceil(N / block_size), ceil(K / block_size)]; [N, 1] if block_size is None.
         bias: float16, bfloat16 or float32 [N], or None.
-        block_size: 32, 64, 128 or 256. None means one scale per row, and allows K up to 133144 (131071 with codes -128).
+        block_size: 32, 64, 128 or 256. None means one scale per row, and K up to 133144 (131071 with codes of -128).
         out_dtype: float16, bfloat16 or float32.
         path: the implementation to use; see the top of the file. None chooses the fastest.
         exact: False allows a faster rescale on Hopper; `qk/gemm/sm90.py` gives its error.
