@@ -35,7 +35,8 @@ SETTINGS = {
     "apputils-extension/notification": '{"fetchNews": "false", "checkForUpdates": false}',
 }
 # the state of a figure: its pixels. Of the widgets: one for each thing a learner can move
-FIGURES = "cell => [...cell.querySelectorAll('.jp-OutputArea-output img')].map(image => image.src).join()"
+IMAGES = ".jp-OutputArea-output img"
+FIGURES = f"cell => [...cell.querySelectorAll('{IMAGES}')].map(image => image.src).join()"
 CONTROLS = ".widget-slider, .widget-dropdown"
 ERRORS = "[data-mime-type='application/vnd.jupyter.error'], [data-mime-type='application/vnd.jupyter.stderr']"
 # a cell that is folded shows no number
@@ -153,17 +154,20 @@ def test_sliders_change_their_figures(context, lab, name):
     page.goto(f"{url}/lab/tree/{name}?reset")
     page.wait_for_selector(CELL, timeout=90_000)
     # before the kernel is there, "Run All Cells" runs nothing
-    page.locator(".jp-StatusBar-TextItem", has_text="Idle").wait_for(timeout=90_000)
+    idle = page.locator(".jp-StatusBar-TextItem", has_text="Idle")
+    idle.wait_for(timeout=90_000)
     page.locator(".lm-MenuBar-itemLabel", has_text="Run").first.click()
     page.locator(".lm-Menu-itemLabel", has_text="Run All Cells").first.click()
     page.wait_for_function(DONE, polling=500, timeout=300_000)
+    idle.wait_for(timeout=300_000)  # folded cells may still run
 
     cells = page.locator(CELL)
     assert page.locator(ERRORS).all_inner_texts() == []
     for number, count in expected.items():
         cell = cells.nth(number)
-        # a widget appears a moment after its cell has run
+        # a widget appears a moment after its cell has run, and its figure after it
         cell.locator(CONTROLS).nth(count - 1).wait_for(timeout=20_000)
+        cell.locator(IMAGES).first.wait_for(timeout=20_000)
         controls = cell.locator(CONTROLS).all()
         assert len(controls) == count
         cell.scroll_into_view_if_needed()
