@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import subprocess
 import sys
@@ -188,6 +189,23 @@ packed, absmax = qk.quantize_int4(torch.ones(2, 2, device="cuda"))
 print(packed.device.type, packed.tolist())
 """
     assert python(code, TRITON_INTERPRET="1") == ["cuda [[119], [119]]"]
+
+
+@pytest.mark.skipif(qk.device() == "cuda", reason="the kernels are compiled here")
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_launch_looks_for_integer_overflow_in_debug_mode_only(debug, monkeypatch):
+    interpreter = triton.runtime.interpreter
+    patch, builder, looks = interpreter._patch_lang, interpreter.interpreter_builder, []
+    options = dataclasses.replace(builder.options, debug=debug)
+
+    def noted(function):
+        looks.append(builder.options.sanitize_overflow)
+        return patch(function)
+
+    monkeypatch.setattr(builder, "options", options)
+    monkeypatch.setattr(interpreter, "_patch_lang", noted)
+    codes, _ = qk.act_quant(torch.ones(3, 200))
+    assert codes.eq(127).all() and set(looks) == {debug} and builder.options is options
 
 
 @pytest.mark.skipif(qk.device() == "cuda", reason="the kernels are compiled here")
