@@ -232,7 +232,7 @@ def gemm_speed(record, op, shape, **options):
         if line[0] > 1.8 * longest:  # the axis would be half empty
             line, label = None, f"{label[:-1]}; {line[1]})"
     if op == "ladder":
-        label = f"{label[:-1]}; light blue: fixes switched off)"
+        label = f"{label[:-1]}; light blue: fixes added one by one)"
     ax.set_xlim(0, max(1.25 * longest, 1.03 * line[0] if line else 0))
     _name_bars(ax, [_name_of(name, op) for name in rows], {})
     if peaks and line and "bf16" in rows and rows["bf16"][key] < 0.75 * peaks["bf16"]:

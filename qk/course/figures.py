@@ -352,15 +352,21 @@ def error_profile(errors, title="Output", ylim=None, mark=None):
 
 @style()
 def signals(lines, title="", xlabel="token", marks=(), ylabel="value"):
-    """Plot {label: values}, one below the other, each on its own scale. marks: positions to mark in all of them."""
+    """Plot {label: values}, one below the other, each on its own scale, which has 0 if none is below.
+
+    marks: positions to mark in all of them.
+    """
     fig, axes = subplots(9, 0.9 + 1.15 * len(lines), len(lines), sharex=True, squeeze=False)
     for ax, (label, values) in zip(axes[:, 0], lines.items(), strict=True):
         for mark in marks:
             ax.axvline(mark, color=OLIVE, linewidth=3, alpha=0.5, zorder=0)
-        ax.plot(_tensor(values).numpy(), color=BLUE, linewidth=1.2)
+        values = _tensor(values)
+        ax.plot(values.numpy(), color=BLUE, linewidth=1.2)
         ax.set(ylabel=ylabel)
         ax.set_title(label, fontsize=10)
         ax.margins(x=0.01, y=0.1)
+        if values.min() >= 0:
+            ax.set_ylim(bottom=0)
     axes[-1, 0].set_xlabel(xlabel)
     fig.suptitle(title, fontsize=11, x=0.01, ha="left")
     return fig
