@@ -15,12 +15,7 @@ def interpreting():
     """Wrap one launch in the interpreter: one thread at a time, without numpy's warnings."""
     interpreter = triton.runtime.interpreter
     # numpy would warn of overflow, and of Inf - Inf; the interpreter keeps the grid in a global variable
-    with (
-        interpreter._qk_lock,
-        interpreter.np.errstate(all="ignore"),
-        _patching_once(interpreter),
-        _unchecked(interpreter),
-    ):
+    with interpreter._qk_lock, interpreter.np.errstate(all="ignore"), _doing_less(interpreter):
         try:
             yield
         except Exception as error:
@@ -34,41 +29,26 @@ def interpreting():
 
 
 @contextlib.contextmanager
-def _patching_once(interpreter):
-    """Wrap one launch, in which triton.language is patched only once for each module of helpers.
+def _doing_less(interpreter):
+    """Wrap one launch, without two things that take up to a third of its time each.
 
-    On its own, the interpreter patches it at every call of a helper, which takes up to a third of a launch's time.
+    On its own, the interpreter patches triton.language at every call of a helper; here, once for each module of
+    helpers. And it computes every integer again in 64 bits, for an assertion that only debug mode makes.
     """
-    patch, scopes = interpreter._patch_lang, {}
+    builder = interpreter.interpreter_builder
+    patch, options, scopes = interpreter._patch_lang, builder.options, {}
 
     def patch_once(function):
         module = id(function.__globals__)
         if module in scopes:
             return type(scopes[module])()  # with nothing to restore
-        scopes[module] = patch(function)
-        return scopes[module]
+        return scopes.setdefault(module, patch(function))
 
-    interpreter._patch_lang = patch_once
+    interpreter._patch_lang, builder.options = patch_once, dataclasses.replace(options, sanitize_overflow=options.debug)
     try:
         yield
     finally:
-        interpreter._patch_lang = patch
-
-
-@contextlib.contextmanager
-def _unchecked(interpreter):
-    """Wrap one launch, in which no integer is computed twice to find overflow.
-
-    On its own, the interpreter computes every sum and product in 64 bits, too, for an assertion that it then makes
-    only in debug mode. That takes about a third of a launch's time.
-    """
-    builder = interpreter.interpreter_builder
-    options = builder.options
-    builder.options = dataclasses.replace(options, sanitize_overflow=options.debug)
-    try:
-        yield
-    finally:
-        builder.options = options
+        interpreter._patch_lang, builder.options = patch, options
 
 
 def _numbers(version):

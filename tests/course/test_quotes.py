@@ -224,7 +224,7 @@ NUMBERS = [
     ("README", r"is about ([\d.]+) times as fast as in bfloat16 \(([\d.]+) times", training),
     (
         "README",
-        r"are ([\d.]+) to ([\d.]+) times as fast as one for a prompt of 2048 tokens",
+        r"For a prompt of 2048 tokens, two H200s are ([\d.]+) to ([\d.]+) times as fast as one",
         lambda: extremes(two_gpus("prefill", (1, 2048)).values()),
     ),
     ("README", r"bfloat16 overtakes it at (\d+) to (\d+) tokens", lambda: extremes(overtaken())),
@@ -252,7 +252,7 @@ NUMBERS = [
     ),
     (
         "03_scaled_int8_gemm",
-        r"`qk` takes (\d+) to (\d+)% longer than a copy of as many bytes",
+        r"`qk` takes (\d+) to (\d+)% longer than a copy that moves as many bytes",
         lambda: extremes(100 * ratios("int8_gemm", "qk", "copy")[m, 8192, 8192] - 100 for m in (1, 16)),
     ),
     (
@@ -299,17 +299,17 @@ NUMBERS = [
     ),
     (
         "04_fused_epilogues",
-        r"bytes take (\d+) µs; the plain GEMM's own write takes (\d+) µs",
+        r"bytes take (\d+) µs; the plain GEMM's write takes (\d+) µs",
         lambda: [moving(3 * CODES), moving(2)],
     ),
     (
         "04_fused_epilogues",
-        r"should add (\d+)%\. .*adds (\d+)%: its GELU kernel .* plain GEMM, takes (\d+)% longer.* adds (\d+)% with",
+        r"should add (\d+)% to .* adds (\d+)%: its GELU kernel .* takes (\d+)% longer.* adds (\d+)% with torch",
         epilogues,
     ),
     (
         "04_fused_epilogues",
-        r"With torch's `gelu_tanh`, .* it adds only (\d+)%. .*, adds (\d+)%",
+        r"but only (\d+)% with torch's `gelu_tanh`, .* adds (\d+)% with `qk`'s",
         lambda: [epilogues("gelu_tanh")[i] for i in (-1, 1)],
     ),
     (
@@ -359,7 +359,7 @@ NUMBERS = [
     ("06_sparse_chain", r"the recorded ([\d.]+) brings a tie", lambda: [per_column(8)[16384, 3584, 18944]]),
     (
         "07_int4_gemm",
-        r"int4 generates ([\d.]+)x as many tokens as bf16",
+        r"int4 is ([\d.]+)x as fast as bf16, though its bytes",
         lambda: [ratios("decode", "bf16", "qk int4")[1, 512]],
     ),
     (
@@ -389,7 +389,7 @@ NUMBERS = [
     ),
     (
         "07_int4_gemm",
-        r"`split 4` is ([\d.]+)x as fast as bf16. The package's kernel reaches ([\d.]+)x",
+        r"`split 4` is ([\d.]+)x as fast as bf16. The package's Hopper kernel, `qk`, reaches ([\d.]+)x",
         lambda: [
             ratios("versions of int4_gemm", "bf16", name, record=H100, group_size=128)[1, 8192, 8192]
             for name in ("split 4", "qk")
@@ -422,7 +422,7 @@ NUMBERS = [
     ),
     (
         "08_your_model",
-        r"for one sequence, plain int4 decodes ([\d.]+)x as fast",
+        r"int4 with 16-bit activations decodes one sequence ([\d.]+)x as fast",
         lambda: [ratios("decode", "bf16", "qk int4")[1, 512]],
     ),
     (
@@ -481,7 +481,7 @@ NUMBERS = [
 ]
 CLAIMS = [
     (
-        "cuBLAS FP8 in blocks is about as fast as our int8 GEMM on large matrices, and faster at 128 tokens",
+        "cuBLAS's block-scaled FP8 is about as fast as our int8 GEMM on large matrices, and faster at 128 tokens",
         lambda: (
             all(0.9 < ratio < 1.1 for (m, *_), ratio in fp8().items() if m >= 4096)
             and all(ratio < 0.9 for (m, *_), ratio in fp8().items() if m == 128)
@@ -542,7 +542,7 @@ CLAIMS = [
         ),
     ),
     (
-        "gain next to nothing for a single token",
+        "For a single token, a second GPU gains next to nothing",
         lambda: all(abs(gain - 1) < 0.1 for name, gain in two_gpus("decode", (1, 512)).items() if name != "bf16"),
     ),
     (
