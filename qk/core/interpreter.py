@@ -1,4 +1,4 @@
-"""Run kernels in Triton's interpreter: one thread at a time, quietly, and with less patching."""
+"""Run kernels in Triton's interpreter: one thread at a time, quietly, and with less work."""
 
 import contextlib
 import dataclasses
