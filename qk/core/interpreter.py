@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import threading
 
@@ -30,12 +31,13 @@ def interpreting():
 
 @contextlib.contextmanager
 def _doing_less(interpreter):
-    """Wrap one launch, without two things that take up to a third of its time each.
+    """Wrap one launch, without what takes most of its time.
 
     On its own, the interpreter patches triton.language at every call of a helper; here, once for each module of
-    helpers. And it computes every integer again in 64 bits, for an assertion that only debug mode makes.
+    helpers. It computes every integer again in 64 bits, for an assertion that only debug mode makes. And each tensor
+    computes its shape, its type and NumPy's type anew; here, one of each kind does.
     """
-    builder = interpreter.interpreter_builder
+    core, builder = triton.language.core, interpreter.interpreter_builder
     patch, options, scopes = interpreter._patch_lang, builder.options, {}
 
     def patch_once(function):
@@ -44,11 +46,66 @@ def _doing_less(interpreter):
             return type(scopes[module])()  # with nothing to restore
         return scopes.setdefault(module, patch(function))
 
-    interpreter._patch_lang, builder.options = patch_once, dataclasses.replace(options, sanitize_overflow=options.debug)
+    changes = [
+        (interpreter, "_patch_lang", patch_once),
+        (builder, "options", dataclasses.replace(options, sanitize_overflow=options.debug)),
+        (interpreter, "_get_np_dtype", _numpy_type(interpreter._get_np_dtype)),
+        (core.block_type, "__init__", _block_type(core.block_type.__init__)),
+        (core.tensor, "__init__", _tensor(core.tensor.__init__)),
+    ]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     try:
+        for change in changes:
+            setattr(*change)
         yield
     finally:
-        interpreter._patch_lang, builder.options = patch, options
+        for change in before:
+            setattr(*change)
+
+
+@functools.cache
+def _numpy_type(compute):
+    known = {}
+
+    def numpy_type(kind):
+        name = kind.scalar.name  # the same whatever the shape
+        if name not in known:
+            known[name] = compute(kind)
+        return known[name]
+
+    return numpy_type
+
+
+@functools.cache
+def _block_type(construct):
+    known = {}
+
+    def block_type(self, element_ty, shape):
+        sizes = [getattr(size, "value", size) for size in shape]
+        if any(type(size) is not int for size in sizes):
+            return construct(self, element_ty, shape)  # which refuses it
+        key = element_ty.name, *sizes
+        if key in known:
+            vars(self).update(known[key], element_ty=element_ty)
+            return
+        construct(self, element_ty, shape)
+        known[key] = dict(vars(self))
+
+    return block_type
+
+
+@functools.cache
+def _tensor(construct):
+    known = {}
+
+    def tensor(self, handle, type):
+        if type.name in known:
+            vars(self).update(known[type.name], handle=handle, type=type, dtype=type.scalar)
+            return
+        construct(self, handle, type)
+        known[type.name] = {name: value for name, value in vars(self).items() if name != "handle"}
+
+    return tensor
 
 
 def _numbers(version):

@@ -77,7 +77,7 @@ def touched(kernel, grid, *args, **options):
     args = [_on_cpu(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
     if os.environ["TRITON_INTERPRET"] == "1":
         return _record(kernel, grid, args, options)
-    return _ask("interpret", kernel, grid, args, options)
+    return _ask("interpret", _request(kernel, grid, args, options))
 
 
 def wave_bytes(kernel, grid, *args, wave=16, **options):
@@ -108,7 +108,7 @@ def compiled(kernel, *args, arch=90, **options):
     kernel may also be a function of qk: of the kernels that it launches, the row of the one with the longest loop.
     """
     args = [arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in args]
-    return _ask("compile", kernel, arch, args, options)
+    return dict(_compile(_request(kernel, arch, args, options)))
 
 
 def _record(kernel, grid, args, options):
@@ -174,9 +174,18 @@ def end_compiler():
     _helper.cache_clear()
 
 
-def _ask(backend, kernel, *request):
+def _request(kernel, *setting):
+    return pickle.dumps((_name_of(kernel), _source_of(kernel), *setting))
+
+
+@functools.cache
+def _compile(request):
+    return _ask("compile", request)
+
+
+def _ask(backend, request):
     process, log = _helper(backend)
-    pickle.dump((_name_of(kernel), _source_of(kernel), *request), process.stdin)
+    process.stdin.write(request)
     process.stdin.flush()
     try:
         done, answer = pickle.load(process.stdout)
@@ -184,7 +193,8 @@ def _ask(backend, kernel, *request):
         _helper.cache_clear()
         log.seek(0)
         words = log.read().decode(errors="replace")[-500:]
-        raise RuntimeError(f"the process that was to {backend} {_name_of(kernel)} has ended: {words}") from None
+        name, *_ = pickle.loads(request)
+        raise RuntimeError(f"the process that was to {backend} {name} has ended: {words}") from None
     if not done:
         raise RuntimeError(answer)
     return answer

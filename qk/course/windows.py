@@ -1,6 +1,7 @@
 """A safe launch of a learner's kernel: guarded copies of its tensors, and which program touches what."""
 
 import contextlib
+import functools
 import itertools
 import math
 import warnings
@@ -26,6 +27,11 @@ class Race(Exception):
     """The result of a kernel depends on the order in which its programs run."""
 
 
+@functools.cache
+def _noise(seed, dtype, device):
+    return torch.randint(1, 120, (GUARD,), generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
 class Window:
     """A copy of a tensor with the same strides, between two stretches of memory that nothing should touch."""
 
@@ -36,16 +42,15 @@ class Window:
         if not tensor.numel():
             self.size = 0
         self.flat = tensor.as_strided((self.size,), (1,))
-        noise = (torch.randint(1, 120, (GUARD,), generator=torch.Generator().manual_seed(seed)) for seed in seeds)
-        head, tail = (part.to(tensor.device, tensor.dtype) for part in noise)
+        head, tail = (_noise(seed, tensor.dtype, tensor.device) for seed in seeds)
         self.buffer = torch.cat([head, self.flat, tail])
         self.before = self.buffer.clone()
         self.inside = self.buffer.as_strided(tensor.shape, tensor.stride(), GUARD)
 
     def overwritten(self):
         """How many elements were written after and before it."""
-        changed = self.buffer != self.before
-        return changed[GUARD + self.size :].sum().item(), changed[:GUARD].sum().item()
+        ends = slice(GUARD + self.size, None), slice(None, GUARD)
+        return tuple((self.buffer[end] != self.before[end]).sum().item() for end in ends)
 
     def span(self):
         return self.buffer[GUARD : GUARD + self.size]
@@ -179,7 +184,10 @@ def watching(kernel, windows, hear, unset=0, ledger=None, order=None, shifts=Non
     """
     from triton.runtime.interpreter import interpreter_builder as builder
 
-    named = {name: window for name, window in zip(kernel.arg_names, windows, strict=False) if window}
+    named = []  # (name, window, address of its first element, log2 of an element's bytes)
+    for name, window in zip(kernel.arg_names, windows, strict=False):
+        if window:
+            named.append((name, window, window.inside.data_ptr(), window.buffer.element_size().bit_length() - 1))
     load, store, place = builder.create_masked_load, builder.create_masked_store, builder.set_grid_idx
     atomic, swap = builder.create_atomic_rmw, builder.create_atomic_cas
     convert, cast, divide, dot = builder.create_fp_to_ui, builder.cast_impl, builder.create_udiv, builder.create_dot
@@ -187,13 +195,14 @@ def watching(kernel, windows, hear, unset=0, ledger=None, order=None, shifts=Non
     guessed = []
 
     def note(kind, pointers, mask, change, value=None):
-        addresses = torch.from_numpy(np.atleast_1d(pointers.data).astype(np.int64))
-        mask = True if mask is None else mask.data
-        mask = torch.from_numpy(np.broadcast_to(mask, addresses.shape).astype(bool))
-        for name, window in named.items():
-            elements = (addresses - window.inside.data_ptr()) // window.buffer.element_size()
+        addresses = np.atleast_1d(pointers.data).astype(np.int64)
+        on = np.broadcast_to(True if mask is None else mask.data, addresses.shape).astype(bool)
+        mask = torch.from_numpy(on)
+        for name, window, first, log2 in named:
+            elements = (addresses - first) >> log2
             near = (elements >= -GUARD) & (elements < window.size + GUARD)
-            if (near | ~mask).all() and near.any():
+            if near.any() and (near | ~on).all():
+                elements = torch.from_numpy(elements)
                 hear(builder.grid_idx, "load" if kind == "load" else "store", name, elements, mask)
                 if not ledger or not mask.any():
                     return change()

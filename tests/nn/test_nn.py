@@ -1809,8 +1809,7 @@ def test_calls_are_short():
         codes, scale = qk.act_quant(x, scale_layout="column")
         return qk.int8_addmm(codes, scale, layer.codes, layer.scale, layer.bias, 128, BF16)
 
-    with torch.no_grad():
-        seconds = [
-            Timer("call()", globals={"call": call}).blocked_autorange().median for call in (functions, lambda: layer(x))
-        ]
-    assert seconds[1] < seconds[0]
+    calls = functions, lambda: layer(x)
+    with torch.no_grad():  # in turns, and of each the least: other processes may use the same cores
+        turns = [[Timer("call()", globals={"call": call}).timeit(1000).mean for call in calls] for _ in range(9)]
+    assert min(turn[1] for turn in turns) < min(turn[0] for turn in turns)
