@@ -26,15 +26,7 @@ import triton
 import triton.language as tl
 
 from .core.activations import activate, activate_ref, activation_gradient, activation_gradient_ref
-from .core.checks import (
-    ACTIVATIONS,
-    BLOCKS,
-    FLOATS,
-    SCALE_LAYOUTS,
-    check_one_of,
-    check_rounding,
-    check_tensor,
-)
+from .core.checks import ACTIVATIONS, BLOCKS, FLOATS, SCALE_LAYOUTS, check_one_of, check_rounding, check_tensor
 from .core.launch import INTERPRETING, TileConfig, cdiv, launch, tile_shape
 from .core.matrices import as_matrix, empty_scale, with_contiguous_rows
 from .core.numerics import (

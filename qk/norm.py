@@ -100,9 +100,7 @@ def _store(
 
 
 @triton.jit
-def _load_sum(
-    x_ptr, residual_ptr, row, column, M, K, stride_xm, stride_rm, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _load_sum(x_ptr, residual_ptr, row, column, M, K, stride_xm, stride_rm, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Load a tile of h, which is x, or x + residual rounded to x's dtype."""
     x = load_tile(x_ptr, row, column, M, K, stride_xm, ROWS, BLOCK)
     if residual_ptr is not None:
@@ -288,9 +286,7 @@ def _check_quantization(block_size, scale_layout, evens_first):
 
 
 @replayed()
-def rms_norm_quant(
-    x, weight, eps=1e-6, residual=None, block_size=128, *, scale_layout="row", evens_first=False
-):  # fmt: skip
+def rms_norm_quant(x, weight, eps=1e-6, residual=None, block_size=128, *, scale_layout="row", evens_first=False):
     """Normalize and quantize in one kernel: what `act_quant` makes of `rms_norm`'s result before that is rounded.
 
     Zero, NaN and Inf as in `act_quant`: where a result would be NaN or Inf, its block gets scale NaN and codes 0. At
@@ -486,9 +482,7 @@ def rms_norm_ref(x, weight, eps=1e-6, residual=None):
     return out if residual is None else (out, h)
 
 
-def rms_norm_quant_ref(
-    x, weight, eps=1e-6, residual=None, block_size=128, *, scale_layout="row", evens_first=False
-):  # fmt: skip
+def rms_norm_quant_ref(x, weight, eps=1e-6, residual=None, block_size=128, *, scale_layout="row", evens_first=False):
     y, h = _normalized_ref(x, weight, eps, residual)
     q, scale = _quantized_ref(y, block_size, scale_layout, evens_first)
     return (q, scale) if residual is None else (q, scale, h)

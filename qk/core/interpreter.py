@@ -46,66 +46,46 @@ def _doing_less(interpreter):
             return type(scopes[module])()  # with nothing to restore
         return scopes.setdefault(module, patch(function))
 
-    changes = [
-        (interpreter, "_patch_lang", patch_once),
-        (builder, "options", dataclasses.replace(options, sanitize_overflow=options.debug)),
-        (interpreter, "_get_np_dtype", _numpy_type(interpreter._get_np_dtype)),
-        (core.block_type, "__init__", _block_type(core.block_type.__init__)),
-        (core.tensor, "__init__", _tensor(core.tensor.__init__)),
-    ]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
-    try:
-        for change in changes:
-            setattr(*change)
+    changes = {
+        (interpreter, "_patch_lang"): patch_once,
+        (builder, "options"): dataclasses.replace(options, sanitize_overflow=options.debug),
+    } | _remembering(core, interpreter)
+    with contextlib.ExitStack() as before:
+        for place, value in changes.items():
+            before.callback(setattr, *place, getattr(*place))
+            setattr(*place, value)
         yield
-    finally:
-        for change in before:
-            setattr(*change)
 
 
 @functools.cache
-def _numpy_type(compute):
-    known = {}
+def _remembering(core, interpreter):
+    """{(owner, name): what to put there}: constructors and a function that remember, by name, what they computed."""
+    numpy_types, block_types, tensors = {}, {}, {}
+    compute, new_block_type, new_tensor = interpreter._get_np_dtype, core.block_type.__init__, core.tensor.__init__
 
     def numpy_type(kind):
-        name = kind.scalar.name  # the same whatever the shape
-        if name not in known:
-            known[name] = compute(kind)
-        return known[name]
-
-    return numpy_type
-
-
-@functools.cache
-def _block_type(construct):
-    known = {}
+        name = kind.scalar.name
+        if name not in numpy_types:
+            numpy_types[name] = compute(kind)
+        return numpy_types[name]
 
     def block_type(self, element_ty, shape):
-        sizes = [getattr(size, "value", size) for size in shape]
-        if any(type(size) is not int for size in sizes):
-            return construct(self, element_ty, shape)  # which refuses it
-        key = element_ty.name, *sizes
-        if key in known:
-            vars(self).update(known[key], element_ty=element_ty)
-            return
-        construct(self, element_ty, shape)
-        known[key] = dict(vars(self))
-
-    return block_type
-
-
-@functools.cache
-def _tensor(construct):
-    known = {}
+        name = f"{element_ty.name} {[getattr(size, 'value', size) for size in shape]}"
+        if name in block_types:
+            vars(self).update(block_types[name], element_ty=element_ty)
+        else:
+            new_block_type(self, element_ty, shape)
+            block_types[name] = dict(vars(self))
 
     def tensor(self, handle, type):
-        if type.name in known:
-            vars(self).update(known[type.name], handle=handle, type=type, dtype=type.scalar)
-            return
-        construct(self, handle, type)
-        known[type.name] = {name: value for name, value in vars(self).items() if name != "handle"}
+        if type.name in tensors:
+            vars(self).update(tensors[type.name], handle=handle, type=type, dtype=type.scalar)
+        else:
+            new_tensor(self, handle, type)
+            tensors[type.name] = {**vars(self), "handle": None}
 
-    return tensor
+    constructors = {(core.block_type, "__init__"): block_type, (core.tensor, "__init__"): tensor}
+    return {(interpreter, "_get_np_dtype"): numpy_type} | constructors
 
 
 def _numbers(version):

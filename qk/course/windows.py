@@ -99,10 +99,10 @@ class Ledger:
         if not inside.all():  # past the ends; launch refuses it
             return change()
         me = self.numbers.setdefault((self.launch, program), len(self.numbers))
-        kinds = "load", "store", "atomic"
-        book = self.books.setdefault(
-            window.tensor.data_ptr(), {k: torch.full((window.size,), self.NOBODY) for k in kinds}
-        )
+        place = window.tensor.data_ptr()
+        if place not in self.books:
+            self.books[place] = {k: torch.full((window.size,), self.NOBODY) for k in ("load", "store", "atomic")}
+        book = self.books[place]
         before = window.bits(elements) if kind == "store" else None
         done = change()
         after = window.bits(elements) if kind == "store" else None
@@ -386,9 +386,10 @@ def _interpreted(kernel, grid, args, options):
                 raise depends
             if session:
                 session.touched = True
-            if kind == "load":
-                read[name, _AFTER] |= bool((elements[mask] >= sizes[name]).any())
-                read[name, _BEFORE] |= bool((elements[mask] < 0).any())
+            if kind == "load" and mask.any():
+                first, last = elements[mask].aminmax()
+                read[name, _AFTER] |= bool(last >= sizes[name])
+                read[name, _BEFORE] |= bool(first < 0)
 
         with watching(kernel, windows, hear, unset, ledger, order) as guessed:
             run_on(kernel, grid, args, windows, options)

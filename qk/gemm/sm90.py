@@ -220,9 +220,7 @@ def _add_pair(
     product = _multiply_in_turn(a1, b1, product, use_acc, turn, WG, 0)
     if half == 0:
         mbarrier.wait(full[1].index(stage), phase)
-    s1, s2, offset = _scales(
-        scale_bufs, b_scale_bufs, stage, k, offset, WG, half, HALVES, A_SQUARE, row_layout, EXACT
-    )  # fmt: skip
+    s1, s2, offset = _scales(scale_bufs, b_scale_bufs, stage, k, offset, WG, half, HALVES, A_SQUARE, row_layout, EXACT)
     product = warpgroup_mma_wait(0, (product,))
     if LAST:
         mbarrier.arrive(empty[0].index(stage), count=1)

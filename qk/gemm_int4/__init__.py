@@ -160,9 +160,7 @@ def int4_gemm(
     check_one_of("out_dtype", out_dtype, FLOATS)
     x, absmax, bias = x.detach(), absmax.detach(), None if bias is None else bias.detach()
     x_scale = None if x_scale is None else x_scale.detach()
-    return _int4_gemm(
-        x, packed, absmax, bias, group_size, out_dtype, x_scale, block_size, zero_point, evens_first
-    )  # fmt: skip
+    return _int4_gemm(x, packed, absmax, bias, group_size, out_dtype, x_scale, block_size, zero_point, evens_first)
 
 
 def int4_gemm_ref(

@@ -230,9 +230,7 @@ def _load_columns(
 
 
 @triton.jit
-def _add_scaled(
-    acc, sums, scale, x_scale_ptrs, mask_m, k, K, stride_xb, WHOLE: tl.constexpr, X_BLOCK: tl.constexpr
-):  # fmt: skip
+def _add_scaled(acc, sums, scale, x_scale_ptrs, mask_m, k, K, stride_xb, WHOLE: tl.constexpr, X_BLOCK: tl.constexpr):
     """Add the sums of a dot, [BLOCK_N, BLOCK_M], times its scales. WHOLE: scales come at the end.
 
     The launch fuses no multiplication and addition but those of tl.fma.

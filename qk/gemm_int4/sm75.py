@@ -157,9 +157,7 @@ def _unpack(word, zero):
     """Unpack a word, less its zero point if zero is (int32,), not ()."""
     if len(zero) > 0:
         operands = (word, zero[0])
-        return tl.inline_asm_elementwise(
-            _UNPACK_ZERO, "=&r,=&r,=&r,=&r,r,r", operands, _INT32x4, is_pure=True, pack=1
-        )  # fmt: skip
+        return tl.inline_asm_elementwise(_UNPACK_ZERO, "=&r,=&r,=&r,=&r,r,r", operands, _INT32x4, is_pure=True, pack=1)
     else:
         return tl.inline_asm_elementwise(_UNPACK, "=&r,=&r,=&r,=&r,r", (word,), _INT32x4, is_pure=True, pack=1)
 

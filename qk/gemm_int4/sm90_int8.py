@@ -122,9 +122,7 @@ def _load_scales(of_rows, piece: tl.constexpr, column, N, K, GROUP: tl.constexpr
 
 
 @jit
-def _scales(
-    weights, k, N, K, GROUP: tl.constexpr, DOT_K: tl.constexpr, PIECES: tl.constexpr, DOTS: tl.constexpr
-):  # fmt: skip
+def _scales(weights, k, N, K, GROUP: tl.constexpr, DOT_K: tl.constexpr, PIECES: tl.constexpr, DOTS: tl.constexpr):
     """Load the absmax, and the zero points if there are any, for each dot and piece of step k."""
     scales = ()
     for d in gl.static_range(DOTS):

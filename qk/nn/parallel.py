@@ -169,9 +169,7 @@ class ColwiseQuantized(_Style):
         ValueError: before the layer is changed, for bad arguments, and for cuts inside a block.
     """
 
-    def __init__(
-        self, *, input_layouts=None, output_layouts=None, use_local_output=True, fused=None, units=None
-    ):  # fmt: skip
+    def __init__(self, *, input_layouts=None, output_layouts=None, use_local_output=True, fused=None, units=None):
         super().__init__(units, use_local_output)
         self.input_layouts = _layouts("input_layouts", input_layouts, Replicate())
         self.output_layouts = _layouts("output_layouts", output_layouts, Shard(-1), last=True)

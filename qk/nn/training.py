@@ -210,9 +210,7 @@ def _int8_feed_forward_backward(
     return dx, dw1, db1, dw2, db2
 
 
-def _empty_feed_forward(
-    x, w1, b1, w2, b2, seed, block_size, activation, out_dtype, keep_x, keep_z, keep_w1, keep_w2
-):  # fmt: skip
+def _empty_feed_forward(x, w1, b1, w2, b2, seed, block_size, activation, out_dtype, keep_x, keep_z, keep_w1, keep_w2):
     (M, K), (N, inner) = (_rows(x), x.shape[-1]), w2.shape
     out = x.new_empty((*x.shape[:-1], N), dtype=out_dtype)
     z = x.new_empty((M, inner) if keep_z else 0, dtype=torch.int8)
@@ -238,9 +236,7 @@ def _int8_feed_forward(
     """
     codes, x_t, x_scale = _quantize(as_matrix(x), block_size, keep_x)
     codes1, w1_t, w1_scale = _quantize(w1, block_size, keep_w1)
-    z, z_scale = int8_addmm_quant(
-        codes, x_scale, codes1, w1_scale, b1, block_size, None, block_size, out_square=True
-    )  # fmt: skip
+    z, z_scale = int8_addmm_quant(codes, x_scale, codes1, w1_scale, b1, block_size, None, block_size, out_square=True)
     del codes, codes1
     h, h_scale = int8_gelu(z, z_scale, block_size, activation=activation)
     codes2, w2_t, w2_scale = _quantize(w2, block_size, keep_w2)

@@ -224,3 +224,28 @@ def test_a_launch_patches_triton_language_once_for_a_module(monkeypatch):
     with pytest.raises(TypeError, match="missing"):
         launch.launch(torch.device("cpu"), int8._quantize_int8_kernel, (1,))
     assert interpreter._patch_lang is noted
+
+
+@pytest.mark.skipif(qk.device() == "cuda", reason="the kernels are compiled here")
+def test_types_that_are_remembered_are_those_of_triton():
+    core, interpreter = triton.language.core, triton.runtime.interpreter
+    places = (core.block_type, "__init__"), (core.tensor, "__init__"), (interpreter, "_get_np_dtype")
+    before = [getattr(*place) for place in places]
+
+    def made(element_ty, shape):
+        kind = core.block_type(element_ty, shape)
+        x = core.tensor("data", kind)
+        parts = [{name: str(value) for name, value in vars(each).items()} for each in (kind, x)]
+        return [*parts, interpreter._get_np_dtype(kind)]
+
+    for element_ty in (core.int32, core.bfloat16, core.pointer_type(core.float16)):
+        for shape in ([16], [4, 8], [core.constexpr(4), 8]):
+            want = made(element_ty, shape)
+            with launch.interpreting():
+                assert [getattr(*place) for place in places] != before
+                assert made(element_ty, shape) == made(element_ty, shape) == want
+    for _ in range(2):
+        for shape in ([3], [16.0], []):
+            with pytest.raises((TypeError, ValueError)), launch.interpreting():
+                core.block_type(core.int32, shape)
+    assert [getattr(*place) for place in places] == before

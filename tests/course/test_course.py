@@ -1071,12 +1071,12 @@ def test_touched_says_who_loads_and_stores_what():
 
 def test_touched_is_the_same_from_a_process_of_its_own():
     x = torch.zeros(20)
-    elsewhere = trace._ask("interpret", _move_kernel, (3,), [x, x, 20], {"BLOCK": 8})
+    elsewhere = trace._ask("interpret", trace._request(_move_kernel, (3,), [x, x, 20], {"BLOCK": 8}))
     for ours, theirs in zip(moved(3, 20).accesses, elsewhere.accesses, strict=True):
         assert ours[:3] == theirs[:3] and torch.equal(ours.elements, theirs.elements)
         assert torch.equal(ours.mask, theirs.mask)
     with pytest.raises(RuntimeError, match="it touches memory far from all of its tensors"):
-        trace._ask("interpret", _move_kernel, (2**8,), [x, x, 20], {"BLOCK": 2**10})
+        trace._ask("interpret", trace._request(_move_kernel, (2**8,), [x, x, 20], {"BLOCK": 2**10}))
 
 
 def test_a_cell_shows_all_programs_that_touch_it():
