@@ -73,6 +73,13 @@ def _offset(i, j, rows, columns, block_size):
     return i // block_size * -(-columns // block_size) + j // block_size
 
 
+def _inside(index, size):
+    """index, or IndexError: out of bounds on a GPU, torch would leave the GPU unusable to the process."""
+    if index.max() >= size:
+        raise IndexError
+    return index
+
+
 def _looked_up(scale_at=None, offset=_offset, code=lambda q, tokens, i, j: q[tokens][:, j], change=torch.mul):
     """change(codes, scales), of scales at offset(token, column, rows, columns, QUANT), as integers.
 
@@ -84,7 +91,7 @@ def _looked_up(scale_at=None, offset=_offset, code=lambda q, tokens, i, j: q[tok
         i, j = torch.arange(len(tokens), device=q.device), torch.arange(columns, device=q.device)
         row = tokens[:, None]
         at = scale_at(row, i[:, None], j, columns, QUANT, ROWS, BLOCK) if scale_at else offset(row, j, *q.shape, QUANT)
-        return change(code(q, tokens, i, j).float(), scale.flatten()[at])
+        return change(code(q, tokens, i, j).float(), scale.flatten()[_inside(at, scale.numel())])
 
     return result
 
@@ -102,7 +109,7 @@ def _only(kept):
 def _at_tokens(tokens, q, scale, *sizes):
     """Each row is stored where the table has it."""
     out = torch.full((len(tokens), q.shape[1]), _NAN, device=q.device)
-    out[tokens] = _looked_up()(tokens, q, scale, *sizes)
+    out[_inside(tokens, len(out))] = _looked_up()(tokens, q, scale, *sizes)
     return out
 
 
