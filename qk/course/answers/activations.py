@@ -13,6 +13,9 @@ def _gemv_cases():
     for N, W, BLOCK in (16, 8, 8), (32, 20, 8), (48, 33, 16), (16, 5, 8), (64, 64, 32), (16, 1, 16), (32, 100, 64):
         words = torch.randint(-(2**31), 2**31, (N, W), generator=random).to(torch.int32)
         yield torch.randint(-128, 128, (8 * W,), generator=random, dtype=torch.int8), words, BLOCK
+    words = torch.randint(-(2**31), 2**31, (16, 65), generator=random).to(torch.int32)
+    yield torch.randint(-128, 128, (8 * 65,), generator=random, dtype=torch.int8), words, 1
+    yield torch.full((8 * 1024,), -128, dtype=torch.int8), torch.full((16, 1024), -0x77777778, dtype=torch.int32), 64
     yield torch.full((256,), -128, dtype=torch.int8), torch.full((16, 32), -(2**31) + 8, dtype=torch.int32), 16
 
 
@@ -95,6 +98,12 @@ _COSTS = (
     (0.65625, 0, 32),
     (1.33, 0.5, 96),  # 51.07 tokens
     (3, 3.96875, 128),  # 12,288 tokens
+    (1 / 64, 2, 128),
+    (1 + 2**-17, 2, 128),  # 65 tokens, as with 2**-13
+    (1 + 2**-13, 2, 128),
+    (1, 2, 512),
+    (3, 4 - 2**-7, 128),
+    (4, 4 - 2**-10, 128),
 )
 
 

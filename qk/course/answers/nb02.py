@@ -126,6 +126,8 @@ def _lookup_cases():
     def some(count, rows):
         return torch.randint(rows, (count,), generator=random).tolist()
 
+    tiny = case(16, 12, [15, 0, 7, 9], 8, 2, 4)
+    tiny[2][:] = torch.tensor([[0.0, 1e-20], [1e-30, 0.5]])
     return [
         case(64, 6, [0, 4, 3, 1, 4], 4, 4, 2),  # table, tokens, QUANT, ROWS, BLOCK
         case(48, 5, [11, 2, 7, 7, 0, 10, 5, 1, 3, 3, 8, 4], 2, 2, 8),
@@ -135,6 +137,9 @@ def _lookup_cases():
         case(9, 300, [8], 128, 1, 128),
         case(300, 200, some(3, 300), 128, 4, 256),
         case(33000, 3, [7, 32999, 32770], 256, 2, 2),
+        case(65600, 2, [65599, 65536, 3], 256, 2, 2),
+        case(50, 9, some(40, 50), 16, 2, 8),
+        tiny,
     ]
 
 

@@ -17,6 +17,9 @@ _TILES = (
     (96, 64, 128),
     (127, 2, 128),
     (0, 256, 128),
+    (0, 256, 32),
+    (8192, 128, 128),
+    (2**24 + 1, 128, 128),
 )
 
 
@@ -136,6 +139,12 @@ def _token_cases():
     x, w = torch.full((2201,), 127, dtype=torch.int8), torch.full((16, 2201), -127, dtype=torch.int8)
     x[::7], w[:, 3] = 126, -125
     yield x, w, 128
+    w = torch.full((16, 2048), 127, dtype=torch.int8)
+    w[:, 0] = 126
+    yield torch.full((2048,), 127, dtype=torch.int8), w, 2048
+    codes = torch.randint(-127, 128, (17, 1100), generator=random, dtype=torch.int8)
+    codes[0, ::9] = -128
+    yield codes[0], codes[1:], 32
 
 
 def _where(keep):

@@ -14,8 +14,22 @@ def _column_at(p, L):
 
 
 def _positions():
-    places = [(0, 8), (3, 8), (4, 8), (11, 8), (12, 8), (30, 8), (5, 4), (17, 6), (33, 10), (13, 8), (23, 6), (15, 10)]
-    return places + [(1_000_003 + 7 * L, L) for L in (4, 6, 8, 10)]
+    places = [
+        (0, 8),
+        (5, 8),
+        (3, 8),
+        (4, 8),
+        (11, 8),
+        (12, 8),
+        (30, 8),
+        (5, 4),
+        (17, 6),
+        (33, 10),
+        (13, 8),
+        (23, 6),
+        (15, 10),
+    ]
+    return places + [(1_000_003 + 7 * L, L) for L in (4, 6, 8, 10)] + [(25_165_835, 8)]
 
 
 def _fill(values, L, takes=2, step=2, again=False, order=lambda columns: columns):
@@ -61,7 +75,8 @@ def _groups():
         ("01111011", 8), ("1111011110", 10), ("0111111011", 10), ("0000000001", 10), ("00000000", 8),
     ]  # fmt: skip
     alike = ([2, 2, 0, 2, 2, 0, 2, 2], 8), ([0.25, -0.25, 0.25, 0, 0, 0.25], 6), ([1, -2, 3, 4, -5, 6, 0, 0], 8)
-    return [*alike] + [
+    uneven = [0.1, 1e-9, 4097, 0, 1e-7, 0.001, 0, 3], 8
+    return [*alike, uneven] + [
         ([(-1) ** i * (L * L - i) if mark == "1" else 0 for i, mark in enumerate(marks.ljust(L, "0"))], L)
         for marks, L in patterns
     ]
@@ -84,10 +99,20 @@ def _words():
     def case(groups, BLOCK):
         numbers = torch.Generator().manual_seed(groups)
         codes = torch.randint(-127, 128, (groups, 8), generator=numbers, dtype=torch.int8)
+        codes[0] = torch.tensor([-1, -1, -128, 127, 0, 0, 0, 0])
         codes[-1] = torch.tensor([-1, 1, -127, 127, 0, -128, 127, -1])
         return codes.view(torch.int32), BLOCK
 
-    return [case(64, 64), case(1, 16), case(37, 16), case(100, 32), case(129, 128), case(300, 64)]
+    return [
+        case(64, 64),
+        case(1, 16),
+        case(37, 16),
+        case(100, 32),
+        case(129, 128),
+        case(300, 64),
+        case(600, 16),
+        case(5, 1),
+    ]
 
 
 def _ragged_codes(x, end=None, absmax=lambda part: part.abs().amax(1, keepdim=True), rounding=torch.round):
@@ -111,7 +136,10 @@ def _rows():
         codes[:, K // 2] = torch.tensor([-127.0, 127.0]).repeat(M)[:M]
         return ((codes / 127 * torch.logspace(*tops, M)[:, None].double()).float(),)
 
+    (wide,) = case(2, 600, (0, 1))
+    wide[:, [300, 599]] = wide[:, [599, 300]]  # the largest value comes last
     return [
+        (wide,), (torch.tensor([[127, 1.4996, 0, 2.5004]]),),
         case(3, 16, (0, 3)), case(4, 12, (-1, 2)), case(2, 13, (-6, 4)), case(5, 31, (3, -3)), case(1, 5, (0, 0)),
         case(3, 100, (-20, 20)), case(2, 129, (30, 31)), case(3, 1, (-25, -20)),
         (torch.tensor([[0.5, 1.5, 127, 2.5, -0.5, -1.5, -2.5, 3, 4.5], [-127, 6.5, 7.5, -6.5, 0, 1, -7.5, 2, 8.5]]),),

@@ -34,6 +34,8 @@ def _groups():
         (x, codes, importance * (codes == 0)),
         (x + 3, codes, 1000 * importance), (x, torch.zeros_like(codes), importance),
         (torch.tensor([-2.5]), torch.tensor([7], dtype=torch.int8), torch.tensor([3.0])),
+        (x, codes, torch.zeros(40)), (20 * x, (60 * x).clamp(-127, 127).to(torch.int8), importance),
+        (torch.tensor([0.0, 2]), torch.tensor([1, 1], dtype=torch.int8), torch.ones(2)),
     ]  # fmt: skip
 
 
@@ -216,6 +218,7 @@ def _steps():
         cases.append((4 * scale[:, None] * torch.randn(rows, K, generator=random), U, k, scale))
         cases[-1][0][-1, k] = 300 * scale[-1]
         cases[-1][0][0, k] = -9.3 * scale[0]
+        cases[-1][0][len(scale) // 2, k] = 1e5 * scale[len(scale) // 2]
     return cases
 
 
@@ -251,6 +254,9 @@ _GPTQ = Exercise(
         "codes end at -7, not at -8": _step(end=8),
         "round to nearest: this truncates": _step(torch.trunc),
         "round to nearest: this rounds down": _step(torch.floor),
+        "int8 wraps around before the clamp: a weight may be any number of scales": _step(
+            lambda codes: codes.round().to(torch.int8)
+        ),
         "column k must have its rounded values": _other(lambda now, w, k, scale: _put(now, k, w[:, [k]])),
         "column k holds codes now: multiply by the scale": _other(
             lambda now, w, k, scale: _put(now, k, now[:, [k]] / scale)

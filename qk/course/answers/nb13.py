@@ -91,9 +91,11 @@ def _zeros():
     all_of_them = torch.tensor([[0x76543210], [0xFEDCBA98 - 2**32], [0x0F0F0F0F]], dtype=torch.int32)
     plain = {"quant_method": "gptq", "bits": 4}
     first, second = plain | {"checkpoint_format": "gptq"}, plain | {"checkpoint_format": "gptq_v2"}
+    maker = {"meta": {"quantizer": ["gptqmodel:v2.0"]}}
     return [
         (all_of_them, plain), (all_of_them, second), (_words(1, 3, 1), first), (_words(4, 2, 2), plain),
-        (_words(12, 5, 3), second), (_words(1, 1, 4), plain), (_words(3, 2, 5), first), (_words(1, 2, 6), second),
+        (_words(12, 5, 3), second), (_words(1, 1, 4), plain), (_words(3, 2, 5), first | maker),
+        (_words(1, 2, 6), second | maker),
     ]  # fmt: skip
 
 

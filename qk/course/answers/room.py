@@ -119,6 +119,14 @@ def _gathered(start_of, rounding=torch.round):
     return codes
 
 
+def _wide(rows):
+    """Rows of 600 columns, the largest value in the last one."""
+    x = _activations()[list(rows)]
+    x = torch.cat([x, x[:, : 600 - x.shape[1]]], 1)
+    x[-1, -1] = 4 * x.abs().max()
+    return x
+
+
 def _gather_cases():
     x = _activations()
 
@@ -130,6 +138,7 @@ def _gather_cases():
         (x[:150, :300].contiguous() / 9, rows(149, -1, 3, 120)),
         (x[:, :40].contiguous(), rows(-1, 767)),
         (x[:, :257].contiguous().float() * 1e30, rows(0, 127, 128, 255, 256, 767, 1, -1)),
+        (_wide(range(600)), rows(500, 2, 7)),  # the largest value is in a row that isn't listed
     ]
 
 
@@ -151,6 +160,8 @@ def _absmax_cases():
         (-x[5:10, :200].contiguous(), (1, 0), 128),
         (x[7:9, :200].contiguous().float() * 1e-30, (3, 0, 2, 1), 64),
         (-x[9:11, :70].contiguous().float().abs() * 1e30, (0, 2, 1), 32),
+        (_wide(range(3)), (3, 4, 1, 0, 2), 128),
+        (_wide(range(2)), (1, 0), 512),
     ]
 
 
@@ -170,7 +181,8 @@ def _packed_cases():
     every_byte = torch.arange(256, dtype=torch.uint8)
     parts = weight[:3, :16], weight[7:12, :33], weight[2:4, :7], weight[5:6, :300]
     packed = [(qk.quantize_int4_ref(part.contiguous())[0], part.shape[1]) for part in parts]
-    return [*packed, (every_byte.view(32, 8), 16), (every_byte.flip(0).view(2, 128), 255)]
+    packed += [(every_byte.view(32, 8), 16), (every_byte.flip(0).view(2, 128), 255)]
+    return [*packed, (every_byte[:120].view(40, 3), 5), (every_byte.repeat(8).view(1, 2048), 4095)]
 
 
 _WRAP = 2**15
