@@ -15,20 +15,9 @@ def _column_at(p, L):
 
 def _positions():
     places = [
-        (0, 8),
-        (5, 8),
-        (3, 8),
-        (4, 8),
-        (11, 8),
-        (12, 8),
-        (30, 8),
-        (5, 4),
-        (17, 6),
-        (33, 10),
-        (13, 8),
-        (23, 6),
+        (0, 8), (5, 8), (3, 8), (4, 8), (11, 8), (12, 8), (30, 8), (5, 4), (17, 6), (33, 10), (13, 8), (23, 6),
         (15, 10),
-    ]
+    ]  # fmt: skip
     return places + [(1_000_003 + 7 * L, L) for L in (4, 6, 8, 10)] + [(25_165_835, 8)]
 
 
@@ -103,16 +92,8 @@ def _words():
         codes[-1] = torch.tensor([-1, 1, -127, 127, 0, -128, 127, -1])
         return codes.view(torch.int32), BLOCK
 
-    return [
-        case(64, 64),
-        case(1, 16),
-        case(37, 16),
-        case(100, 32),
-        case(129, 128),
-        case(300, 64),
-        case(600, 16),
-        case(5, 1),
-    ]
+    sizes = (64, 64), (1, 16), (37, 16), (100, 32), (129, 128), (300, 64), (600, 16), (5, 1)
+    return [case(groups, BLOCK) for groups, BLOCK in sizes]
 
 
 def _ragged_codes(x, end=None, absmax=lambda part: part.abs().amax(1, keepdim=True), rounding=torch.round):
