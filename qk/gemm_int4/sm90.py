@@ -77,8 +77,8 @@ class _Tile(NamedTuple):
     group_m: int = 8  # tile rows in a group, which is multiplied column by column
 
 
-# The fastest of about ten configs each, on an H200 at N = K = 8192, 2026-11-23. For few tokens, more stages were slower
-# if a CTA has one tile, and faster if it has many ("long").
+# The fastest of about ten configs each, on an H200 at N = K = 8192, 2026-11-23; "32" and "64" on an H100, 2026-11-28.
+# For few tokens, more stages were slower if a CTA has one tile, and faster if it has many ("long").
 _CONFIGS = {
     "decode8": _Tile(3, True, True, 8, columns=256, stages=6, registers=128),
     "decode8 long": _Tile(3, True, True, 8, columns=256, stages=9, registers=128),
@@ -86,8 +86,8 @@ _CONFIGS = {
     "decode8 ordered": _Tile(3, True, False, 8, columns=256, stages=6, registers=152),
     "decode8 ordered long": _Tile(3, True, False, 8, columns=256, stages=9, registers=152),
     "decode16 ordered": _Tile(3, True, False, 16, columns=256, stages=6, registers=152),
-    "32": _Tile(2, True, False, 32, columns=256, stages=4, registers=224),
-    "64": _Tile(2, True, False, 64, columns=256, stages=4, registers=224),
+    "32": _Tile(3, True, False, 32, columns=256, stages=6, registers=160),
+    "64": _Tile(3, True, False, 64, columns=128, stages=9, registers=160),
     "128": _Tile(2, True, False, 128, columns=128, stages=4, registers=240),
     "large": _Tile(2, False, False, 128, columns=128, stages=5, registers=240),
     # for int8, whose stages are half as large; the fastest of seven on an H100, 2026-11-24
@@ -568,14 +568,15 @@ def order_and_scales(p, block_m, dot_k, permuted):
     permuted: whether the kernel expects x's columns in the order of `codes_of`.
 
     Returns:
-        x [M, >= K]; its row stride; one scale per token and its stride, or None and 0; a descriptor of scales of
+        x [>= M, >= K]; its row stride; one scale per token and its stride, or None and 0; a descriptor of scales of
         blocks, or None; whether the caller's kernel directly follows kernels that may have written the operands.
     """
     x, (M, K), waits = p.x, p.x.shape, True
     if permuted and not (p.evens_first and _rows_fit_tma(x)):
         x, waits = undo_evens_first(x) if p.evens_first else x, False
         rows, columns = 4 if M < 1024 else 16, cdiv(K, dot_k) * dot_k
-        ordered = temporary(x, (M, columns), x.dtype)
+        # whole tiles: TMA took longer where a tile ended in the middle (10 to 14% of the GEMM, on an H100)
+        ordered = temporary(x, (cdiv(M, block_m) * block_m, columns), x.dtype)
         launch(
             x.device, _permute_kernel, (cdiv(M, rows), cdiv(columns, 256)),
             x, ordered, M, K, columns, *x.stride(),
@@ -611,7 +612,7 @@ def int4_gemm_sm90(problem, config=None):
     stride_zn, stride_zg = p.zero_strides
     launch(
         x.device, _int4_gemm_sm90_kernel, (min(multiprocessors, cdiv(M, c.block_m) * cdiv(N, rows)),),
-        descriptor(x, M, x.shape[1], stride, (c.block_m, dot_k)),
+        descriptor(x, *x.shape, stride, (c.block_m, dot_k)),
         descriptor(p.words, N, cdiv(K, 8), p.words.stride(0), (rows, PART.value)), scale_desc,
         p.absmax, p.zero_point, token_scale, p.bias, p.out, M, N, K,
         p.absmax.stride(0), p.group_stride, stride_zn, stride_zg, stride_xs,

@@ -389,7 +389,7 @@ def int4_gemm_sm90_int8(problem, config=None):
     launch(
         x.device, _int4_gemm_sm90_int8_kernel,
         (min(gpu(x.device).multiprocessors, cdiv(M, c.block_m) * cdiv(N, c.wgs * rows)),),
-        descriptor(x, M, x.shape[1], stride, (c.block_m, dot_k)),
+        descriptor(x, *x.shape, stride, (c.block_m, dot_k)),
         descriptor(p.words, N, cdiv(K, 8), p.words.stride(0), (rows, c.columns // 8)), scale_desc, out,
         p.absmax, p.zero_point, token_scale, p.bias, M, N, K, p.absmax.stride(0), p.group_stride, *p.zero_strides,
         stride_xs, GROUP=p.group_size or 0, SCALED_DOTS=(p.block_size or dot_k) // dot_k, BLOCK_M=c.block_m,

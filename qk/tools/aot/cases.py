@@ -261,8 +261,8 @@ def _gemm_int4_sm90_cases(arch):
     for config, group, columns in (
         *itertools.product(("decode8", "decode8 long", "decode16"), (128, None), (256,)),
         *itertools.product(("decode8 ordered", "decode8 ordered long", "decode16 ordered"), (32, 128), (256,)),
-        *itertools.product(("32", "64"), (32, 64, 128), (256,)),
-        *itertools.product(("128", "large"), (32, 64, 128, None), (128,)),
+        *itertools.product(("32",), (32, 64, 128), (256,)),
+        *itertools.product(("64", "128", "large"), (32, 64, 128, None), (128,)),
     ):  # fmt: skip
         tile = int4_sm90._CONFIGS[config]
         M, x = min(tile.block_m, 100), "f16" if group is None else "bf16"
@@ -276,7 +276,7 @@ def _gemm_int4_sm90_cases(arch):
         M = min(int4_sm90._CONFIGS[config].block_m, 100)
         for group, block, zero in (128, None, False), (128, 128, False), (None, None, False), (64, 32, True):
             problem = _int8_problem(M, group, block, zero, evens_first=True)
-            few = {"spilled": 128} if config == "128 int8" and group == 64 else {}
+            few = {"spilled": {"32": 32, "128 int8": 128}.get(config, 0)} if group == 64 else {}
             yield f"int4_gemm_sm90({problem}, '{config}')", {"wgmma": 4, "cp.async.bulk": 2} | few
 
 
