@@ -172,6 +172,29 @@ def test_large_and_small_values(bits):
         assert relative(out / factor, expected / factor) < (LIMIT if bits < 16 or factor > 1e-4 else 1e-3)
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_small_weights_beside_a_sink(dtype):
+    """The first token has nearly all of the weight, and a value of zero: what is left are weights of e**-12."""
+    k, v = torch.zeros(1, 1, 512, 64, dtype=dtype, device=DEVICE), randn(1, 1, 512, 64, dtype=dtype)
+    k[:, :, 0], v[:, :, 0] = 12 / 8, 0
+    arguments = torch.ones(1, 1, 64, dtype=dtype, device=DEVICE), k, v, None, ints(512)
+    out, expected = (f(*arguments, out_dtype=torch.float32) for f in (decode_attention, decode_attention_ref))
+    assert relative(out, expected) < LIMIT
+
+
+def test_scores_near_the_least_number():
+    q, k, v = (torch.full((1, 1, *size), x, dtype=torch.bfloat16, device=DEVICE)
+               for size, x in (((64,), 1e19), ((4, 64), -1.5e17), ((4, 64), 1.0)))  # fmt: skip
+    assert (decode_attention(q, k, v, None, ints(4), scale=2.0) == 1).all()
+
+
+def test_a_cache_of_any_strides_that_is_contiguous():
+    cache, new = filled(1, 1, 5, 64, 4, torch.bfloat16, ints(5))
+    q, padded = randn(1, 4, 64, dtype=torch.bfloat16), torch.zeros(100, dtype=torch.bfloat16, device=DEVICE)
+    absmax = padded.as_strided((1, 1, 5, 2), (11, 11, 2, 1)).copy_(cache[2])
+    assert same(decode_attention(q, *cache[:2], absmax, new), decode_attention(q, *cache, new))
+
+
 @pytest.mark.parametrize("where", ["key", "value", "query"])
 @every
 def test_nan_stays_in_its_sequence_and_head(bits, where):
@@ -277,6 +300,8 @@ def test_refuses_what_does_not_fit_together():
         (lambda: decode_attention(q, keys, values, None, new), "absmax is a NoneType"),
         (lambda: decode_attention(q, keys, values, absmax, new.long()), "lengths has dtype"),
         (lambda: decode_attention(q, *cache, new, scale="1"), "scale is '1'"),
+        (lambda: decode_attention(q, *cache, new, scale=-(10**400)), "scale is -1000"),
+        (lambda: write_kv(k, k, keys, values, torch._neg_view(absmax), new), "absmax is a negative view"),
         (lambda: decode_attention(q, *cache, new, out_dtype=torch.int8), "out_dtype is"),
         (lambda: decode_attention(q, *empty(2, 2, 8, 64, 16, torch.bfloat16)[:2], absmax, new), "absmax is given"),
         (lambda: write_kv(k[:, :1], k[:, :1], *cache, new), "k has shape"),

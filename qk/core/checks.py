@@ -19,7 +19,7 @@ SCALE_LAYOUTS = ("row", "column")
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu")
 LARGEST_SIZE = 2**31 - 2**12  # M, N and K: kernels count rows and columns in int32, up to the end of a tile
 LARGEST_INT32_K = 133144  # columns that int32 sums of int8 products hold: 127 * 127 * K < 2**31
-LARGEST_INT4_K = 131071  # that hold int8 times 16 * int4: 128 * 128 * K < 2**31
+LARGEST_INT4_K = 131071  # the same of int8 times 16 * int4: 128 * 128 * K < 2**31
 
 
 def listed(choices):
@@ -47,8 +47,8 @@ def check_integer(name, value, least, most=None):
 def check_number(name, value, least):
     """Check that a value is a finite int or float of at least `least`."""
     ok = isinstance(value, (int, float, torch.SymFloat)) and not isinstance(value, bool)
-    if not ok or not least <= value < float("inf"):
-        raise ValueError(f"{name} is {value!r}; expected a number of at least {least}")
+    if not ok or not least <= value <= torch.finfo(torch.float64).max:
+        raise ValueError(f"{name} is {value!r}; expected a finite number of at least {least}")
 
 
 def _fits(x, shape):

@@ -4,8 +4,8 @@
     def act_quant(x): ...             the second         the same, and the launches are recorded
                                       any more           outputs are allocated; the launches get their addresses
 
-For a few tokens, the Python before a launch takes longer than the GPU needs. Recording takes nearly as long again, so
-a call that never returns, such as one of a new length, isn't recorded.
+For a few tokens, the Python before a launch takes longer than the GPU needs. Recording a call takes nearly as long
+again, so a call is recorded only when it comes a second time.
 
 Replays call Triton's launcher directly. If a release changes it, calls are not replayed, and tests/core/test_launch.py
 fails on a GPU.
@@ -27,7 +27,7 @@ REMEMBER = True  # False: nothing is replayed, for tools that patch what a call 
 raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # the current stream of a device, by its index
 _KNOBS = triton.knobs.runtime if hasattr(triton, "knobs") else triton.compiler.CompiledKernel  # the latter: Triton 3.3
 _MOST_MAPS = 64  # tensor maps that a replayed launch remembers for each descriptor
-_MOST_CALLS = 512  # that a function remembers before it forgets them all
+_MOST_CALLS = 512  # calls that a function remembers; one more, and it forgets them all
 _MOST_SEEN = 4096  # calls made once that are remembered, of all functions together
 _peek_transform = torch._C._functorch.peek_interpreter_stack
 _remembered = []  # a dictionary for each function
@@ -77,7 +77,7 @@ def replayed(*depends, passed_by=listened):
     on these and on its arguments. A call for which torch had to copy an operand first is not.
 
     Args:
-        depends: functions without arguments whose results a call also depends on.
+        depends: functions without arguments; a call is replayed only if they return what they returned before.
         passed_by: a function that returns whether calls must not be replayed now.
     """
     return lambda function: _replayed(function, depends, passed_by)
@@ -100,6 +100,8 @@ def _replayed(function, depends, passed_by):
                 if kind in ordinary:
                     tensors.append(value)
                     address, negated = value.data_ptr(), value.is_neg()  # negated: compared with what memory holds
+                    if not address:  # empty, or zeros without memory: the function sees to it
+                        raise ValueError
                     key += value.dtype, value.get_device(), value.shape, value.stride(), address & 15, negated
                 else:  # Python takes True for 1, 128.0 for 128 and -0.0 for 0.0; a call may not
                     key += kind, repr(value) if kind is float else value
@@ -160,13 +162,15 @@ def _call_of(tensors, results, noted):
     """Returns a _Call, or None if the call did anything besides launching on tensors that it was given or allocated."""
     single = isinstance(results, torch.Tensor)
     results = [results] if single else list(results)
+    if any(x.__class__ not in ORDINARY for x in results):  # fake tensors have no address
+        return None
     returned = {tensor.data_ptr() for tensor in results}
     temporaries = [tensor for tensor in noted.temporaries if tensor.data_ptr() not in returned]
     if len(temporaries) + len(results) > len(noted.temporaries):  # a result that torch computed
         return None
     new, device = [*results, *temporaries], results[0].get_device()
     numbers = {tensor.data_ptr(): number for number, tensor in enumerate((*tensors, *new))}
-    # If a tensor is passed twice, which of the two does a kernel use? And a view doesn't own its memory.
+    # An address must name one tensor: not one passed twice, nor a view that shares memory with another.
     if not noted.launches or 0 in numbers or len(numbers) < len(tensors) + len(new):
         return None
     if any(index != device for _, index, *_ in noted.launches):
@@ -211,7 +215,7 @@ def _step(numbers, compiled, _, grid, args, constexprs):
 
 
 def _encoder(descriptor, format):
-    """Returns a function from an address to the tensor map of this TMA descriptor there. It keeps no tensor alive."""
+    """Returns a function that makes this TMA descriptor's tensor map for an address. It keeps no tensor alive."""
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
     more = [None] * (make_tensordesc_arg.__code__.co_argcount - 2)  # one since Triton 3.7

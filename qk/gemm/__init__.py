@@ -144,7 +144,7 @@ def _check_operands(a, a_scale, b, b_scale, bias, block_size, path, exact):
     shapes = [[*leading, blocks]]  # compared first: torch.export then needs no guard for the other
     if a.ndim == 2 and block_size is not None:
         shapes.append([cdiv(a.shape[0], block_size), blocks])
-    if list(a_scale.shape) != shapes[0] and list(a_scale.shape) not in shapes[1:]:
+    if list(a_scale.shape) not in shapes:
         raise ValueError(f"a_scale has shape {list(a_scale.shape)}; expected {listed(shapes)}")
     check_tensor("b_scale", b_scale, (torch.float32,), (rows, blocks), like=("a", a))
     if bias is not None:
@@ -162,8 +162,8 @@ def asked_path():
     return os.environ.get("QK_GEMM_PATH") or None
 
 
-def _choose(path, problem):
-    """Choose the implementation that was asked for, or the fastest that supports the problem."""
+def _choose(path, problem, given):
+    """Choose the implementation that was asked for, or the fastest that supports a problem. given: what errors show."""
     asked = path or asked_path()
     if not asked:
         (M, N), capability = problem.out.shape, gpu(problem.a.device).capability
@@ -171,7 +171,7 @@ def _choose(path, problem):
     check_one_of("QK_GEMM_PATH", asked, _PATHS)
     chosen = IMPLEMENTATIONS[_PATHS.index(asked)]
     if not chosen.supports(problem):
-        p = problem
+        p = given
         raise ValueError(
             f"path is {asked!r}; it can't take a {list(p.a.shape)}, b {list(p.b.shape)}, block_size {p.block_size}, "
             f"out_block_size {p.out_block_size}, out_square {p.out_square} and out of {p.out.dtype} on {p.a.device}: "
@@ -191,7 +191,7 @@ def _solve(problem, path):
         out=as_matrix(p.out),
         out_scale=None if p.out_scale is None else as_matrix(p.out_scale),
     )
-    _choose(path, problem).run(problem)
+    _choose(path, problem, p).run(problem)
 
 
 def _empty_gemm(a, a_scale, b, b_scale, bias, block_size, out_dtype, path, exact):

@@ -80,8 +80,7 @@ def _int4_gemm(
         as_matrix(x), _as_words(packed), absmax, None if bias is None else bias.contiguous(), as_matrix(out),
         group_size, None if x_scale is None else as_matrix(x_scale), block_size, zero_point, evens_first
     )  # fmt: skip
-    run = next(each.run for each in IMPLEMENTATIONS if each.supports(problem))
-    run(problem)
+    next(each for each in IMPLEMENTATIONS if each.supports(problem)).run(problem)
 
 
 def _check_int8(x, x_scale, block_size, evens_first, group_size):
@@ -158,8 +157,6 @@ def int4_gemm(
     if out_dtype is None:
         out_dtype = x.dtype if x_scale is None else torch.float16
     check_one_of("out_dtype", out_dtype, FLOATS)
-    x, absmax, bias = x.detach(), absmax.detach(), None if bias is None else bias.detach()
-    x_scale = None if x_scale is None else x_scale.detach()
     return _int4_gemm(x, packed, absmax, bias, group_size, out_dtype, x_scale, block_size, zero_point, evens_first)
 
 

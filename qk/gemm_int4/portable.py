@@ -330,7 +330,7 @@ def _int4_gemm_kernel(
                 zeros = next_zeros
 
     if x_scale_ptr is not None and X_BLOCK is None:
-        acc = _scaled(acc, scales[0], x_scale_ptrs, mask_m, WHOLE)
+        acc = _scaled(acc, scales[0], x_scale_ptrs, offs_m < tl.where(K > 0, M, 0), WHOLE)
     if SPLIT:
         out_ptr += part.to(tl.int64) * M * N
     elif bias_ptr is not None:

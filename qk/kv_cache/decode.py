@@ -182,6 +182,7 @@ def _decode_attention_kernel(
     EIGHTS: tl.constexpr = (GROUP + 7) // 8
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     weight_dtype: tl.constexpr = dtype if BITS == 16 else tl.bfloat16  # a small scale would leave float16's range
+    SHIFT: tl.constexpr = 15 if weight_dtype == tl.float16 else 0  # keeps small weights among float16's normal numbers
     key_head, split = (tl.program_id(0) // EIGHTS).to(tl.int64), tl.program_id(1)
     b = key_head // kv_heads
     rows = tl.program_id(0) % EIGHTS * 8 + tl.arange(0, 16) % 8  # heads, counted from the group's first
@@ -203,7 +204,7 @@ def _decode_attention_kernel(
     q_ptrs = q_ptr + b * stride_qb + heads[:, None] * stride_qh + columns[None, :]
     q = tl.load(q_ptrs, mask=(rows < GROUP)[:, None], other=0)
     q = tl.broadcast_to((to_float32(q) if FLOAT else q)[None], (WARPS, 16, D))
-    maximum = tl.full((WARPS, 8), -1e38, tl.float32)
+    maximum = tl.full((WARPS, 8), -3.4e38, tl.float32)
     total = tl.zeros((WARPS, 8), tl.float32) + tl.where(wrong, float("nan"), 0.0)
     sums = tl.zeros((WARPS, 16, D), tl.float32)
     for t in range(begin, end, TILE):
@@ -222,7 +223,7 @@ def _decode_attention_kernel(
         # the maximum ignores NaN anyway, but numpy would warn of a row of NaN
         numbers = tl.where(scores == scores, scores, float("-inf")) if INTERPRETED else scores
         higher = tl.maximum(maximum, tl.max(numbers, 2))
-        weights, decay = tl.exp2(scores - higher[:, :, None]), tl.exp2(maximum - higher)
+        weights, decay = tl.exp2(scores - (higher[:, :, None] - SHIFT)), tl.exp2(maximum - higher)
         maximum, total = higher, total * decay + tl.sum(weights, 2)
         rounding: tl.constexpr = tl.float32 if FLOAT and not INTERPRETED else weight_dtype
         weights = _both_parts(weights * value_scales[:, None, :], rounding, FLOAT)
@@ -279,7 +280,7 @@ def launch_decode_attention(q, keys, values, absmax, lengths, out, bits, qmax, s
     parts, weights = out, None
     if splits > 1:
         parts, weights = (temporary(q, (B, heads, splits, *size), torch.float32) for size in ((D,), ()))
-    words = [None if each is None else each.view(torch.int32) for each in (keys, values, absmax)]
+    words = [None if each is None else each.view(-1).view(torch.int32) for each in (keys, values, absmax)]
     launch(
         device, _decode_attention_kernel, (programs, splits),
         q, *words, lengths, parts, weights, kv_heads, capacity, splits, q.stride(0), q.stride(1),

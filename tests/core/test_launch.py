@@ -90,6 +90,7 @@ def different(x):
     yield "keyword", (x, 3), {"more": "x"}
     yield "name", (x,), {"n": 3}
     yield "negated view", (torch._neg_view(x), 3), {}
+    yield "no memory", (torch._efficientzerotensor((5,)), 3), {}
 
 
 def test_a_call_that_differs_is_not_replayed(doubled):
