@@ -24,7 +24,7 @@ import torch
 
 from ..core.checks import BLOCKS, listed
 from ..core.launch import cdiv
-from .checkpoint import in_background, in_threads, new_memory
+from .checkpoint import Entry, in_background, in_threads, new_memory
 from .weights import to_int8
 
 __all__ = ["FORMATS", "MARKS", "Format", "Refused", "Scratch", "check_entry", "dequantized"]
@@ -420,19 +420,22 @@ def _gguf_q4_0(parts, shape, config):
     return 32, read
 
 
-def dequantized(entry):
-    """Returns an `Entry` that reads a tensor in Q4_0 as float32, for an embedding."""
+class _Dequantized(Entry):
+    """A tensor in Q4_0 that is read as float32."""
 
-    def fill(memory, after=0):
-        row, packed = 4 * entry.shape[-1], entry.shape[-1] // 32 * 18
+    def fill(self, memory, after=0):
+        row, packed = 4 * self.shape[-1], self.shape[-1] // 32 * 18
         first, last = after // row, cdiv(after + memory.numel(), row)
         data = new_memory((last - first) * packed)
-        entry.fill(data, first * packed)
-        words, scale = _q4_0(data, (last - first, entry.shape[-1]))
+        super().fill(data, first * packed)
+        words, scale = _q4_0(data, (last - first, self.shape[-1]))
         values = (_nibbles(words).float() - 8).mul_(scale.float().repeat_interleave(32, 1))
         memory.copy_(values.view(torch.uint8).flatten()[after - first * row :][: memory.numel()])
 
-    return entry._replace(dtype=torch.float32, size=4 * math.prod(entry.shape), fill=fill)
+
+def dequantized(entry):
+    """Returns an `Entry` that reads a tensor in Q4_0 as float32, for an embedding."""
+    return _Dequantized(*entry._replace(dtype=torch.float32, size=4 * math.prod(entry.shape)))
 
 
 class Format(NamedTuple):
