@@ -36,7 +36,7 @@ from .layers import (
     why_unfit,
     why_unusual,
 )
-from .report import Report, Row, bytes_of, rows_of_others, tensors_of
+from .report import Report, bytes_of, row_of, rows_of_others, tensors_of
 from .training import Int8TrainLinear, check_training
 from .weights import as_linear, check_model, linear_kinds, weight_of, weight_shape
 
@@ -376,11 +376,11 @@ def _also(names):
 
 
 @torch.no_grad()
-def _quantized(job, options, times, tables):
+def _quantized(job, options, times, found):
     """Do a job without changing the model. Returns the new module, or None, and the Row.
 
     times: measurements of earlier layers, for those that are alike.
-    tables: what embeddings became, by embedding.
+    found: what this returned for other layers, by layer.
     """
     layer, name, to = job.layers[0], job.names[0], job.to
     new, error, us, notes = None, None, (None, None), [job.note, _also(job.names)]
@@ -390,8 +390,9 @@ def _quantized(job, options, times, tables):
         if isinstance(to, str):
             if home.type == "cpu" and not INTERPRETED.value:
                 here = _on_gpu(layer)
-            if job.tie in tables:
-                new = TiedInt8Linear(tables[job.tie], layer, layer.bias)
+            table, _ = found.get(job.tie, (None, None))
+            if table is not None:
+                new = TiedInt8Linear(table, layer, layer.bias)
             else:
                 new = options.make(name, here, to)
             alike = type(layer), repr(new), weight_of(layer).dtype, home
@@ -410,9 +411,8 @@ def _quantized(job, options, times, tables):
             notes.append("with its hooks")
         if isinstance(to, str):
             new.to(home)
-    kinds = type(layer).__name__, type(new or layer).__name__
-    sizes = bytes_of(layer), bytes_of(layer if new is None else new)
-    return new, Row(name, *kinds, weight_shape(layer), error, *sizes, *us, ", ".join(filter(None, notes)))
+    now = layer if new is None else new
+    return new, row_of(name, layer, now, weight_shape(layer), *notes, error=error, times=us)
 
 
 def _check_float_model(model, kinds):
@@ -513,13 +513,11 @@ def _quantize(model, jobs, options, embeddings, progress):
     """Do all jobs or, if one fails or is interrupted, none. Returns the Report."""
     times, tensors, size = {}, tensors_of(model), bytes_of(model)
     others = rows_of_others(model, {layer for job in jobs for layer in job.layers}, embeddings)
-    found, tables = {}, {}
+    found = {}
     # they need their embeddings' tables
     heads_last = sorted(jobs, key=lambda job: isinstance(job.tie, torch.nn.Embedding))
     for job in progress_bar(heads_last, "quantization", progress):
-        new, _ = found[job.layers[0]] = _quantized(job, options, times, tables)
-        if isinstance(new, Int8Embedding):
-            tables[job.layers[0]] = new
+        found[job.layers[0]] = _quantized(job, options, times, found)
     made = {old: found[job.layers[0]][0] for job in jobs for old in job.layers}
     with changed(model, replacements(model, {old: new for old, new in made.items() if new is not None})):
         left = set(tensors_of(model))
@@ -593,7 +591,7 @@ def dequantize_(model, progress=True):
         if isinstance(layer, TiedInt8Linear) and layer.table in made:
             new.weight = made[layer.table].weight
     with changed(model, replacements(model, made)):
-        rows = [_row_of_float(names[layer], layer, new) for layer, new in made.items()]
+        rows = [row_of(n[0], old, made[old], weight_shape(made[old]), _also(n)) for old, n in names.items()]
         others = rows_of_others(model, set(made.values()), True)
         return Report(rows, size, bytes_of(model), others, bytes_of(torch.nn.ModuleList(names)))
 
@@ -618,11 +616,6 @@ def _changed(layer):
     if type(layer) not in (Int8Linear, Int4Linear, Int8Embedding, TiedInt8Linear):
         return f"it is a {type(layer).__name__}"
     return why_changed(layer)
-
-
-def _row_of_float(names, layer, new):
-    kinds, sizes = (type(layer).__name__, type(new).__name__), (bytes_of(layer), bytes_of(new))
-    return Row(names[0], *kinds, weight_shape(new), None, *sizes, None, None, _also(names))
 
 
 def warm_up(model, tokens=_SERVED, progress=True):
@@ -684,13 +677,12 @@ def int8_train_(model, skip=(), *, block_size=128, rounding="stochastic"):
     jobs = [_noted_training(job, block_size, rounding) for job in jobs]
     rows = []
     for job in jobs:
-        layer, name = job.layers[0], job.names[0]
-        was, size = type(layer).__name__, bytes_of(layer)
+        layer = job.layers[0]
+        row = row_of(job.names[0], layer, layer, weight_shape(layer), job.note, _also(job.names))
         if job.to is not None:
             layer.__class__ = Int8TrainLinear
             layer.block_size, layer.rounding = block_size, rounding
-        note = ", ".join(filter(None, (job.note, _also(job.names))))
-        rows.append(Row(name, was, type(layer).__name__, weight_shape(layer), None, size, size, None, None, note))
+        rows.append(row._replace(now=type(layer).__name__))
     return Report(rows, bytes_of(model), bytes_of(model))
 
 
