@@ -97,14 +97,13 @@ def find_layers(model, kinds, stays=False, force=()):
         layers = [module for module, _ in users] if _alike(layer, users) else [layer]
         seen.update(layers)
         places = [name for module in layers for name in names[module]]
-        unfit, unusual = _reasons(model, layers, places, kinds, stays, names, users)
+        note, unusual = _reasons(model, layers, places, kinds, stays, names, users)
         matched = _matching(force, places)
         unused -= matched
-        if unusual and not (unfit or matched or stays):
-            unfit, unusual = f"{unusual} (force replaces it)", ""
-        note = unfit or (unusual if stays else "")
-        tie = _partner(layer, users) if note and not stays else None
-        jobs.append(Job(layers, places, None, note, "" if note else unusual, tie))
+        if unusual and not matched:
+            note, unusual = unusual if stays else f"{unusual} (force replaces it)", ""
+        tie = _partner(layer, users) if note else None
+        jobs.append(Job(layers, places, None, note, unusual, tie))
     _check_used("force", unused)
     return jobs
 
@@ -143,13 +142,13 @@ def _reasons(model, layers, places, kinds, stays, names, users):
     if "gate_up_proj" in layers[0]._parameters:
         return _why_not_experts(layers[0]), ""
     unfit = next(filter(None, map(why_unfit, layers)), "")
-    others = [(module, key) for module, key in users if module is not layers[0]]
-    if not unfit and len(layers) > 1 and any(getattr(layer, hooks) for layer in layers for hooks in FORWARD_HOOKS):
-        unfit = f"{places[1]} has the same weight, and one of them has hooks"
     if unfit:
         return unfit, ""
+    if len(layers) > 1 and any(getattr(layer, hooks) for layer in layers for hooks in FORWARD_HOOKS):
+        return f"{places[1]} has the same weight, and one of them has hooks", ""
     unusual = next(filter(None, (why_unusual(layer, kinds, stays) for layer in layers)), "")
-    if not unusual and others and len(layers) == 1:
+    others = [(module, key) for module, key in users if module not in layers]
+    if others and not unusual:
         module, key = others[0]
         unusual = f"its weight is {'.'.join(filter(None, (names[module][0], key)))}, too"
     for name in places:
