@@ -184,41 +184,38 @@ class QuantizedModule(torch.nn.Module):
         return super()._apply(keep_dtype, recurse)
 
     def _load_from_state_dict(self, state_dict, prefix, *others):
-        has, error = self._other_format(state_dict, prefix), None
-        if has is not None:
-            error = (
-                f"{prefix[:-1] or 'the layer'} ({type(self).__name__}) expects {_described(self.format_numbers)}, "
-                f"but the state dict has {has}. Quantize the model the same way as the saved one, then load."
-            )
-        else:
-            for name, buffer in self._buffers.items():
-                dtype = getattr(state_dict.get(f"{prefix}{name}"), "dtype", None)
-                if name != "format" and buffer is not None and dtype not in (None, buffer.dtype):
-                    error = f"{prefix}{name} has dtype {dtype}; expected {buffer.dtype}"
-        if error is None:
-            return super()._load_from_state_dict(state_dict, prefix, *others)
-        others[-1].append(error)  # the list of error messages
+        errors = others[-1]
+        if has := self._other_format(state_dict, prefix):
+            what, takes = f"{prefix[:-1] or 'the layer'} ({type(self).__name__})", _described(self.format_numbers)
+            how = "Quantize the model the same way as the saved one, then load."
+            errors.append(f"{what} expects {takes}, but the state dict has {has}. {how}")
+            return
+        for name, buffer in self._buffers.items():
+            dtype = getattr(state_dict.get(f"{prefix}{name}"), "dtype", None)
+            if name != "format" and buffer is not None and dtype not in (None, buffer.dtype):
+                errors.append(f"{prefix}{name} has dtype {dtype}; expected {buffer.dtype}")
+                return
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def _other_format(self, state_dict, prefix):
-        """Describe the format of a state that this layer can't take. None if it can."""
+        """Describe the format of a state that this layer can't take. "" if it can."""
         format = state_dict.get(f"{prefix}format")
         if format is None:
             weight = state_dict.get(f"{prefix}weight")
             if weight is not None:
                 return f"a weight in {weight.dtype}"
-            return "codes and no format" if any(f"{prefix}{name}" in state_dict for name in self._buffers) else None
+            return "codes and no format" if any(f"{prefix}{name}" in state_dict for name in self._buffers) else ""
         if getattr(format, "is_meta", False):
-            return None
+            return ""
         format = format.tolist() if isinstance(format, torch.Tensor) else format
-        return None if isinstance(format, list) and format == self.format_numbers else _described(format)
+        return "" if isinstance(format, list) and format == self.format_numbers else _described(format)
 
 
-def output_dtype(x, columns, name="x"):
+def output_dtype(x, columns):
     """Return the dtype of a linear layer's output: the input's, or autocast's under torch.autocast.
 
     Args:
         x: the input, [..., columns].
-        name: what error messages call it.
 
     Raises:
         ValueError: if the layer can't take x.
@@ -227,8 +224,8 @@ def output_dtype(x, columns, name="x"):
     dense = (is_cuda or isinstance(x, torch.Tensor) and x.is_cpu) and x.dtype in FLOATS and not x.is_nested
     shape = x.shape if dense else ()
     if not shape or shape[-1] != columns:
-        check_tensor(name, x, FLOATS, "[..., K]")
-        raise ValueError(f"{name} has shape {list(x.shape)}; expected [..., {columns}]")
+        check_tensor("input", x, FLOATS, "[..., K]")
+        raise ValueError(f"input has shape {list(x.shape)}; expected [..., {columns}]")
     device = "cuda" if is_cuda else "cpu"
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
@@ -328,7 +325,7 @@ class QuantizedLinear(QuantizedModule):
         return new, rotate_weight(w, torch.float32) if rotate else w
 
     def forward(self, input):
-        dtype, parameters = output_dtype(input, self.in_features, "input"), self._parameters
+        dtype, parameters = output_dtype(input, self.in_features), self._parameters
         bias = parameters["bias"] if "bias" in parameters else self.bias  # the latter: a wrapper took it out
         if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
             return _Frozen.apply(input, bias, self, dtype)

@@ -347,7 +347,7 @@ class _Colwise(_Part):
         x, layout, sizes = self._local(input)
         dim = _dim("input_layouts", layout, x)
         last = dim is not None and dim == x.ndim - 1
-        dtype = output_dtype(x, self._columns[self._rank] if last else self.in_features, "input")
+        dtype = output_dtype(x, self._columns[self._rank] if last else self.in_features)
         if last and sizes not in (None, self._columns):
             raise ValueError(f"input has {sizes} columns on the ranks; expected {self._columns}")
         sizes = self._columns if last else sizes or (x.shape[dim],) * len(self._spans) if dim is not None else None
@@ -402,13 +402,13 @@ class _Rowwise(_Part):
         x, layout, sizes = self._local(input)
         cut = _dim("input_layouts", layout, x)
         if cut is None:
-            output_dtype(x, sum(self._sizes), "input")
+            output_dtype(x, sum(self._sizes))
             x = x[..., slice(*self._span)]
         elif cut != x.ndim - 1:
             raise ValueError(f"input is {layout}; expected Shard({x.ndim - 1}) or Replicate()")
         elif sizes not in (None, self._sizes):  # on some ranks x would fit, and wait for the others
             raise ValueError(f"input has {sizes} columns on the ranks; expected {self._sizes}")
-        dtype = output_dtype(x, self.in_features, "input")
+        dtype = output_dtype(x, self.in_features)
         dim = _dim("output_layouts", self._style.output_layouts[0], x)
         x = self._by_blocks(x, torch.float32 if isinstance(self, Int8Linear) else x.dtype)
         out = self.multiply(self.prepare(x, dtype), None, self._style.reduce_dtype)

@@ -288,7 +288,7 @@ class Int8TrainLinear(torch.nn.Linear):
         self.block_size, self.rounding = block_size, rounding
 
     def forward(self, input):
-        dtype, weight, bias = output_dtype(input, self.in_features, "input"), self.weight, self.bias
+        dtype, weight, bias = output_dtype(input, self.in_features), self.weight, self.bias
         _check_operands(input, {"weight": weight}, (bias,))
         grad = torch.is_grad_enabled()
         keep = grad and weight.requires_grad, grad and input.requires_grad
@@ -422,7 +422,7 @@ class Int8FeedForward(torch.nn.Module):
 
     def forward(self, input):
         up, down = self.up, self.down
-        dtype = output_dtype(input, up.in_features, "input")
+        dtype = output_dtype(input, up.in_features)
         for name, part in (("up", up), ("down", down)):
             if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
                 raise ValueError(
