@@ -239,13 +239,6 @@ def _check(w, group_size, second_moment, damping):
     return second_moment if second_moment.any() else None
 
 
-def _damped(second_moment, damping):
-    """Add to the diagonal, as more inputs would, so that every direction counts."""
-    damped = second_moment.clone()
-    damped.diagonal().add_(damping * second_moment.diagonal().mean())
-    return damped
-
-
 def _groups(x, group_size):
     """View [R, C] as [R, groups, group], filled up with zeros."""
     R, C = x.shape
@@ -380,7 +373,9 @@ def _gptq(w, second_moment, group_size, absmax, damping, progress):
         return _nearest(w, absmax, group_size)
     N, K = w.shape
     order = second_moment.diagonal().argsort(descending=True, stable=True)
-    factor = _inverse_factor(_damped(second_moment, damping)[order][:, order])
+    damped = second_moment[order][:, order]
+    damped.diagonal().add_(damping * second_moment.diagonal().mean())  # as more inputs would: every direction counts
+    factor = _inverse_factor(damped)
     group_of = (order // (group_size or max(K, 1))).tolist()
     bad = absmax.isnan().repeat_interleave(group_size or max(K, 1), 1)[:, :K]
     left = torch.where(bad, 0, w.detach().double()).T[order]  # [K, N], the values that codes still have to represent
