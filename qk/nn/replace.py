@@ -346,38 +346,17 @@ def _on_gpu(layer):
     return there
 
 
-class _Options(NamedTuple):
-    """How layers are quantized."""
-
-    block_size: int
-    group_size: int | None
-    rotate: bool
-    activations: str
-    statistics: object
-    tokens: int  # that layers are timed with; 0: they aren't timed
-
-    def make(self, name, layer, to):
-        """Quantize a layer. to: "int8" or "int4"."""
-        if isinstance(layer, torch.nn.Embedding):
-            return Int8Embedding.from_embedding(layer)
-        if is_experts(layer):
-            alone = self._replace(statistics=None)
-            return QuantizedExperts(layer, lambda linear: alone.make("", linear, to))
-        if to == "int8":
-            return Int8Linear.from_linear(layer, self.block_size, self.rotate)
-        moment = None if self.statistics is None else self.statistics[name].second_moment
-        return Int4Linear.from_linear(layer, self.group_size, self.rotate, moment, activations=self.activations)
-
-
 def _also(names):
     """What a row's note says of all names of a layer but the first."""
     return f"also {', '.join(names[1:])}" if len(names) > 1 else ""
 
 
 @torch.no_grad()
-def _quantized(job, options, times, found):
+def _quantized(job, make, tokens, times, found):
     """Do a job without changing the model. Returns the new module, or None, and the Row.
 
+    make: quantizes a layer, given its name, the layer, and "int8" or "int4".
+    tokens: that layers are timed with; 0: they aren't timed.
     times: measurements of earlier layers, for those that are alike.
     found: what this returned for other layers, by layer.
     """
@@ -393,15 +372,15 @@ def _quantized(job, options, times, found):
             if table is not None:
                 new = TiedInt8Linear(table, layer, layer.bias)
             else:
-                new = options.make(name, here, to)
+                new = make(name, here, to)
             alike = type(layer), repr(new), weight_of(layer).dtype, home
             if problem := _not_finite(new, here):
                 new, notes = None, [problem, *notes]
     if new is not None:
         error = _relative_error(new, here)
-        if options.tokens and not is_experts(layer):  # which take more than tokens
+        if tokens and not is_experts(layer):  # which take more than tokens
             if alike not in times:
-                example = _example(layer, options.tokens)
+                example = _example(layer, tokens)
                 times[alike] = _microseconds(layer, example), _microseconds(new, example)
             us = times[alike]
         if job.forced:
@@ -504,11 +483,21 @@ def quantize_(
         _check_statistics(calibrated, statistics)
         silent = {job.names[0] for job in calibrated if not statistics[job.names[0]].tokens}
         jobs = [job._replace(note="had no input in calibration") if job.names[0] in silent else job for job in jobs]
-    options = _Options(block_size, group_size, rotate, activations, statistics, tokens)
-    return _quantize(model, jobs, options, embeddings, progress)
+
+    def make(name, layer, to, statistics=statistics):
+        if isinstance(layer, torch.nn.Embedding):
+            return Int8Embedding.from_embedding(layer)
+        if is_experts(layer):
+            return QuantizedExperts(layer, lambda linear: make("", linear, to, None))
+        if to == "int8":
+            return Int8Linear.from_linear(layer, block_size, rotate)
+        moment = None if statistics is None else statistics[name].second_moment
+        return Int4Linear.from_linear(layer, group_size, rotate, moment, activations=activations)
+
+    return _quantize(model, jobs, make, tokens, embeddings, progress)
 
 
-def _quantize(model, jobs, options, embeddings, progress):
+def _quantize(model, jobs, make, tokens, embeddings, progress):
     """Do all jobs or, if one fails or is interrupted, none. Returns the Report."""
     times, tensors, size = {}, tensors_of(model), bytes_of(model)
     others = rows_of_others(model, {layer for job in jobs for layer in job.layers}, embeddings)
@@ -516,7 +505,7 @@ def _quantize(model, jobs, options, embeddings, progress):
     # they need their embeddings' tables
     heads_last = sorted(jobs, key=lambda job: isinstance(job.tie, torch.nn.Embedding))
     for job in progress_bar(heads_last, "quantization", progress):
-        found[job.layers[0]] = _quantized(job, options, times, found)
+        found[job.layers[0]] = _quantized(job, make, tokens, times, found)
     made = {old: found[job.layers[0]][0] for job in jobs for old in job.layers}
     with changed(model, replacements(model, {old: new for old, new in made.items() if new is not None})):
         left = set(tensors_of(model))
