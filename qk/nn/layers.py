@@ -20,6 +20,7 @@ as if x had not been quantized. The bias gets a gradient if it requires one.
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map_only
 
 from ..core.checks import BLOCKS, FLOATS, LARGEST_INT32_K, check_data, check_integer, check_one_of, check_tensor
 from ..core.launch import cdiv, gpu
@@ -110,17 +111,12 @@ class QuantizedWeight:
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        def dequantized(value):
-            if isinstance(value, list | tuple):
-                return type(value)(map(dequantized, value))
-            return value.dequantize() if isinstance(value, cls) else value
-
         if not torch.compiler.is_compiling():  # torch.compile can't look at names
             name = getattr(function, "__name__", "")
             if name.endswith("_") and not name.endswith("__"):
                 raise TypeError(f"{name} writes to the weight of a quantized layer, which is frozen")
-        kwargs = {key: dequantized(value) for key, value in (kwargs or {}).items()}
-        return function(*map(dequantized, args), **kwargs)
+        args, kwargs = tree_map_only(cls, cls.dequantize, (args, kwargs or {}))
+        return function(*args, **kwargs)
 
     def __repr__(self):
         return f"QuantizedWeight(shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
