@@ -47,6 +47,7 @@ from .weights import (
 __all__ = ["Int4Linear", "Int8Embedding", "Int8Linear"]
 
 _KINDS = {1: "int8 codes in blocks of {}", 2: "int4 codes in groups of {}", 3: "int8 codes in groups of {}"}
+_FLAGS = "rotated", "with zero points", "with an order of columns", "with float32 absmax", "with inputs in int8"
 # settings that a layer's text leaves out
 _USUAL = {"zero_point": False, "order": False, "absmax_dtype": torch.float16, "activations": "float"}.items()
 _HOOKS = [name for name in vars(torch.nn.Module()) if "hooks" in name]
@@ -57,13 +58,11 @@ OTHER_HOOKS = [name for name in _HOOKS if name not in FORWARD_HOOKS]
 
 def _described(format):
     """Describe a format [kind, block size (0 for a row), flags], or whatever a state has in its place."""
-    numbers = isinstance(format, list) and all(isinstance(number, int | float) for number in format)
-    if not numbers or len(format) != 3 or format[0] not in _KINDS:
-        return f"a format that this qk doesn't know, {format}"
-    kind, block, flags = format
-    extras = (", rotated", ", with zero points", ", with an order of columns", ", with float32 absmax",
-              ", with inputs in int8")  # fmt: skip
-    return _KINDS[kind].format(block or "a row") + "".join(text for i, text in enumerate(extras) if flags >> i & 1)
+    match format:
+        case list([int(kind), int(block), int(flags)]) if kind in _KINDS:
+            flagged = [text for i, text in enumerate(_FLAGS) if flags >> i & 1]
+            return ", ".join([_KINDS[kind].format(block or "a row"), *flagged])
+    return f"a format that this qk doesn't know, {format}"
 
 
 class QuantizedWeight:
