@@ -92,35 +92,24 @@ def _shared(layer):
     return layer._parameters.get("weight", layer)
 
 
-class _Sums:
-    """Sums gathered from the layers that share a weight."""
+def _no_statistics(x, K):
+    """Statistics of no inputs, on x's device."""
+    return LayerStatistics(x.new_zeros(K, K, dtype=torch.float64), x.new_zeros(K, dtype=torch.float32), 0)
 
-    def __init__(self, layer):
-        self.layer = layer
-        self.second_moment = self.absmax = None
-        self.tokens = 0
 
-    @torch.inference_mode(False)  # sums of batches within it and without could not be joined
-    @torch.no_grad()
-    def hear(self, layer, args, kwargs):
-        x = as_matrix((*args, *kwargs.values())[0].detach())
-        if self.second_moment is None:
-            K = x.shape[1]
-            self.second_moment, self.absmax = x.new_zeros(K, K, dtype=torch.float64), x.new_zeros(K).float()
-        for part in x.split(_TOKENS):
-            part = part.double()
-            self.second_moment.addmm_(part.T, part)
-        if len(x):
-            # maximum keeps NaN
-            self.absmax = torch.maximum(self.absmax, x.abs().amax(0).float())
-            self.tokens += len(x)
-
-    def result(self):
-        if self.second_moment is None:
-            _, K = weight_shape(self.layer)
-            empty = torch.zeros(K, K, dtype=torch.float64, device=self.layer.weight.device)
-            return LayerStatistics(empty, empty.new_zeros(K).float(), 0)
-        return LayerStatistics(self.second_moment, self.absmax, self.tokens)
+@torch.inference_mode(False)  # sums of batches within it and without could not be joined
+@torch.no_grad()
+def _hear(found, shared, layer, args, kwargs):
+    """Add a call's inputs to the statistics of the layers with this key."""
+    x = as_matrix((*args, *kwargs.values())[0].detach())
+    second_moment, absmax, tokens = found.get(shared) or _no_statistics(x, x.shape[1])
+    for part in x.split(_TOKENS):
+        part = part.double()
+        second_moment.addmm_(part.T, part)
+    if len(x):
+        # maximum keeps NaN
+        absmax = torch.maximum(absmax, x.abs().amax(0).float())
+    found[shared] = LayerStatistics(second_moment, absmax, tokens + len(x))
 
 
 @torch.no_grad()
@@ -161,19 +150,22 @@ def collect(model, batches, names=None, call=None, progress=True):
     if not layers:
         raise ValueError(f"model is a {type(model).__name__} without a torch.nn.Linear; expected one with some")
     call = functools.partial(_by_type, model) if call is None else call
-    sums = {_shared(layer): _Sums(layer) for layer in layers.values()}
+    found, keys = {}, {_shared(layer) for layer in layers.values()}
     modes = [(module, module.training) for module in model.modules()]
     # including layers that aren't named but share a weight with one
-    heard = [layer for layer in model.modules() if isinstance(layer, linear_kinds()) and _shared(layer) in sums]
-    hooks = [layer.register_forward_pre_hook(sums[_shared(layer)].hear, with_kwargs=True) for layer in heard]
+    heard = [layer for layer in model.modules() if isinstance(layer, linear_kinds()) and _shared(layer) in keys]
+    hooks = [
+        layer.register_forward_pre_hook(functools.partial(_hear, found, _shared(layer)), with_kwargs=True)
+        for layer in heard
+    ]
     number = 0
     try:
         model.eval()
         for number, batch in enumerate(progress_bar(batches, "calibration", progress), 1):
             call(batch)
             for name, layer in layers.items():
-                absmax = sums[_shared(layer)].absmax
-                if absmax is not None and not absmax.isfinite().all():
+                statistics = found.get(_shared(layer))
+                if statistics is not None and not statistics.absmax.isfinite().all():
                     raise ValueError(f"batches has NaN or Inf at the input of {name!r}, in batch {number}")
     finally:
         for hook in hooks:
@@ -182,8 +174,10 @@ def collect(model, batches, names=None, call=None, progress=True):
             module.training = mode
     if not number:
         raise ValueError("batches is empty; expected at least one batch")
-    results = {shared: found.result() for shared, found in sums.items()}
-    return {name: results[_shared(layer)] for name, layer in layers.items()}
+    for layer in layers.values():
+        if _shared(layer) not in found:
+            found[_shared(layer)] = _no_statistics(layer.weight, weight_shape(layer)[1])
+    return {name: found[_shared(layer)] for name, layer in layers.items()}
 
 
 def rotate_moment(second_moment):
@@ -237,13 +231,6 @@ def _check(w, group_size, second_moment, damping):
         return None
     second_moment = check_moment(second_moment, w.shape[1]).to(w.device)
     return second_moment if second_moment.any() else None
-
-
-def _damped(second_moment, damping):
-    """Add to the diagonal, as more inputs would, so that every direction counts."""
-    damped = second_moment.clone()
-    damped.diagonal().add_(damping * second_moment.diagonal().mean())
-    return damped
 
 
 def _groups(x, group_size):
@@ -380,7 +367,9 @@ def _gptq(w, second_moment, group_size, absmax, damping, progress):
         return _nearest(w, absmax, group_size)
     N, K = w.shape
     order = second_moment.diagonal().argsort(descending=True, stable=True)
-    factor = _inverse_factor(_damped(second_moment, damping)[order][:, order])
+    damped = second_moment[order][:, order]
+    damped.diagonal().add_(damping * second_moment.diagonal().mean())  # as more inputs would: every direction counts
+    factor = _inverse_factor(damped)
     group_of = (order // (group_size or max(K, 1))).tolist()
     bad = absmax.isnan().repeat_interleave(group_size or max(K, 1), 1)[:, :K]
     left = torch.where(bad, 0, w.detach().double()).T[order]  # [K, N], the values that codes still have to represent

@@ -12,7 +12,6 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -61,8 +60,6 @@ class Entry(NamedTuple):
     Attributes:
         dtype: a torch.dtype, or the file's name for it where torch has none.
         size: in bytes.
-        fill: takes memory, uint8 on the CPU, and a number of bytes (0), and reads what follows so many of the tensor's
-            bytes into the memory.
         file, start: where its bytes are.
     """
 
@@ -70,9 +67,17 @@ class Entry(NamedTuple):
     shape: tuple
     dtype: object
     size: int
-    fill: Callable
     file: Path
     start: int
+
+    def fill(self, memory, after=0):
+        """Read bytes into memory, uint8 on the CPU. after: how many of the tensor's bytes come before them."""
+        # not through a map of the file: if the file shrinks, that would end the process
+        try:
+            with open(self.file, "rb", buffering=0) as opened:
+                _read(opened.fileno(), memoryview(memory.numpy()), self.start + after)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.name} can't be read: {error}") from None
 
     def read(self, memory=None):
         """Read the tensor to the CPU. Of a dtype without a torch.dtype it returns the bytes, uint8 [size].
@@ -206,22 +211,8 @@ def _open_safetensors(file):
     for name, tensor in header.items():
         begin, end = tensor["data_offsets"]
         dtype = _DTYPES.get(tensor["dtype"], tensor["dtype"])
-        entries[name] = _entry(name, tuple(tensor["shape"]), dtype, end - begin, file, 8 + size + begin)
+        entries[name] = Entry(name, tuple(tensor["shape"]), dtype, end - begin, file, 8 + size + begin)
     return entries, metadata
-
-
-def _entry(name, shape, dtype, size, file, start):
-    """Returns the Entry of a tensor whose bytes start there in a file."""
-
-    def fill(memory, after=0):
-        # not through a map of the file: if the file shrinks, that would end the process
-        try:
-            with open(file, "rb", buffering=0) as opened:
-                _read(opened.fileno(), memoryview(memory.numpy()), start + after)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{name} can't be read: {error}") from None
-
-    return Entry(name, shape, dtype, size, fill, file, start)
 
 
 def _read(file, view, start):
@@ -285,9 +276,8 @@ class _Bytes:
 
     def value(self):
         kind = self.take("I")
-        return self.array() if kind == _ARRAY else self.plain(kind)
-
-    def plain(self, kind):
+        if kind == _ARRAY:
+            return self.array()
         if kind == _STRING:
             return self.string()
         if kind not in _GGUF_VALUES:
@@ -330,7 +320,7 @@ def _open_gguf(file):
         if name in found or start + offset < end or start + offset + size > len(data):
             raise ValueError(f"{file.name} is damaged: {name} is there twice, or overlaps another, or passes the end")
         end = start + offset + size
-        found[name] = _entry(name, shape, dtype, size, file, start + offset)
+        found[name] = Entry(name, shape, dtype, size, file, start + offset)
     return Checkpoint(file.parent, found, {}, metadata, True)
 
 

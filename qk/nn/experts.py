@@ -162,10 +162,7 @@ def plan_experts(old, layers, plan_one):
     fused = any(key.startswith("gate_up.") for key in layers)
     wanted = {f"down.{e}": linear for e, linear in enumerate(linears[count:])}
     for e, linear in enumerate(linears[:count]):
-        if fused:
-            wanted[f"gate_up.{e}"] = linear
-        else:
-            wanted |= {f"gate.{e}": _half(linear), f"up.{e}": _half(linear)}
+        wanted |= {f"gate_up.{e}": linear} if fused else {f"gate.{e}": _half(linear), f"up.{e}": _half(linear)}
     if not fused and (old.has_bias or not old.is_concatenated):
         raise Refused(f"is a {type(old).__name__}; expected experts without biases, whose gate comes before up")
     if wanted.keys() != layers.keys():

@@ -24,7 +24,7 @@ import torch
 
 from ..core.checks import BLOCKS, listed
 from ..core.launch import cdiv
-from .checkpoint import in_background, in_threads, new_memory
+from .checkpoint import Entry, in_background, in_threads, new_memory
 from .weights import to_int8
 
 __all__ = ["FORMATS", "MARKS", "Format", "Refused", "Scratch", "check_entry", "dequantized"]
@@ -47,18 +47,19 @@ def check_entry(entry, dtypes, *shapes):
         raise ValueError(f"{entry.name} has shape {list(entry.shape)}; expected {takes}")
 
 
-def _group_size(size, columns):
-    """The group size that `Int4Linear` takes, given a config's. Raises Refused if there is none."""
+def _groups(bits, size, columns):
+    """Returns the group size that `Int4Linear` takes, given a config's, and the groups of a row.
+
+    Raises:
+        Refused: if no layer has such groups, or codes of so many bits.
+    """
+    if bits != 4:
+        raise Refused(f"has codes of {bits} bits; expected 4")
     if size in (None, -1) or isinstance(size, int) and size >= columns:
-        return None
+        return None, 1
     if size not in BLOCKS or isinstance(size, bool):
         raise Refused(f"has groups of {size} columns; expected {listed(BLOCKS)}, or whole rows")
-    return size
-
-
-def _check_bits(config, key="bits"):
-    if config.get(key) != 4:
-        raise Refused(f"has codes of {config.get(key)} bits; expected 4")
+    return size, cdiv(columns, size)
 
 
 def _nibbles(words):
@@ -87,19 +88,16 @@ def _int4(packed, scale, zero, order=None):
 
     scale and zero may be views of their transposes.
     """
-    absmax = scale.float().mul_(7) if scale.dtype != torch.float32 else scale * 7
-    notes = []
-    if scale.dtype == torch.float32 and not torch.equal(absmax / torch.full_like(absmax, 7), scale):
-        notes.append("float32 scales, some rounded in the last bit")
-    if zero is not None and bool((zero == 8).all()):
-        zero = None
-    if zero is not None:
-        notes.append("zero points")
-    if order is not None:
-        notes.append("columns in another order")
-    zero = None if zero is None else _row_major(zero.sub_(8))
+    absmax = scale.float() * 7
+    exact = scale.dtype != torch.float32 or torch.equal(absmax / torch.full_like(absmax, 7), scale)
+    zero = None if zero is None or bool((zero == 8).all()) else _row_major(zero.sub_(8))
+    notes = {
+        "float32 scales, some rounded in the last bit": not exact,
+        "zero points": zero is not None,
+        "columns in another order": order is not None,
+    }
     buffers = {"packed": packed, "absmax": _row_major(absmax), "zero_point": zero, "order": order}
-    return buffers, ", ".join(notes)
+    return buffers, ", ".join(note for note, holds in notes.items() if holds)
 
 
 def _pinned(entry, start):
@@ -197,14 +195,22 @@ def _collect(out, rows):
     return out
 
 
-def _disordered(groups, columns, size):
-    """Check the group of each column, int [K]. Returns groups, or None if each has its columns next to each other."""
-    expected = torch.arange(columns, device="cpu") // (size or max(columns, 1))
-    if torch.equal(groups.long(), expected):
+def _order(entry, columns, size, unset=None):
+    """Read and check the group of each column, int [K].
+
+    Args:
+        unset: what all groups are where nobody chose an order.
+
+    Returns:
+        The columns of each group after those of the one before, int64 [K], or None if they are in that order.
+    """
+    check_entry(entry, (torch.int32, torch.int64), (columns,))
+    groups, expected = entry.read().long(), torch.arange(columns, device="cpu") // (size or max(columns, 1))
+    if torch.equal(groups, expected) or {*groups.tolist()} == {unset}:
         return None
     if groups.amin() < 0 or groups.amax() > expected[-1] or not torch.equal(groups.bincount(), expected.bincount()):
         raise ValueError(f"g_idx doesn't assign {size or columns} columns to each group")
-    return groups
+    return groups.sort(stable=True).indices
 
 
 def _swapped(words):
@@ -237,12 +243,10 @@ def _pack_quantized(parts, shape, config):
     """compressed-tensors, 4 bits in int32."""
     N, K = shape
     weights = config.get("weights") or {}
-    _check_bits(weights, "num_bits")
     kind, strategy = weights.get("type", "int"), weights.get("strategy")
     if kind != "int" or strategy not in ("group", "channel"):
         raise Refused(f"has {kind} codes with a scale per {strategy}; expected int codes with one per group or channel")
-    size = _group_size(weights.get("group_size") if strategy == "group" else None, K)
-    groups = cdiv(K, size) if size else 1
+    size, groups = _groups(weights.get("num_bits"), weights.get("group_size") if strategy == "group" else None, K)
     check_entry(parts["weight_packed"], (torch.int32,), (N, cdiv(K, 8)))
     check_entry(parts["weight_scale"], _SCALES, (N, groups))
     zero, index, whole = (parts.get(name) for name in ("weight_zero_point", "weight_g_idx", "weight_shape"))
@@ -254,14 +258,10 @@ def _pack_quantized(parts, shape, config):
         check_entry(whole, (torch.int64, torch.int32), (2,))
         if (stored := whole.read().tolist()) != [N, K]:
             raise ValueError(f"{whole.name} is {stored}; expected {[N, K]}")
-    g_idx = None
-    if index is not None:
-        check_entry(index, (torch.int32, torch.int64), (K,))
-        columns = index.read()
-        g_idx = None if K and columns.amax() == columns.amin() == -1 else _disordered(columns, K, size)
+    order = None if index is None else _order(index, K, size, unset=-1)
 
     def read(device, scratch):
-        on = None if g_idx is None else g_idx.to(device).sort(stable=True).indices
+        on = None if order is None else order.to(device)
         if on is None:
             packed = _signed(scratch.read(parts["weight_packed"], device)).view(torch.uint8)
         else:
@@ -277,28 +277,35 @@ def _pack_quantized(parts, shape, config):
     return size, read
 
 
+def _check_words(method, parts, shape, words, config):
+    """Check what GPTQ and AWQ have in common. Returns the group size, and the groups of a row.
+
+    Args:
+        words: qweight's shape.
+    """
+    N, K = shape
+    size, groups = _groups(config.get("bits"), config.get("group_size"), K)
+    if K % 8 or N % 8:
+        raise ValueError(f"is [{N}, {K}]; {method} has rows and columns in eights")
+    check_entry(parts["qweight"], (torch.int32,), words)
+    check_entry(parts["scales"], _SCALES, (groups, N))
+    if "qzeros" in parts:
+        check_entry(parts["qzeros"], (torch.int32,), (groups, N // 8))
+    return size, groups
+
+
 def _gptq(parts, shape, config):
     """GPTQ, 4 bits."""
     N, K = shape
-    _check_bits(config)
     version = config.get("checkpoint_format", "gptq")
     if version not in ("gptq", "gptq_v2"):
         raise Refused(f"has checkpoint_format {version!r}; expected 'gptq' or 'gptq_v2'")
-    size = _group_size(config.get("group_size"), K)
-    groups = cdiv(K, size) if size else 1
-    if K % 8 or N % 8:
-        raise ValueError(f"is [{N}, {K}]; GPTQ has rows and columns in eights")
-    check_entry(parts["qweight"], (torch.int32,), (K // 8, N))
-    check_entry(parts["qzeros"], (torch.int32,), (groups, N // 8))
-    check_entry(parts["scales"], _SCALES, (groups, N))
-    g_idx = None
-    if "g_idx" in parts:
-        check_entry(parts["g_idx"], (torch.int32, torch.int64), (K,))
-        g_idx = _disordered(parts["g_idx"].read(), K, size)
+    size, _ = _check_words("GPTQ", parts, shape, (K // 8, N), config)
+    order = _order(parts["g_idx"], K, size) if "g_idx" in parts else None
 
     def read(device, scratch):
         words, packed = scratch.lend(parts["qweight"], device), new_memory(N * K // 2, device).view(N, K // 2)
-        on = None if g_idx is None else g_idx.to(device).sort(stable=True).indices
+        on = None if order is None else order.to(device)
         if on is None:
             _collect(packed.view(torch.int32), lambda start, end: _signed(words[start:end]))
         else:
@@ -324,19 +331,11 @@ def _gptq(parts, shape, config):
 def _awq(parts, shape, config):
     """AWQ in the layout "gemm", 4 bits."""
     N, K = shape
-    _check_bits(config)
     version = str(config.get("version", "gemm")).lower()
     if version != "gemm":
         raise Refused(f"has version {version!r}; expected 'gemm'")
-    size = _group_size(config.get("group_size"), K)
-    groups = cdiv(K, size) if size else 1
-    if K % 8 or N % 8:
-        raise ValueError(f"is [{N}, {K}]; AWQ has rows and columns in eights")
-    check_entry(parts["qweight"], (torch.int32,), (K, N // 8))
-    check_entry(parts["scales"], _SCALES, (groups, N))
-    if "qzeros" in parts:
-        check_entry(parts["qzeros"], (torch.int32,), (groups, N // 8))
-    elif config.get("zero_point", True):
+    size, groups = _check_words("AWQ", parts, shape, (K, N // 8), config)
+    if "qzeros" not in parts and config.get("zero_point", True):
         raise ValueError("has no qzeros, though it has zero points")
 
     def read(device, scratch):
@@ -421,19 +420,22 @@ def _gguf_q4_0(parts, shape, config):
     return 32, read
 
 
-def dequantized(entry):
-    """Returns an `Entry` that reads a tensor in Q4_0 as float32, for an embedding."""
+class _Dequantized(Entry):
+    """A tensor in Q4_0 that is read as float32."""
 
-    def fill(memory, after=0):
-        row, packed = 4 * entry.shape[-1], entry.shape[-1] // 32 * 18
+    def fill(self, memory, after=0):
+        row, packed = 4 * self.shape[-1], self.shape[-1] // 32 * 18
         first, last = after // row, cdiv(after + memory.numel(), row)
         data = new_memory((last - first) * packed)
-        entry.fill(data, first * packed)
-        words, scale = _q4_0(data, (last - first, entry.shape[-1]))
+        super().fill(data, first * packed)
+        words, scale = _q4_0(data, (last - first, self.shape[-1]))
         values = (_nibbles(words).float() - 8).mul_(scale.float().repeat_interleave(32, 1))
         memory.copy_(values.view(torch.uint8).flatten()[after - first * row :][: memory.numel()])
 
-    return entry._replace(dtype=torch.float32, size=4 * math.prod(entry.shape), fill=fill)
+
+def dequantized(entry):
+    """Returns an `Entry` that reads a tensor in Q4_0 as float32, for an embedding."""
+    return _Dequantized(*entry._replace(dtype=torch.float32, size=4 * math.prod(entry.shape)))
 
 
 class Format(NamedTuple):

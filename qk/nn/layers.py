@@ -20,6 +20,7 @@ as if x had not been quantized. The bias gets a gradient if it requires one.
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map_only
 
 from ..core.checks import BLOCKS, FLOATS, LARGEST_INT32_K, check_data, check_integer, check_one_of, check_tensor
 from ..core.launch import cdiv, gpu
@@ -46,6 +47,7 @@ from .weights import (
 __all__ = ["Int4Linear", "Int8Embedding", "Int8Linear"]
 
 _KINDS = {1: "int8 codes in blocks of {}", 2: "int4 codes in groups of {}", 3: "int8 codes in groups of {}"}
+_FLAGS = "rotated", "with zero points", "with an order of columns", "with float32 absmax", "with inputs in int8"
 # settings that a layer's text leaves out
 _USUAL = {"zero_point": False, "order": False, "absmax_dtype": torch.float16, "activations": "float"}.items()
 _HOOKS = [name for name in vars(torch.nn.Module()) if "hooks" in name]
@@ -56,13 +58,11 @@ OTHER_HOOKS = [name for name in _HOOKS if name not in FORWARD_HOOKS]
 
 def _described(format):
     """Describe a format [kind, block size (0 for a row), flags], or whatever a state has in its place."""
-    numbers = isinstance(format, list) and all(isinstance(number, int | float) for number in format)
-    if not numbers or len(format) != 3 or format[0] not in _KINDS:
-        return f"a format that this qk doesn't know, {format}"
-    kind, block, flags = format
-    extras = (", rotated", ", with zero points", ", with an order of columns", ", with float32 absmax",
-              ", with inputs in int8")  # fmt: skip
-    return _KINDS[kind].format(block or "a row") + "".join(text for i, text in enumerate(extras) if flags >> i & 1)
+    match format:
+        case list([int(kind), int(block), int(flags)]) if kind in _KINDS:
+            flagged = [text for i, text in enumerate(_FLAGS) if flags >> i & 1]
+            return ", ".join([_KINDS[kind].format(block or "a row"), *flagged])
+    return f"a format that this qk doesn't know, {format}"
 
 
 class QuantizedWeight:
@@ -110,17 +110,12 @@ class QuantizedWeight:
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        def dequantized(value):
-            if isinstance(value, list | tuple):
-                return type(value)(map(dequantized, value))
-            return value.dequantize() if isinstance(value, cls) else value
-
         if not torch.compiler.is_compiling():  # torch.compile can't look at names
             name = getattr(function, "__name__", "")
             if name.endswith("_") and not name.endswith("__"):
                 raise TypeError(f"{name} writes to the weight of a quantized layer, which is frozen")
-        kwargs = {key: dequantized(value) for key, value in (kwargs or {}).items()}
-        return function(*map(dequantized, args), **kwargs)
+        args, kwargs = tree_map_only(cls, cls.dequantize, (args, kwargs or {}))
+        return function(*args, **kwargs)
 
     def __repr__(self):
         return f"QuantizedWeight(shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -184,41 +179,38 @@ class QuantizedModule(torch.nn.Module):
         return super()._apply(keep_dtype, recurse)
 
     def _load_from_state_dict(self, state_dict, prefix, *others):
-        has, error = self._other_format(state_dict, prefix), None
-        if has is not None:
-            error = (
-                f"{prefix[:-1] or 'the layer'} ({type(self).__name__}) expects {_described(self.format_numbers)}, "
-                f"but the state dict has {has}. Quantize the model the same way as the saved one, then load."
-            )
-        else:
-            for name, buffer in self._buffers.items():
-                dtype = getattr(state_dict.get(f"{prefix}{name}"), "dtype", None)
-                if name != "format" and buffer is not None and dtype not in (None, buffer.dtype):
-                    error = f"{prefix}{name} has dtype {dtype}; expected {buffer.dtype}"
-        if error is None:
-            return super()._load_from_state_dict(state_dict, prefix, *others)
-        others[-1].append(error)  # the list of error messages
+        errors = others[-1]
+        if has := self._other_format(state_dict, prefix):
+            what, takes = f"{prefix[:-1] or 'the layer'} ({type(self).__name__})", _described(self.format_numbers)
+            how = "Quantize the model the same way as the saved one, then load."
+            errors.append(f"{what} expects {takes}, but the state dict has {has}. {how}")
+            return
+        for name, buffer in self._buffers.items():
+            dtype = getattr(state_dict.get(f"{prefix}{name}"), "dtype", None)
+            if name != "format" and buffer is not None and dtype not in (None, buffer.dtype):
+                errors.append(f"{prefix}{name} has dtype {dtype}; expected {buffer.dtype}")
+                return
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def _other_format(self, state_dict, prefix):
-        """Describe the format of a state that this layer can't take. None if it can."""
+        """Describe the format of a state that this layer can't take. "" if it can."""
         format = state_dict.get(f"{prefix}format")
         if format is None:
             weight = state_dict.get(f"{prefix}weight")
             if weight is not None:
                 return f"a weight in {weight.dtype}"
-            return "codes and no format" if any(f"{prefix}{name}" in state_dict for name in self._buffers) else None
+            return "codes and no format" if any(f"{prefix}{name}" in state_dict for name in self._buffers) else ""
         if getattr(format, "is_meta", False):
-            return None
+            return ""
         format = format.tolist() if isinstance(format, torch.Tensor) else format
-        return None if isinstance(format, list) and format == self.format_numbers else _described(format)
+        return "" if isinstance(format, list) and format == self.format_numbers else _described(format)
 
 
-def output_dtype(x, columns, name="x"):
+def output_dtype(x, columns):
     """Return the dtype of a linear layer's output: the input's, or autocast's under torch.autocast.
 
     Args:
         x: the input, [..., columns].
-        name: what error messages call it.
 
     Raises:
         ValueError: if the layer can't take x.
@@ -227,8 +219,8 @@ def output_dtype(x, columns, name="x"):
     dense = (is_cuda or isinstance(x, torch.Tensor) and x.is_cpu) and x.dtype in FLOATS and not x.is_nested
     shape = x.shape if dense else ()
     if not shape or shape[-1] != columns:
-        check_tensor(name, x, FLOATS, "[..., K]")
-        raise ValueError(f"{name} has shape {list(x.shape)}; expected [..., {columns}]")
+        check_tensor("input", x, FLOATS, "[..., K]")
+        raise ValueError(f"input has shape {list(x.shape)}; expected [..., {columns}]")
     device = "cuda" if is_cuda else "cpu"
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
@@ -328,7 +320,7 @@ class QuantizedLinear(QuantizedModule):
         return new, rotate_weight(w, torch.float32) if rotate else w
 
     def forward(self, input):
-        dtype, parameters = output_dtype(input, self.in_features, "input"), self._parameters
+        dtype, parameters = output_dtype(input, self.in_features), self._parameters
         bias = parameters["bias"] if "bias" in parameters else self.bias  # the latter: a wrapper took it out
         if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
             return _Frozen.apply(input, bias, self, dtype)

@@ -23,7 +23,7 @@ from .header import KINDS, saved_state
 from .layers import QuantizedModule, TiedInt8Linear
 from .plan import Slot, plan
 from .replace import changed, replacements
-from .report import Report, Row, bytes_of, rows_of_others
+from .report import Report, bytes_of, row_of, rows_of_others
 from .weights import check_model, linear_kinds, weight_of, weight_shape
 
 __all__ = ["load", "save"]
@@ -149,11 +149,10 @@ def _read(model, layers, slots, device, progress):
     for name, old in model.named_modules():
         if old in made:
             new, error, note = made[old]
-            kinds, size = (type(old).__name__, type(new).__name__), (sizes[old], bytes_of(new))
-            rows.append(Row(name, *kinds, weight_shape(old), error, *size, None, None, note))
+            row = row_of(name, old, new, weight_shape(old), note, error=error)
+            rows.append(row._replace(bytes_before=sizes[old]))
         elif isinstance(old, linear_kinds()):
-            kind, size = type(old).__name__, bytes_of(old)
-            rows.append(Row(name, kind, kind, weight_shape(old), None, size, size, None, None, "float"))
+            rows.append(row_of(name, old, old, weight_shape(old), "float"))
     if device is not None or all(slot.tensor.is_meta for slot in slots):
         changes += _moved(model, made, slots, default if device is None else device)
     return changes, rows

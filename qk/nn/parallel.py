@@ -137,14 +137,11 @@ class _Style(ParallelStyle):
 
     def _as_dtensors(self, spans, buffers, layer):
         """Whether the parts are those of torch's DTensors."""
-        for name, buffer in buffers.items():
-            whole, ranks = getattr(layer, name), len(spans)
-            if whole is None:
-                continue
-            chunks = spans_of(whole.shape[buffer.dim], 1, ranks)
-            if [[chunk] for chunk in chunks] != [[buffer.span(*span) for span in own] for own in spans]:
-                return False
-        return True
+        return all(
+            [[chunk] for chunk in spans_of(getattr(layer, name).shape[buffer.dim], 1, len(spans))]
+            == [[buffer.span(*span) for span in own] for own in spans]
+            for name, buffer in buffers.items()
+        )
 
 
 class ColwiseQuantized(_Style):
@@ -231,10 +228,7 @@ def gather(x, dim, sizes, group):
 
 def _padded(x, dim, size):
     missing = size - x.shape[dim]
-    if not missing:
-        return x
-    shape = [*x.shape[:dim], missing, *x.shape[dim + 1 :]]
-    return torch.cat([x, x.new_zeros(shape)], dim)
+    return torch.nn.functional.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x
 
 
 def _sum(parts, bias, dtype):
@@ -259,10 +253,8 @@ class _Part:
         tensors = {**self._buffers, **self._parameters}
         self._whole = {name: tensor.shape for name, tensor in tensors.items() if tensor is not None}
         for name, buffer in buffers.items():
-            if (whole := tensors[name]) is not None:
-                part = buffer.part(whole.detach(), spans[self._rank])
-                is_parameter = isinstance(whole, torch.nn.Parameter)
-                setattr(self, name, torch.nn.Parameter(part, whole.requires_grad) if is_parameter else part)
+            part = buffer.part(tensors[name].detach(), spans[self._rank])
+            setattr(self, name, torch.nn.Parameter(part, self.bias.requires_grad) if name == "bias" else part)
         self._sizes = [sum(end - begin for begin, end in own) for own in spans]
 
     @property
@@ -271,10 +263,6 @@ class _Part:
 
     def extra_repr(self):
         return f"{super().extra_repr()}, rank {self._rank} of {len(self._spans)}"
-
-    @property
-    def _frozen_bias(self):
-        return None if self.bias is None else self.bias.detach()
 
     def _local(self, x):
         """Returns this rank's x, its layout, and for Shard(d) the sizes along d on all ranks, or None if unknown."""
@@ -289,7 +277,7 @@ class _Part:
                 raise ValueError(f"input is {layout}; expected Replicate() or Shard(d)")
             x = x.to_local()
         x = x.wait() if isinstance(x, AsyncCollectiveTensor) else x
-        return x.detach() if isinstance(x, torch.Tensor) else x, layout, sizes
+        return x, layout, sizes
 
     def _placed(self, out, shape):
         """Returns out, as a DTensor if the style asks for one. shape: the shape of the whole."""
@@ -305,9 +293,8 @@ class _Part:
             raise ValueError(f"{where} has no state: {why}. Take it before parallelize_module")
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, buffer in self._cut.items():
-            if (part := getattr(self, name)) is not None:
-                whole = _as_dtensor(part.detach(), self._mesh, [Shard(buffer.dim)], self._whole[name])
-                destination[f"{prefix}{name}"] = whole
+            part, layouts = getattr(self, name).detach(), [Shard(buffer.dim)]
+            destination[f"{prefix}{name}"] = _as_dtensor(part, self._mesh, layouts, self._whole[name])
 
     def _load_from_state_dict(self, state_dict, prefix, *others):
         """Load the state of a whole layer, and keep this rank's part of it, or load a state of parts."""
@@ -318,9 +305,8 @@ class _Part:
                 cut = self._cut.get(name)
                 layouts = (Replicate() if cut is None else Shard(cut.dim),)
                 if value.placements != layouts or value.device_mesh != self._mesh or value.shape != whole:
-                    others[-1].append(
-                        f"{prefix}{name} is {value.placements} of {list(value.shape)}; expected {layouts}"
-                    )
+                    has = f"{value.placements} of {list(value.shape)}"
+                    others[-1].append(f"{prefix}{name} is {has}; expected {layouts}")
                     return
                 mine[f"{prefix}{name}"] = value.to_local()
             elif name in self._cut and isinstance(value, torch.Tensor) and value.shape == whole:
@@ -343,7 +329,8 @@ class _Colwise(_Part):
     def cuts_of(layer):
         codes, scale, *_ = layer._buffers
         rows = layer.block or 1 if isinstance(layer, Int8Linear) else 1
-        return {codes: _Buffer(0, 1), scale: _Buffer(0, rows), "bias": _Buffer(0, 1)}
+        cuts = {codes: _Buffer(0, 1), scale: _Buffer(0, rows)}
+        return cuts if layer.bias is None else cuts | {"bias": _Buffer(0, 1)}
 
     def _become_part(self, style, *others):
         super()._become_part(style, *others)
@@ -355,11 +342,12 @@ class _Colwise(_Part):
         at = dict(zip(spans, itertools.accumulate((end - begin for begin, end in spans), initial=0), strict=False))
         self._order = [(at[span], span[1] - span[0]) for span in sorted(spans)]
 
+    @torch.no_grad()
     def forward(self, input):
         x, layout, sizes = self._local(input)
         dim = _dim("input_layouts", layout, x)
         last = dim is not None and dim == x.ndim - 1
-        dtype = output_dtype(x, self._columns[self._rank] if last else self.in_features, "input")
+        dtype = output_dtype(x, self._columns[self._rank] if last else self.in_features)
         if last and sizes not in (None, self._columns):
             raise ValueError(f"input has {sizes} columns on the ranks; expected {self._columns}")
         sizes = self._columns if last else sizes or (x.shape[dim],) * len(self._spans) if dim is not None else None
@@ -372,7 +360,7 @@ class _Colwise(_Part):
                 gather(tensor, dim, [cdiv(size, per) for size in sizes], self._group)
                 for tensor, per in zip(prepared, pers, strict=False)
             ]
-        out = self.multiply(prepared, self._frozen_bias, dtype)
+        out = self.multiply(prepared, self.bias, dtype)
         if isinstance(self._style.output_layouts[0], Replicate):
             out = gather(out, out.ndim - 1, self._sizes, self._group)
             if any(len(own) > 1 for own in self._spans):
@@ -409,17 +397,18 @@ class _Rowwise(_Part):
     def dequantize(self):
         return self._by_blocks(super().dequantize(), torch.float32)
 
+    @torch.no_grad()
     def forward(self, input):
         x, layout, sizes = self._local(input)
         cut = _dim("input_layouts", layout, x)
         if cut is None:
-            output_dtype(x, sum(self._sizes), "input")
+            output_dtype(x, sum(self._sizes))
             x = x[..., slice(*self._span)]
         elif cut != x.ndim - 1:
             raise ValueError(f"input is {layout}; expected Shard({x.ndim - 1}) or Replicate()")
         elif sizes not in (None, self._sizes):  # on some ranks x would fit, and wait for the others
             raise ValueError(f"input has {sizes} columns on the ranks; expected {self._sizes}")
-        dtype = output_dtype(x, self.in_features, "input")
+        dtype = output_dtype(x, self.in_features)
         dim = _dim("output_layouts", self._style.output_layouts[0], x)
         x = self._by_blocks(x, torch.float32 if isinstance(self, Int8Linear) else x.dtype)
         out = self.multiply(self.prepare(x, dtype), None, self._style.reduce_dtype)
@@ -439,16 +428,16 @@ class _Rowwise(_Part):
         if out.nbytes * (ranks - 1) <= _SMALL:
             parts = out.new_empty((ranks * out.numel(),))
             _all_gather(parts, out.flatten(), self._group)
-            return _sum(parts.view(ranks, *out.shape), self._frozen_bias, dtype)
+            return _sum(parts.view(ranks, *out.shape), self.bias, dtype)
         rows = out.reshape(-1, out.shape[-1])
         share = cdiv(rows.shape[0], ranks)
-        total = _sum(self._exchanged(_padded(rows, 0, ranks * share)), self._frozen_bias, dtype)
+        total = _sum(self._exchanged(_padded(rows, 0, ranks * share)), self.bias, dtype)
         return gather(total, 0, [share] * ranks, self._group)[: rows.shape[0]].view(out.shape)
 
     def _share(self, out, dtype, dim):
         ranks, size = len(self._spans), out.shape[dim]
         begin, end = spans_of(size, 1, ranks)[self._rank]
-        bias = self._frozen_bias
+        bias = self.bias
         if bias is not None and dim == out.ndim - 1:
             bias = bias[begin:end]
         parts = self._exchanged(_padded(out.movedim(dim, 0), 0, ranks * cdiv(size, ranks)))

@@ -98,8 +98,8 @@ def _plan_foreign(old, parts, format, settings):
     """Plan a layer that another library quantized."""
     if not isinstance(old, (*linear_kinds(), QuantizedLinear)):
         raise ValueError(f"is a {type(old).__name__} in the model; expected a torch.nn.Linear")
-    parts, bias = {**parts}, parts.get("bias")
-    parts.pop("bias", None)
+    parts = dict(parts)
+    bias = parts.pop("bias", None)
     if unknown := parts.keys() - format.required - format.optional:
         takes = ", ".join(sorted(format.required | format.optional))
         raise ValueError(f"has {min(unknown)}; {format.name} takes {takes}")
@@ -215,16 +215,13 @@ def _find_slots(model, replaced):
     for prefix, module in model.named_modules(remove_duplicate=False):
         if module in replaced:
             continue
-        for settings in (module._parameters, module._buffers):
-            for key, tensor in settings.items():
-                name = f"{prefix}.{key}" if prefix else key
-                if tensor is None:
-                    continue
-                if settings is module._buffers and key in module._non_persistent_buffers_set:
-                    computed[name] = tensor
-                    continue
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            name = f"{prefix}.{key}" if prefix else key
+            if tensor is not None and key in module._non_persistent_buffers_set:
+                computed[name] = tensor
+            elif tensor is not None:
                 slot = by_name[name] = slots.setdefault(tensor, Slot(tensor, [], []))
-                slot.places.append((settings, key))
+                slot.places.append((module._parameters if key in module._parameters else module._buffers, key))
     return by_name, computed
 
 

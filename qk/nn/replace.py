@@ -36,7 +36,7 @@ from .layers import (
     why_unfit,
     why_unusual,
 )
-from .report import Report, Row, bytes_of, rows_of_others, tensors_of
+from .report import Report, bytes_of, row_of, rows_of_others, tensors_of
 from .training import Int8TrainLinear, check_training
 from .weights import as_linear, check_model, linear_kinds, weight_of, weight_shape
 
@@ -97,14 +97,13 @@ def find_layers(model, kinds, stays=False, force=()):
         layers = [module for module, _ in users] if _alike(layer, users) else [layer]
         seen.update(layers)
         places = [name for module in layers for name in names[module]]
-        unfit, unusual = _reasons(model, layers, places, kinds, stays, names, users)
+        note, unusual = _reasons(model, layers, places, kinds, stays, names, users)
         matched = _matching(force, places)
         unused -= matched
-        if unusual and not (unfit or matched or stays):
-            unfit, unusual = f"{unusual} (force replaces it)", ""
-        note = unfit or (unusual if stays else "")
-        tie = _partner(layer, users) if note and not stays else None
-        jobs.append(Job(layers, places, None, note, "" if note else unusual, tie))
+        if unusual and not matched:
+            note, unusual = unusual if stays else f"{unusual} (force replaces it)", ""
+        tie = _partner(layer, users) if note else None
+        jobs.append(Job(layers, places, None, note, unusual, tie))
     _check_used("force", unused)
     return jobs
 
@@ -143,13 +142,13 @@ def _reasons(model, layers, places, kinds, stays, names, users):
     if "gate_up_proj" in layers[0]._parameters:
         return _why_not_experts(layers[0]), ""
     unfit = next(filter(None, map(why_unfit, layers)), "")
-    others = [(module, key) for module, key in users if module is not layers[0]]
-    if not unfit and len(layers) > 1 and any(getattr(layer, hooks) for layer in layers for hooks in FORWARD_HOOKS):
-        unfit = f"{places[1]} has the same weight, and one of them has hooks"
     if unfit:
         return unfit, ""
+    if len(layers) > 1 and any(getattr(layer, hooks) for layer in layers for hooks in FORWARD_HOOKS):
+        return f"{places[1]} has the same weight, and one of them has hooks", ""
     unusual = next(filter(None, (why_unusual(layer, kinds, stays) for layer in layers)), "")
-    if not unusual and others and len(layers) == 1:
+    others = [(module, key) for module, key in users if module not in layers]
+    if others and not unusual:
         module, key = others[0]
         unusual = f"its weight is {'.'.join(filter(None, (names[module][0], key)))}, too"
     for name in places:
@@ -347,40 +346,19 @@ def _on_gpu(layer):
     return there
 
 
-class _Options(NamedTuple):
-    """How layers are quantized."""
-
-    block_size: int
-    group_size: int | None
-    rotate: bool
-    activations: str
-    statistics: object
-    tokens: int  # that layers are timed with; 0: they aren't timed
-
-    def make(self, name, layer, to):
-        """Quantize a layer. to: "int8" or "int4"."""
-        if isinstance(layer, torch.nn.Embedding):
-            return Int8Embedding.from_embedding(layer)
-        if is_experts(layer):
-            alone = self._replace(statistics=None)
-            return QuantizedExperts(layer, lambda linear: alone.make("", linear, to))
-        if to == "int8":
-            return Int8Linear.from_linear(layer, self.block_size, self.rotate)
-        moment = None if self.statistics is None else self.statistics[name].second_moment
-        return Int4Linear.from_linear(layer, self.group_size, self.rotate, moment, activations=self.activations)
-
-
 def _also(names):
     """What a row's note says of all names of a layer but the first."""
     return f"also {', '.join(names[1:])}" if len(names) > 1 else ""
 
 
 @torch.no_grad()
-def _quantized(job, options, times, tables):
+def _quantized(job, make, tokens, times, found):
     """Do a job without changing the model. Returns the new module, or None, and the Row.
 
+    make: quantizes a layer, given its name, the layer, and "int8" or "int4".
+    tokens: that layers are timed with; 0: they aren't timed.
     times: measurements of earlier layers, for those that are alike.
-    tables: what embeddings became, by embedding.
+    found: what this returned for other layers, by layer.
     """
     layer, name, to = job.layers[0], job.names[0], job.to
     new, error, us, notes = None, None, (None, None), [job.note, _also(job.names)]
@@ -390,18 +368,19 @@ def _quantized(job, options, times, tables):
         if isinstance(to, str):
             if home.type == "cpu" and not INTERPRETED.value:
                 here = _on_gpu(layer)
-            if job.tie in tables:
-                new = TiedInt8Linear(tables[job.tie], layer, layer.bias)
+            table, _ = found.get(job.tie, (None, None))
+            if table is not None:
+                new = TiedInt8Linear(table, layer, layer.bias)
             else:
-                new = options.make(name, here, to)
+                new = make(name, here, to)
             alike = type(layer), repr(new), weight_of(layer).dtype, home
             if problem := _not_finite(new, here):
                 new, notes = None, [problem, *notes]
     if new is not None:
         error = _relative_error(new, here)
-        if options.tokens and not is_experts(layer):  # which take more than tokens
+        if tokens and not is_experts(layer):  # which take more than tokens
             if alike not in times:
-                example = _example(layer, options.tokens)
+                example = _example(layer, tokens)
                 times[alike] = _microseconds(layer, example), _microseconds(new, example)
             us = times[alike]
         if job.forced:
@@ -410,9 +389,8 @@ def _quantized(job, options, times, tables):
             notes.append("with its hooks")
         if isinstance(to, str):
             new.to(home)
-    kinds = type(layer).__name__, type(new or layer).__name__
-    sizes = bytes_of(layer), bytes_of(layer if new is None else new)
-    return new, Row(name, *kinds, weight_shape(layer), error, *sizes, *us, ", ".join(filter(None, notes)))
+    now = layer if new is None else new
+    return new, row_of(name, layer, now, weight_shape(layer), *notes, error=error, times=us)
 
 
 def _check_float_model(model, kinds):
@@ -505,21 +483,29 @@ def quantize_(
         _check_statistics(calibrated, statistics)
         silent = {job.names[0] for job in calibrated if not statistics[job.names[0]].tokens}
         jobs = [job._replace(note="had no input in calibration") if job.names[0] in silent else job for job in jobs]
-    options = _Options(block_size, group_size, rotate, activations, statistics, tokens)
-    return _quantize(model, jobs, options, embeddings, progress)
+
+    def make(name, layer, to, statistics=statistics):
+        if isinstance(layer, torch.nn.Embedding):
+            return Int8Embedding.from_embedding(layer)
+        if is_experts(layer):
+            return QuantizedExperts(layer, lambda linear: make("", linear, to, None))
+        if to == "int8":
+            return Int8Linear.from_linear(layer, block_size, rotate)
+        moment = None if statistics is None else statistics[name].second_moment
+        return Int4Linear.from_linear(layer, group_size, rotate, moment, activations=activations)
+
+    return _quantize(model, jobs, make, tokens, embeddings, progress)
 
 
-def _quantize(model, jobs, options, embeddings, progress):
+def _quantize(model, jobs, make, tokens, embeddings, progress):
     """Do all jobs or, if one fails or is interrupted, none. Returns the Report."""
     times, tensors, size = {}, tensors_of(model), bytes_of(model)
     others = rows_of_others(model, {layer for job in jobs for layer in job.layers}, embeddings)
-    found, tables = {}, {}
+    found = {}
     # they need their embeddings' tables
     heads_last = sorted(jobs, key=lambda job: isinstance(job.tie, torch.nn.Embedding))
     for job in progress_bar(heads_last, "quantization", progress):
-        new, _ = found[job.layers[0]] = _quantized(job, options, times, tables)
-        if isinstance(new, Int8Embedding):
-            tables[job.layers[0]] = new
+        found[job.layers[0]] = _quantized(job, make, tokens, times, found)
     made = {old: found[job.layers[0]][0] for job in jobs for old in job.layers}
     with changed(model, replacements(model, {old: new for old, new in made.items() if new is not None})):
         left = set(tensors_of(model))
@@ -593,7 +579,7 @@ def dequantize_(model, progress=True):
         if isinstance(layer, TiedInt8Linear) and layer.table in made:
             new.weight = made[layer.table].weight
     with changed(model, replacements(model, made)):
-        rows = [_row_of_float(names[layer], layer, new) for layer, new in made.items()]
+        rows = [row_of(n[0], old, made[old], weight_shape(made[old]), _also(n)) for old, n in names.items()]
         others = rows_of_others(model, set(made.values()), True)
         return Report(rows, size, bytes_of(model), others, bytes_of(torch.nn.ModuleList(names)))
 
@@ -618,11 +604,6 @@ def _changed(layer):
     if type(layer) not in (Int8Linear, Int4Linear, Int8Embedding, TiedInt8Linear):
         return f"it is a {type(layer).__name__}"
     return why_changed(layer)
-
-
-def _row_of_float(names, layer, new):
-    kinds, sizes = (type(layer).__name__, type(new).__name__), (bytes_of(layer), bytes_of(new))
-    return Row(names[0], *kinds, weight_shape(new), None, *sizes, None, None, _also(names))
 
 
 def warm_up(model, tokens=_SERVED, progress=True):
@@ -684,13 +665,12 @@ def int8_train_(model, skip=(), *, block_size=128, rounding="stochastic"):
     jobs = [_noted_training(job, block_size, rounding) for job in jobs]
     rows = []
     for job in jobs:
-        layer, name = job.layers[0], job.names[0]
-        was, size = type(layer).__name__, bytes_of(layer)
+        layer = job.layers[0]
+        row = row_of(job.names[0], layer, layer, weight_shape(layer), job.note, _also(job.names))
         if job.to is not None:
             layer.__class__ = Int8TrainLinear
             layer.block_size, layer.rounding = block_size, rounding
-        note = ", ".join(filter(None, (job.note, _also(job.names))))
-        rows.append(Row(name, was, type(layer).__name__, weight_shape(layer), None, size, size, None, None, note))
+        rows.append(row._replace(now=type(layer).__name__))
     return Report(rows, bytes_of(model), bytes_of(model))
 
 

@@ -52,6 +52,12 @@ class Row(NamedTuple):
         return self.name, shape, self.now, error, f"{self.bytes_before:,}", f"{self.bytes_after:,}", *times, note
 
 
+def row_of(name, old, new, shape, *notes, error=None, times=(None, None)):
+    """Make the Row of a layer. new: the layer that it became, or the same one. notes: remarks, or empty texts."""
+    kinds, sizes = (type(old).__name__, type(new).__name__), (bytes_of(old), bytes_of(new))
+    return Row(name, *kinds, shape, error, *sizes, *times, ", ".join(filter(None, notes)))
+
+
 class Report(NamedTuple):
     """What became of a model, layer by layer. str() returns a table.
 
