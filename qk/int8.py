@@ -45,7 +45,6 @@ from .core.numerics import (
     load_tile,
     magnitude_bits,
     quantize_blocks_ref,
-    quantize_ref,
     quantize_squares,
     quantize_squares_ref,
     round_to_int32,
@@ -572,8 +571,5 @@ def weight_dequant_ref(w, w_scale, block_size=128, out_dtype=None):
 
 
 def quantize_per_token_ref(x, dtype=torch.int8, *, evens_first=False):
-    K = x.shape[-1]
-    # one more column of zeros, since a row without columns has no maximum
-    codes, scale = quantize_ref(torch.nn.functional.pad(x.detach().float(), (0, 1)), -1, dtype)
-    codes = codes[..., :K].contiguous()
+    codes, scale = quantize_blocks_ref(x.detach().float(), None, dtype=dtype)
     return put_evens_first(codes) if evens_first else codes, scale

@@ -35,7 +35,6 @@ from .core.numerics import (
     load_tile,
     magnitude_bits,
     quantize_blocks_ref,
-    quantize_ref,
     round_to_int32,
     scale_of,
     store_tile,
@@ -467,12 +466,7 @@ def _normalized_ref(x, weight, eps, residual):
 
 
 def _quantized_ref(y, block_size, scale_layout, evens_first):
-    if block_size is None:
-        # one more column of zeros, since a row without columns has no maximum
-        codes, scale = quantize_ref(torch.nn.functional.pad(y, (0, 1)), -1)
-        codes = codes[..., : y.shape[-1]].contiguous()
-    else:
-        codes, scale = quantize_blocks_ref(y, block_size, scale_layout)
+    codes, scale = quantize_blocks_ref(y, block_size, scale_layout)
     return put_evens_first(codes) if evens_first else codes, scale
 
 

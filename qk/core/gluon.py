@@ -100,7 +100,7 @@ def _load_step(
 
 @jit
 def keep_full(
-    operands, DOTS: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr, WEIGHT_WAITS: tl.constexpr,
+    operands, scales, DOTS: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr, WEIGHT_WAITS: tl.constexpr,
     EARLY: tl.constexpr, W_PIECES: tl.constexpr = 1,
 ):  # fmt: skip
     """Keep a ring of x and a weight full by TMA, which fills in zeros beyond the matrices. Runs in one warp.
@@ -110,7 +110,7 @@ def keep_full(
     many dots share one; or (). W_PIECES: buffers of w that make up a tile's rows.
     WEIGHT_WAITS: the previous kernel may have written the weight, too, so wait for it before loading any.
     """
-    x, w, scales, full, empty, M, N, K = operands
+    x, w, full, empty, M, N, K = operands
     BLOCK_M: tl.constexpr = x[1].shape[1]
     X_BYTES: tl.constexpr = BLOCK_M * x[1].shape[2] * x[1].dtype.primitive_bitwidth // 8
     W_BYTES: tl.constexpr = w[1].shape[1] * w[1].shape[2] * w[1].dtype.primitive_bitwidth // 8
@@ -178,20 +178,21 @@ def give_sums(sums, shared, round, WG: tl.constexpr):
 
 
 @jit
-def take_sums(sums, shared, round, first, WGS: tl.constexpr):
+def take_sums(sums, shared, round, first):
     """Add the other consumers' sums to those of consumer 0, which calls this where consumers share K.
 
     first: the step of the tile that consumer 0 began with. With three consumers, the sums that begin with steps 0 and 1
     are added first, whichever consumers have them, so that every tile gets the same bits.
     """
     bufs, given, free = shared
-    ORDERED: tl.constexpr = WGS == 3 and sums.dtype == gl.float32
+    OTHERS: tl.constexpr = bufs.shape[0]
+    ORDERED: tl.constexpr = OTHERS == 2 and sums.dtype == gl.float32
     own = sums
     if ORDERED:
         if first == 2:
             # -0.0: adding to it changes nothing
             sums = gl.full(sums.shape, -(2**31), gl.int32, sums.type.layout).to(gl.float32, bitcast=True)
-    for i in gl.static_range(WGS - 1):
+    for i in gl.static_range(OTHERS):
         other = i
         if ORDERED:
             other = gl.where(first == 1, 1 - i, i)
@@ -214,6 +215,13 @@ def store_transposed(sums, out_ptr, bias_ptr, offs_m, offs_n, M, N):
     out_ptrs = out_ptr + (offs_m.to(gl.int64) * N).expand_dims(0) + offs_n.expand_dims(1)
     mask = (offs_m < M).expand_dims(0) & mask_n.expand_dims(1)
     gl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def wait_for(products, OUTSTANDING: tl.constexpr):
+    """Wait until all but the last OUTSTANDING products are done. products: a tuple, and so is the result."""
+    done = warpgroup_mma_wait(OUTSTANDING, products)
+    return done if len(products) > 1 else (done,)
 
 
 @functools.cache
@@ -241,16 +249,16 @@ def _copy_scales_kernel(
     store_tile(out_ptr, row, column, R, C, stride_or, 1, tl.load(ptrs, mask=mask))
 
 
-def with_tma_rows(x):
-    """Returns a float32 matrix whose rows start at multiples of 16 bytes, as TMA requires, and its row stride."""
+def scale_descriptor(x, block):
+    """Make a TMA descriptor of a float32 matrix. It is copied if its rows don't start at multiples of 16 bytes."""
     rows, columns = x.shape
-    padded = cdiv(columns, 4) * 4
-    if (columns == 1 or x.stride(1) == 1) and x.data_ptr() % 16 == 0:
-        if rows == 1 or x.stride(0) % 4 == 0 and x.stride(0) >= columns:
-            return x, x.stride(0) if rows > 1 else padded
-    out = temporary(x, (rows, padded), torch.float32)
+    stride = cdiv(columns, 4) * 4
+    contiguous = (columns == 1 or x.stride(1) == 1) and x.data_ptr() % 16 == 0
+    if contiguous and (rows == 1 or x.stride(0) % 4 == 0 and x.stride(0) >= columns):
+        return descriptor(x, rows, columns, x.stride(0) if rows > 1 else stride, block)
+    out = temporary(x, (rows, stride), torch.float32)
     launch(
         x.device, _copy_scales_kernel, (cdiv(rows, 32) * cdiv(columns, 64),),
-        x, out, rows, columns, *x.stride(), padded, ROWS=32, COLUMNS=64, num_warps=4,
+        x, out, rows, columns, *x.stride(), stride, ROWS=32, COLUMNS=64, num_warps=4,
     )  # fmt: skip
-    return out, padded
+    return descriptor(out, rows, columns, stride, block)

@@ -227,11 +227,13 @@ def quantize_ref(x, dims, dtype=torch.int8, noise=None):
     return codes, torch.where(absmax.isfinite(), scale, torch.nan)
 
 
-def quantize_blocks_ref(x, block_size, scale_layout="row"):
-    """Quantize float32 [..., K] in 1 x block_size blocks. Returns int8 codes and scale."""
-    K, groups = x.shape[-1], -(-x.shape[-1] // block_size)
-    blocks = torch.nn.functional.pad(x, (0, groups * block_size - K)).unflatten(-1, (groups, block_size))
-    codes, scale = quantize_ref(blocks, -1)
+def quantize_blocks_ref(x, block_size, scale_layout="row", dtype=torch.int8):
+    """Quantize float32 [..., K] in 1 x block_size blocks; None: in whole rows. Returns codes and scale."""
+    K = x.shape[-1]
+    size = max(K, 1) if block_size is None else block_size
+    groups = 1 if block_size is None else -(-K // size)
+    blocks = torch.nn.functional.pad(x, (0, groups * size - K)).unflatten(-1, (groups, size))
+    codes, scale = quantize_ref(blocks, -1, dtype)
     scale = scale.squeeze(-1)
     if scale_layout == "column":
         scale = scale.movedim(-1, 0).contiguous().movedim(0, -1)

@@ -31,13 +31,13 @@ from ..core.gluon import (
     jit,
     keep_full,
     mbarrier,
+    scale_descriptor,
     shared_sums,
     store_transposed,
     take_sums,
     tile_of,
     warpgroup_mma,
     warpgroup_mma_wait,
-    with_tma_rows,
 )
 from ..core.launch import cdiv, gpu, launch
 from ..core.numerics import gdc_launch_dependents, gdc_wait
@@ -61,8 +61,7 @@ def _load_scales(row_scales, k, K):
 @jit
 def _sum_steps(
     ring, row_scales, first, taken, K,
-    WG: tl.constexpr, PER_ROW: tl.constexpr, SHARE_K: tl.constexpr, STRIDE: tl.constexpr, STAGES: tl.constexpr,
-    layout: tl.constexpr,
+    WG: tl.constexpr, PER_ROW: tl.constexpr, STRIDE: tl.constexpr, STAGES: tl.constexpr, layout: tl.constexpr,
 ):  # fmt: skip
     """Multiply every STRIDE-th step of a tile, beginning with `first`. Returns the sums, scaled unless PER_ROW."""
     a_bufs, b_bufs, scale_bufs, full, empty = ring
@@ -75,7 +74,7 @@ def _sum_steps(
         next_a_scale, next_b_scale = _load_scales(row_scales, k + STRIDE, K)
         mbarrier.wait(full.index(stage), (taken + k) // STAGES & 1)
         b = b_bufs.index(stage)
-        if not SHARE_K:
+        if STRIDE == 1:
             b = b.slice(WG * _CONSUMER_N, _CONSUMER_N, 0)
         a = a_bufs.index(stage).permute([1, 0])
         if PER_ROW:
@@ -85,7 +84,7 @@ def _sum_steps(
             product = gl.full([_CONSUMER_N, BLOCK_M], 0, gl.int32, layout)
             product = warpgroup_mma(b, a, product, use_acc=False, is_async=True)
             product = warpgroup_mma_wait(0, (product,))
-            if SHARE_K:
+            if STRIDE > 1:
                 scale = gl.convert_layout(a_scale * b_scale, gl.SliceLayout(0, layout))
             else:
                 scale = scale_bufs[0].index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, layout)) * b_scale
@@ -100,13 +99,14 @@ def _sum_steps(
 @jit
 def _consume(
     WG: tl.constexpr, operands,
-    PER_ROW: tl.constexpr, WGS: tl.constexpr, SHARE_K: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
-    EARLY: tl.constexpr,
+    PER_ROW: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     ring, shared = operands[:2]
     a_scale_ptr, b_scale_ptr, bias_ptr, out_ptr, M, N, K, stride_asm, stride_ask, stride_bsn, stride_bsk = operands[2:]
     BLOCK_M: tl.constexpr = ring[0].shape[1]
     ROWS: tl.constexpr = ring[1].shape[1]
+    SHARE_K: tl.constexpr = len(shared) > 0
+    STRIDE: tl.constexpr = shared[0].shape[0] + 1 if SHARE_K else 1
     layout: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
     if EARLY:
         gdc_wait()
@@ -128,17 +128,14 @@ def _consume(
         row_scales = (a_scale_ptrs, offs < M, stride_ask, b_scale_row, stride_bsk)
         first = 0
         if SHARE_K:
-            first += first_step(taken, WG, WGS)
-        sums = _sum_steps(
-            ring, row_scales, first, taken, K,
-            WG, PER_ROW, SHARE_K, WGS if SHARE_K else 1, STAGES, layout,
-        )  # fmt: skip
+            first += first_step(taken, WG, STRIDE)
+        sums = _sum_steps(ring, row_scales, first, taken, K, WG, PER_ROW, STRIDE, STAGES, layout)
         taken += steps
         if SHARE_K and WG > 0:
             give_sums(sums, shared, round, WG)
         else:
             if SHARE_K:
-                sums = take_sums(sums, shared, round, first, WGS)
+                sums = take_sums(sums, shared, round, first)
             out = sums
             if PER_ROW:
                 a_scales = gl.load(a_scale_ptr + offs_m.to(gl.int64) * stride_asm, mask=offs_m < M, other=0.0)
@@ -177,26 +174,21 @@ def _int8_gemm_sm90_decode_kernel(
         a_scale_ptr, b_scale_ptr, bias_ptr, out_ptr, M, N, K,
         stride_asm, stride_ask, stride_bsn, stride_bsk,
     )  # fmt: skip
-    produce = ((a_desc, a_bufs), (b_desc, b_bufs), scales, full, empty, M, N, K)
-    if SHARE_K:
-        gl.warp_specialize(
-            [
-                (_consume, (0, consume, PER_ROW, WGS, SHARE_K, STAGES, GROUP_M, EARLY)),
-                (_consume, (1, consume, PER_ROW, WGS, SHARE_K, STAGES, GROUP_M, EARLY)),
-                (_consume, (2, consume, PER_ROW, WGS, SHARE_K, STAGES, GROUP_M, EARLY)),
-                (keep_full, (produce, 1, STAGES, GROUP_M, True, EARLY)),
-            ],
-            [4, 4, 1], [REGISTERS, REGISTERS, 32],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (0, consume, PER_ROW, WGS, SHARE_K, STAGES, GROUP_M, EARLY)),
-                (_consume, (1, consume, PER_ROW, WGS, SHARE_K, STAGES, GROUP_M, EARLY)),
-                (keep_full, (produce, 1, STAGES, GROUP_M, True, EARLY)),
-            ],
-            [4, 1], [REGISTERS, 32],
-        )  # fmt: skip
+    produce = ((a_desc, a_bufs), (b_desc, b_bufs), full, empty, M, N, K)
+    gl.warp_specialize(
+        [
+            (_consume, (0, consume, PER_ROW, STAGES, GROUP_M, EARLY)),
+            (_consume, (1, consume, PER_ROW, STAGES, GROUP_M, EARLY)),
+            (_consume, (2, consume, PER_ROW, STAGES, GROUP_M, EARLY)),
+            (keep_full, (produce, scales, 1, STAGES, GROUP_M, True, EARLY)),
+        ] if WGS == 3 else [
+            (_consume, (0, consume, PER_ROW, STAGES, GROUP_M, EARLY)),
+            (_consume, (1, consume, PER_ROW, STAGES, GROUP_M, EARLY)),
+            (keep_full, (produce, scales, 1, STAGES, GROUP_M, True, EARLY)),
+        ],
+        [4, 4, 1] if WGS == 3 else [4, 1],
+        [REGISTERS, REGISTERS, 32] if WGS == 3 else [REGISTERS, 32],
+    )  # fmt: skip
 
 
 class _Tile(NamedTuple):
@@ -262,8 +254,7 @@ def int8_gemm_sm90_decode(problem, config=None):
     per_row = p.block_size is None
     scale_desc = None
     if not per_row and not c.share_k:  # TMA brings them 15% sooner there; for fewer tokens, a copy takes longer
-        scales, stride = with_tma_rows(p.a_scale.t())
-        scale_desc = descriptor(scales, cdiv(K, 128), M, stride, (1, c.block_m))
+        scale_desc = scale_descriptor(p.a_scale.t(), (1, c.block_m))
     launch(
         p.a.device, _int8_gemm_sm90_decode_kernel, (min(multiprocessors, cdiv(M, c.block_m) * cdiv(N, rows)),),
         descriptor(p.a, M, K, p.a.stride(0), (c.block_m, 128)),

@@ -46,22 +46,23 @@ from ..core.gluon import (
     keep_full,
     layout_function,
     mbarrier,
+    scale_descriptor,
     shared_sums,
     store_transposed,
     take_sums,
     tile_of,
+    wait_for,
     warpgroup_mma,
-    warpgroup_mma_wait,
-    with_tma_rows,
 )
 from ..core.launch import cdiv, gpu, launch, temporary
 from ..core.matrices import undo_evens_first
-from ..core.numerics import LONGEST_SUM, gdc_launch_dependents, gdc_wait, wait_if_early
+from ..core.numerics import LONGEST_SUM, evens_before_odds, gdc_launch_dependents, gdc_wait, wait_if_early
 
 __all__ = []
 
 WG_N = tl.constexpr(64)  # rows of each consumer
 PART = tl.constexpr(16)  # words of a row that are loaded together
+GROUP_M = tl.constexpr(8)  # tile rows in a group, which is multiplied column by column
 
 
 class _Tile(NamedTuple):
@@ -74,7 +75,6 @@ class _Tile(NamedTuple):
     columns: int  # columns of a stage, in up to four products
     stages: int  # if consumers share K, a multiple of their number, so that each has its own
     registers: int  # for each consumer thread
-    group_m: int = 8  # tile rows in a group, which is multiplied column by column
 
 
 # The fastest of about ten configs each, on an H200 at N = K = 8192, 2026-11-23; "32" and "64" on an H100, 2026-11-28.
@@ -144,17 +144,17 @@ _TWO_WORDS = tl.constexpr((tl.int32,) * 2)
 
 
 @layout_function
-def sums_layout(block_m, dtype):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_m, 32 if dtype == gl.int8 else 16])
+def sums_layout(block_m, int8):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_m, 32 if int8 else 16])
 
 
 @layout_function
-def words_layout_of(words, dtype):
+def words_layout_of(words, int8):
     """The layout of [64, words] in which a quad of threads reads a row.
 
     Each thread reads a quarter in one piece; for int8, every fourth word.
     """
-    quarter, every = (1, 4) if dtype == gl.int8 else (words // 4, 1)
+    quarter, every = (1, 4) if int8 else (words // 4, 1)
     columns = [[0, every << i] for i in range((words // 4).bit_length() - 1)]
     lanes = [[0, quarter], [0, 2 * quarter], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([*columns, [8, 0]], lanes, [[16, 0], [32, 0]], [], [64, words])
@@ -210,16 +210,16 @@ def int8_operand(unpacked, a_layout: tl.constexpr):
 
 
 @jit
-def codes_of(buf, zero, a_layout: tl.constexpr, dtype: tl.constexpr):
+def codes_of(buf, zero, a_layout: tl.constexpr, dtype: tl.constexpr, INT8: tl.constexpr):
     """Unpack int32 [64, W] from shared memory into numbers [64, 8 W], in the registers where wgmma expects them.
 
     zero: (int32 [64],), or () without zero points. The numbers are (code - zero) / 4 in 16 bits. In int8 they are
     16 * code, or with zero points code - zero.
     """
     W: tl.constexpr = buf.shape[1]
-    words_layout: tl.constexpr = words_layout_of(W, dtype)
+    words_layout: tl.constexpr = words_layout_of(W, INT8)
     words = buf.load(words_layout)
-    if dtype == gl.int8:
+    if INT8:
         return int8_operand(int8_words(words, zero), a_layout)
     else:
         zeros = gl.full([WG_N], 0, gl.int32, gl.SliceLayout(1, words_layout))
@@ -242,13 +242,12 @@ def codes_of(buf, zero, a_layout: tl.constexpr, dtype: tl.constexpr):
 
 @jit
 def _words(
-    w_bufs, stage, product: tl.constexpr, WG: tl.constexpr, SHARE_K: tl.constexpr, DOT_K: tl.constexpr,
-    STAGES: tl.constexpr,
+    w_bufs, stage, product: tl.constexpr, WG: tl.constexpr, DOT_K: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """A consumer's words for one product of a stage: [64, DOT_K / 8] in shared memory."""
     OFFSET: tl.constexpr = product * DOT_K // 8
     words = w_bufs.index(stage * (w_bufs.shape[0] // STAGES) + OFFSET // PART).slice(OFFSET % PART, DOT_K // 8, 1)
-    if not SHARE_K:
+    if w_bufs.shape[1] > WG_N:
         words = words.slice(WG * WG_N, WG_N, 0)
     return words
 
@@ -262,9 +261,9 @@ def _eight_sevenths(x):
 
 
 @jit
-def _permute(operands, ROWS: tl.constexpr, DOT_K: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr):
+def _permute(x_bufs, full, x_full, M, N, K, ROWS: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr):
     """Permute the columns of x inside the ring into the order of `codes_of`."""
-    x_bufs, full, x_full, M, N, K = operands
+    DOT_K: tl.constexpr = x_bufs.shape[2]
     layout: tl.constexpr = _x_layout(DOT_K)
     tiles = gl.cdiv(M, x_bufs.shape[1]) * gl.cdiv(N, ROWS)
     steps = gl.cdiv(K, DOTS * DOT_K)
@@ -314,8 +313,7 @@ def half_of(absmax):
 @jit
 def _add_scaled(acc, sums, absmax, x_scale, GROUP: tl.constexpr):
     """Add a product's sums, times the scales that are not a whole row's. x_scale: (float32 [BLOCK_M],), or ()."""
-    if sums.dtype == gl.int32 and acc.dtype == gl.float32:
-        sums = sums.to(gl.float32)
+    sums = sums.to(acc.dtype)
     scale = sums
     if GROUP > 0:
         scale, _ = gl.broadcast(half_of(absmax).expand_dims(1), acc)
@@ -332,15 +330,14 @@ def _add_scaled(acc, sums, absmax, x_scale, GROUP: tl.constexpr):
 
 @jit
 def _sum_steps(
-    ring, weights, first, stage, phase, K,
-    WG: tl.constexpr, GROUP: tl.constexpr, PERMUTE: tl.constexpr, SHARE_K: tl.constexpr, STRIDE: tl.constexpr,
+    ring, scale_bufs, weights, first, stage, phase, K,
+    WG: tl.constexpr, INT8: tl.constexpr, GROUP: tl.constexpr, PERMUTE: tl.constexpr, STRIDE: tl.constexpr,
     DOTS: tl.constexpr, AT_ONCE: tl.constexpr, STAGES: tl.constexpr, layout: tl.constexpr,
 ):  # fmt: skip
     """Multiply every STRIDE-th step of a tile, beginning with `first`. Returns sums, and the next stage and phase."""
-    x_bufs, w_bufs, scale_bufs, full, x_full, empty = ring
+    x_bufs, w_bufs, full, x_full, empty = ring
     BLOCK_M: tl.constexpr = x_bufs.shape[1]
     DOT_K: tl.constexpr = x_bufs.shape[2]
-    INT8: tl.constexpr = x_bufs.dtype == gl.int8
     sum_dtype: tl.constexpr = gl.int32 if INT8 else gl.float32
     WHOLE: tl.constexpr = INT8 and GROUP == 0 and len(scale_bufs) == 0
     operand: tl.constexpr = gl.DotOperandLayout(0, layout, 4 if INT8 else 2)
@@ -356,17 +353,15 @@ def _sum_steps(
             products = ()
             x_scales = ()
             for i in gl.static_range(AT_ONCE):
-                w = _words(w_bufs, stage, d + i, WG, SHARE_K, DOT_K, STAGES)
-                codes = codes_of(w, scales[d + i][1:], operand, x_bufs.dtype)
+                w = _words(w_bufs, stage, d + i, WG, DOT_K, STAGES)
+                codes = codes_of(w, scales[d + i][1:], operand, x_bufs.dtype, INT8)
                 x = x_bufs.index(stage * DOTS + d + i).permute([1, 0])
                 sums = gl.full([WG_N, BLOCK_M], 0, sum_dtype, layout)
                 products += (warpgroup_mma(codes, x, sums, use_acc=False, is_async=True),)
                 if len(scale_bufs) > 0:
                     x_scale = scale_bufs[0].index(stage * DOTS + d + i).reshape([scale_bufs[0].shape[2]])
                     x_scales += (x_scale.slice(0, BLOCK_M).load(gl.SliceLayout(0, layout)),)
-            products = warpgroup_mma_wait(0, products)
-            if AT_ONCE == 1:
-                products = (products,)
+            products = wait_for(products, 0)
             if d + AT_ONCE == DOTS:
                 mbarrier.arrive(empty.index(stage), count=1)
             for i in gl.static_range(AT_ONCE):
@@ -382,8 +377,7 @@ def _sum_steps(
 @jit
 def finished(acc, absmax_ptrs, x_scale_ptr, stride_xs, offs_m, M, GROUP: tl.constexpr, FACTOR: tl.constexpr):
     """Apply the scales that remain after the sums: the row's, x's if it has one per token, and 8 / 7 times FACTOR."""
-    if acc.dtype == gl.int32:
-        acc = acc.to(gl.float32)
+    acc = acc.to(gl.float32)
     if GROUP == 0:
         acc *= gl.broadcast(half_of(gl.load(absmax_ptrs)).expand_dims(1), acc)[0]
     if x_scale_ptr is not None:
@@ -394,21 +388,22 @@ def finished(acc, absmax_ptrs, x_scale_ptr, stride_xs, offs_m, M, GROUP: tl.cons
 
 @jit
 def _consume(
-    WG: tl.constexpr, operands,
-    GROUP: tl.constexpr, WGS: tl.constexpr, PERMUTE: tl.constexpr, DOTS: tl.constexpr, AT_ONCE: tl.constexpr,
-    STAGES: tl.constexpr, GROUP_M: tl.constexpr, WAITS: tl.constexpr,
+    WG: tl.constexpr, operands, x_scales, zero_ptr, x_scale_ptr,
+    INT8: tl.constexpr, GROUP: tl.constexpr, PERMUTE: tl.constexpr, DOTS: tl.constexpr, AT_ONCE: tl.constexpr,
+    STAGES: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    ring, shared, absmax_ptr, zero_ptr, x_scale_ptr, bias_ptr, out_ptr, M, N, K = operands[:10]
-    stride_an, stride_ag, stride_zn, stride_zg, stride_xs = operands[10:]
+    ring, shared, absmax_ptr, bias_ptr, out_ptr, M, N, K = operands[:8]
+    stride_an, stride_ag, stride_zn, stride_zg, stride_xs = operands[8:]
     x_bufs = ring[0]
     BLOCK_M: tl.constexpr = x_bufs.shape[1]
     DOT_K: tl.constexpr = x_bufs.shape[2]
     SHARE_K: tl.constexpr = len(shared) > 0
-    layout: tl.constexpr = sums_layout(BLOCK_M, x_bufs.dtype)
-    words_layout: tl.constexpr = words_layout_of(DOT_K // 8, x_bufs.dtype)
+    STRIDE: tl.constexpr = shared[0].shape[0] + 1 if SHARE_K else 1
+    layout: tl.constexpr = sums_layout(BLOCK_M, INT8)
+    words_layout: tl.constexpr = words_layout_of(DOT_K // 8, INT8)
     # what _codes and _half leave out
-    FACTOR: tl.constexpr = (1.0 / 64 if zero_ptr is None else 0.25) if x_bufs.dtype == gl.int8 else 1.0
-    ROWS: tl.constexpr = WG_N if SHARE_K else WGS * WG_N
+    FACTOR: tl.constexpr = (1.0 / 64 if zero_ptr is None else 0.25) if INT8 else 1.0
+    ROWS: tl.constexpr = ring[1].shape[1]
     if WAITS:
         gdc_wait()
     tiles_m = gl.cdiv(M, BLOCK_M)
@@ -432,16 +427,16 @@ def _consume(
         if SHARE_K:
             # Triton 3.6 takes a loop-carried value to be constant if only an inner loop's bounds use it: a count of
             # steps, kept from tile to tile and read only here, stayed 0, and the kernel never ended.
-            first += first_step(round * steps, WG, WGS)
+            first += first_step(round * steps, WG, STRIDE)
         acc, stage, phase = _sum_steps(
-            ring, weights, first, stage, phase, K,
-            WG, GROUP, PERMUTE, SHARE_K, WGS if SHARE_K else 1, DOTS, AT_ONCE, STAGES, layout,
+            ring, x_scales[1:2], weights, first, stage, phase, K,
+            WG, INT8, GROUP, PERMUTE, STRIDE, DOTS, AT_ONCE, STAGES, layout,
         )  # fmt: skip
         if SHARE_K and WG > 0:
             give_sums(acc, shared, round, WG)
         else:
             if SHARE_K:
-                acc = take_sums(acc, shared, round, first, WGS)
+                acc = take_sums(acc, shared, round, first)
             offs_m = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
             acc = finished(acc, absmax_ptrs, x_scale_ptr, stride_xs, offs_m, M, GROUP, FACTOR)
             store_transposed(acc, out_ptr, bias_ptr, offs_m, offs_n, M, N)
@@ -457,6 +452,7 @@ def _int4_gemm_sm90_kernel(
     x_scale_ptr,  # one scale per token, or None
     bias_ptr,  # None: no bias
     out_ptr, M, N, K, stride_an, stride_ag, stride_zn, stride_zg, stride_xs,
+    INT8: tl.constexpr,  # x is int8; otherwise float16 or bfloat16
     GROUP: tl.constexpr,  # columns that share an absmax; 0: the row
     SCALED_DOTS: tl.constexpr,  # products that share a scale of x
     WGS: tl.constexpr,  # consumers
@@ -466,7 +462,7 @@ def _int4_gemm_sm90_kernel(
     DOT_K: tl.constexpr,  # columns of a product
     DOTS: tl.constexpr,  # products of a stage
     AT_ONCE: tl.constexpr,  # products in flight together
-    STAGES: tl.constexpr, GROUP_M: tl.constexpr, REGISTERS: tl.constexpr,
+    STAGES: tl.constexpr, REGISTERS: tl.constexpr,
     WAITS: tl.constexpr,  # the previous kernel may have written any operand; otherwise it was `_permute_kernel`
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -486,51 +482,39 @@ def _int4_gemm_sm90_kernel(
     empty = barriers(STAGES, 1 if SHARE_K else WGS)
     shared = ()
     if SHARE_K:
-        WHOLE: tl.constexpr = x_desc.dtype == gl.int8 and GROUP == 0 and scale_desc is None
+        WHOLE: tl.constexpr = INT8 and GROUP == 0 and scale_desc is None
         shared = shared_sums(WGS, WG_N, BLOCK_M, gl.int32 if WHOLE else gl.float32)
-    consume = (
-        (x_bufs, w_bufs, x_scales[1:2], full, x_full, empty), shared, absmax_ptr, zero_ptr, x_scale_ptr, bias_ptr,
-        out_ptr, M, N, K, stride_an, stride_ag, stride_zn, stride_zg, stride_xs,
+    rest = (
+        (x_bufs, w_bufs, full, x_full, empty), shared, absmax_ptr, bias_ptr, out_ptr, M, N, K,
+        stride_an, stride_ag, stride_zn, stride_zg, stride_xs,
     )  # fmt: skip
-    produce = ((x_desc, x_bufs), (w_desc, w_bufs), x_scales, full, empty, M, N, K)
-    if PERMUTE:
-        gl.static_assert(SHARE_K and WGS == 3)
-        permute = (x_bufs, full, x_full, M, N, K)
-        gl.warp_specialize(
-            [
-                (_consume, (0, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, WAITS)),
-                (_consume, (1, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, WAITS)),
-                (_consume, (2, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, WAITS)),
-                (_permute, (permute, ROWS, DOT_K, DOTS, STAGES)),
-                (keep_full, (produce, DOTS, STAGES, GROUP_M, WAITS, EARLY)),
-            ],
-            [4, 4, 4, 1], [REGISTERS, REGISTERS, 64, 32],
-        )  # fmt: skip
-    elif WGS == 3:
-        gl.warp_specialize(
-            [
-                (_consume, (0, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, WAITS)),
-                (_consume, (1, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, WAITS)),
-                (_consume, (2, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, WAITS)),
-                (keep_full, (produce, DOTS, STAGES, GROUP_M, WAITS, EARLY)),
-            ],
-            [4, 4, 1], [REGISTERS, REGISTERS, 32],
-        )  # fmt: skip
-    else:
-        gl.static_assert(WGS == 2)
-        gl.warp_specialize(
-            [
-                (_consume, (0, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, WAITS)),
-                (_consume, (1, consume, GROUP, WGS, PERMUTE, DOTS, AT_ONCE, STAGES, GROUP_M, WAITS)),
-                (keep_full, (produce, DOTS, STAGES, GROUP_M, WAITS, EARLY)),
-            ],
-            [4, 1], [REGISTERS, 32],
-        )  # fmt: skip
+    produce = ((x_desc, x_bufs), (w_desc, w_bufs), full, empty, M, N, K)
+    gl.static_assert(WGS == 3 or WGS == 2 and not PERMUTE)
+    gl.warp_specialize(
+        [
+            (_consume, (0, rest, x_scales, zero_ptr, x_scale_ptr, INT8, GROUP, PERMUTE, DOTS, AT_ONCE, STAGES, WAITS)),
+            (_consume, (1, rest, x_scales, zero_ptr, x_scale_ptr, INT8, GROUP, PERMUTE, DOTS, AT_ONCE, STAGES, WAITS)),
+            (_consume, (2, rest, x_scales, zero_ptr, x_scale_ptr, INT8, GROUP, PERMUTE, DOTS, AT_ONCE, STAGES, WAITS)),
+            (_permute, (x_bufs, full, x_full, M, N, K, ROWS, DOTS, STAGES)),
+            (keep_full, (produce, x_scales, DOTS, STAGES, GROUP_M, WAITS, EARLY)),
+        ] if PERMUTE else [
+            (_consume, (0, rest, x_scales, zero_ptr, x_scale_ptr, INT8, GROUP, PERMUTE, DOTS, AT_ONCE, STAGES, WAITS)),
+            (_consume, (1, rest, x_scales, zero_ptr, x_scale_ptr, INT8, GROUP, PERMUTE, DOTS, AT_ONCE, STAGES, WAITS)),
+            (_consume, (2, rest, x_scales, zero_ptr, x_scale_ptr, INT8, GROUP, PERMUTE, DOTS, AT_ONCE, STAGES, WAITS)),
+            (keep_full, (produce, x_scales, DOTS, STAGES, GROUP_M, WAITS, EARLY)),
+        ] if WGS == 3 else [
+            (_consume, (0, rest, x_scales, zero_ptr, x_scale_ptr, INT8, GROUP, PERMUTE, DOTS, AT_ONCE, STAGES, WAITS)),
+            (_consume, (1, rest, x_scales, zero_ptr, x_scale_ptr, INT8, GROUP, PERMUTE, DOTS, AT_ONCE, STAGES, WAITS)),
+            (keep_full, (produce, x_scales, DOTS, STAGES, GROUP_M, WAITS, EARLY)),
+        ],
+        [4, 4, 4, 1] if PERMUTE else [4, 4, 1] if WGS == 3 else [4, 1],
+        [REGISTERS, REGISTERS, 64, 32] if PERMUTE else [REGISTERS, REGISTERS, 32] if WGS == 3 else [REGISTERS, 32],
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M"])
 def _permute_kernel(
-    x_ptr, out_ptr, M, K, columns, stride_xm, stride_xk, DOT_K: tl.constexpr, ROWS: tl.constexpr,
+    x_ptr, out_ptr, M, K, columns, stride_xm, stride_xk, INT8: tl.constexpr, DOT_K: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write x [M, K] as [M, columns], permuted into the order of `codes_of` and padded with zeros."""
@@ -539,11 +523,11 @@ def _permute_kernel(
     offs_k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
     x = tl.load(x_ptr + offs_m[:, None] * stride_xm + offs_k.to(tl.int64)[None, :] * stride_xk, mask=mask, other=0)
-    if x.dtype == tl.int8:
-        x = tl.permute(tl.reshape(x, (ROWS, COLUMNS // 32, 16, 2)), (0, 1, 3, 2))
+    if INT8:
+        x = evens_before_odds(x)
     else:
         x = tl.permute(tl.reshape(x, (ROWS, COLUMNS // DOT_K, 4, DOT_K // 32, 2, 4)), (0, 1, 3, 5, 2, 4))
-    x = tl.reshape(x, (ROWS, COLUMNS))
+        x = tl.reshape(x, (ROWS, COLUMNS))
     mask = (offs_m < M)[:, None] & (offs_k < columns)[None, :]
     tl.store(out_ptr + offs_m[:, None] * columns + offs_k[None, :], x, mask=mask)
 
@@ -580,7 +564,7 @@ def order_and_scales(p, block_m, dot_k, permuted):
         launch(
             x.device, _permute_kernel, (cdiv(M, rows), cdiv(columns, 256)),
             x, ordered, M, K, columns, *x.stride(),
-            DOT_K=dot_k, ROWS=rows, COLUMNS=256, early=True, num_warps=4,
+            INT8=p.x_scale is not None, DOT_K=dot_k, ROWS=rows, COLUMNS=256, early=True, num_warps=4,
         )  # fmt: skip
         x = ordered
     stride = x.stride(0) if M > 1 else cdiv(x.shape[1], 16) * 16
@@ -588,8 +572,7 @@ def order_and_scales(p, block_m, dot_k, permuted):
         return x, stride, None, 0, None, waits
     if p.block_size is None:
         return x, stride, p.x_scale, p.x_scale.stride(0), None, waits
-    scales, padded = with_tma_rows(p.x_scale.t())
-    return x, stride, None, 0, descriptor(scales, *scales.shape, padded, (1, max(block_m, 32))), waits
+    return x, stride, None, 0, scale_descriptor(p.x_scale.t(), (1, max(block_m, 32))), waits
 
 
 def int4_gemm_sm90(problem, config=None):
@@ -616,8 +599,8 @@ def int4_gemm_sm90(problem, config=None):
         descriptor(p.words, N, cdiv(K, 8), p.words.stride(0), (rows, PART.value)), scale_desc,
         p.absmax, p.zero_point, token_scale, p.bias, p.out, M, N, K,
         p.absmax.stride(0), p.group_stride, stride_zn, stride_zg, stride_xs,
-        GROUP=p.group_size or 0, SCALED_DOTS=(p.block_size or dot_k) // dot_k, WGS=c.wgs, SHARE_K=c.share_k,
-        PERMUTE=c.permute, BLOCK_M=c.block_m, DOT_K=dot_k, DOTS=dots,
-        AT_ONCE=max(min(128, 4096 // c.block_m) // dot_k, 1), STAGES=stages, GROUP_M=c.group_m,
+        INT8=p.x_scale is not None, GROUP=p.group_size or 0, SCALED_DOTS=(p.block_size or dot_k) // dot_k,
+        WGS=c.wgs, SHARE_K=c.share_k, PERMUTE=c.permute, BLOCK_M=c.block_m, DOT_K=dot_k, DOTS=dots,
+        AT_ONCE=max(min(128, 4096 // c.block_m) // dot_k, 1), STAGES=stages,
         REGISTERS=c.registers, WAITS=waits, early=True, num_warps=4,
     )  # fmt: skip

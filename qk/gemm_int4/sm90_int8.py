@@ -48,12 +48,14 @@ from ..core.gluon import (
     tile_of,
     tma,
     tma_store,
+    wait_for,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from ..core.launch import cdiv, gpu, launch
 from ..core.numerics import gdc_launch_dependents, gdc_wait
 from .sm90 import (
+    GROUP_M,
     WG_N,
     finished,
     half_of,
@@ -74,17 +76,16 @@ class _Tile(NamedTuple):
     pieces: int  # pieces of 64 rows that a consumer owns
     columns: int  # columns of a stage
     stages: int
-    group_m: int  # tile rows in a group, which is multiplied column by column
     block_m: int = 128  # tokens
     wgs: int = 2  # consumers
     product: int = 128  # tokens of a product, at most; all of the tile's where nothing is rescaled
 
 
 _CONFIGS = {
-    "groups of 128": _Tile(1, columns=256, stages=3, group_m=8),
-    "small groups": _Tile(1, columns=128, stages=6, group_m=8),
-    "three consumers": _Tile(1, columns=128, stages=6, group_m=8, wgs=3, product=64),  # small groups spill
-    "wide": _Tile(2, columns=128, stages=5, group_m=8),  # where nothing is rescaled; otherwise it spills
+    "groups of 128": _Tile(1, columns=256, stages=3),
+    "small groups": _Tile(1, columns=128, stages=6),
+    "three consumers": _Tile(1, columns=128, stages=6, wgs=3, product=64),  # small groups spill
+    "wide": _Tile(2, columns=128, stages=5),  # where nothing is rescaled; otherwise it spills
 }
 
 
@@ -148,7 +149,7 @@ def _stage_words(
         for piece in gl.static_range(PIECES):
             buf = w_bufs.index(stage * WGS + WG).slice(piece * WG_N, WG_N, 0)
             buf = buf.slice(d * DOT_K // 8, DOT_K // 8, 1)
-            words += (buf.load(words_layout_of(DOT_K // 8, gl.int8)),)
+            words += (buf.load(words_layout_of(DOT_K // 8, True)),)
     return words
 
 
@@ -208,9 +209,7 @@ def _sum_steps(
                     mbarrier.wait(full.index(ahead), gl.where(last, phase, next_phase))
                     words = _stage_words(w_bufs, ahead, WG, DOT_K, PIECES, DOTS, WGS)
                 if WHOLE:
-                    sums = warpgroup_mma_wait(0, started)
-                    if PIECES == 1:
-                        sums = (sums,)
+                    sums = wait_for(started, 0)
                 else:
                     product = warpgroup_mma_wait(0, (product,))
                     scale = (half_of(scales[d][0]),) if GROUP > 0 else ()
@@ -242,15 +241,15 @@ def _store(x, out_desc, buf, row, column):
 @jit
 def _consume(
     WG: tl.constexpr, operands,
-    GROUP: tl.constexpr, PIECES: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
-    WAITS: tl.constexpr, PRODUCT: tl.constexpr,
+    GROUP: tl.constexpr, PIECES: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr, WAITS: tl.constexpr,
+    PRODUCT: tl.constexpr,
 ):  # fmt: skip
     ring, out, absmax_ptr, zero_ptr, x_scale_ptr, bias_ptr, M, N, K = operands[:9]
     stride_an, stride_ag, stride_zn, stride_zg, stride_xs = operands[9:]
     BLOCK_M: tl.constexpr = ring[0].shape[1]
     DOT_K: tl.constexpr = ring[0].shape[2]
-    layout: tl.constexpr = sums_layout(PRODUCT, gl.int8)
-    words_layout: tl.constexpr = words_layout_of(DOT_K // 8, gl.int8)
+    layout: tl.constexpr = sums_layout(PRODUCT, True)
+    words_layout: tl.constexpr = words_layout_of(DOT_K // 8, True)
     FACTOR: tl.constexpr = 1.0 / 64 if zero_ptr is None else 0.25
     ROWS: tl.constexpr = ring[1].shape[0] // STAGES * PIECES * WG_N
     if WAITS:
@@ -305,7 +304,7 @@ def _int4_gemm_sm90_int8_kernel(
     DOTS: tl.constexpr,  # products of a stage
     WGS: tl.constexpr,  # consumers
     PRODUCT: tl.constexpr,  # tokens of a product
-    STAGES: tl.constexpr, GROUP_M: tl.constexpr, TMA_OUT: tl.constexpr,
+    STAGES: tl.constexpr, TMA_OUT: tl.constexpr,
     WAITS: tl.constexpr,  # the previous kernel may have written any operand; otherwise it was `_permute_kernel`
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -326,26 +325,21 @@ def _int4_gemm_sm90_int8_kernel(
         (x_bufs, w_bufs, x_scales[1:2], full, empty), outs, absmax_ptr, zero_ptr, x_scale_ptr, bias_ptr,
         M, N, K, stride_an, stride_ag, stride_zn, stride_zg, stride_xs,
     )  # fmt: skip
-    produce = ((x_desc, x_bufs), (w_desc, w_bufs), x_scales, full, empty, M, N, K)
-    if WGS == 3:
-        gl.warp_specialize(
-            [
-                (_consume, (0, consume, GROUP, PIECES, DOTS, STAGES, GROUP_M, WAITS, PRODUCT)),
-                (_consume, (1, consume, GROUP, PIECES, DOTS, STAGES, GROUP_M, WAITS, PRODUCT)),
-                (_consume, (2, consume, GROUP, PIECES, DOTS, STAGES, GROUP_M, WAITS, PRODUCT)),
-                (keep_full, (produce, DOTS, STAGES, GROUP_M, WAITS, EARLY, WGS)),
-            ],
-            [4, 4, 1], [160, 160, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (0, consume, GROUP, PIECES, DOTS, STAGES, GROUP_M, WAITS, PRODUCT)),
-                (_consume, (1, consume, GROUP, PIECES, DOTS, STAGES, GROUP_M, WAITS, PRODUCT)),
-                (keep_full, (produce, DOTS, STAGES, GROUP_M, WAITS, EARLY, WGS)),
-            ],
-            [4, 1], [240, 24],
-        )  # fmt: skip
+    produce = ((x_desc, x_bufs), (w_desc, w_bufs), full, empty, M, N, K)
+    gl.warp_specialize(
+        [
+            (_consume, (0, consume, GROUP, PIECES, DOTS, STAGES, WAITS, PRODUCT)),
+            (_consume, (1, consume, GROUP, PIECES, DOTS, STAGES, WAITS, PRODUCT)),
+            (_consume, (2, consume, GROUP, PIECES, DOTS, STAGES, WAITS, PRODUCT)),
+            (keep_full, (produce, x_scales, DOTS, STAGES, GROUP_M, WAITS, EARLY, WGS)),
+        ] if WGS == 3 else [
+            (_consume, (0, consume, GROUP, PIECES, DOTS, STAGES, WAITS, PRODUCT)),
+            (_consume, (1, consume, GROUP, PIECES, DOTS, STAGES, WAITS, PRODUCT)),
+            (keep_full, (produce, x_scales, DOTS, STAGES, GROUP_M, WAITS, EARLY, WGS)),
+        ],
+        [4, 4, 1] if WGS == 3 else [4, 1],
+        [160, 160, 24] if WGS == 3 else [240, 24],
+    )  # fmt: skip
 
 
 def _choose(p):
@@ -394,5 +388,5 @@ def int4_gemm_sm90_int8(problem, config=None):
         p.absmax, p.zero_point, token_scale, p.bias, M, N, K, p.absmax.stride(0), p.group_stride, *p.zero_strides,
         stride_xs, GROUP=p.group_size or 0, SCALED_DOTS=(p.block_size or dot_k) // dot_k, BLOCK_M=c.block_m,
         PIECES=c.pieces, DOT_K=dot_k, DOTS=c.columns // dot_k, WGS=c.wgs, PRODUCT=product, STAGES=c.stages,
-        GROUP_M=c.group_m, TMA_OUT=tma_out, WAITS=waits, early=True, num_warps=4,
+        TMA_OUT=tma_out, WAITS=waits, early=True, num_warps=4,
     )  # fmt: skip

@@ -34,7 +34,7 @@ from ..core.numerics import (
     absmax_and_inverse,
     as_float32_bits,
     magnitude_bits,
-    quantize_ref,
+    quantize_blocks_ref,
     round_to_int32,
     scale_of,
     to_float32,
@@ -385,11 +385,9 @@ def prune_slide(w, L=8):
 
 
 def quant_slide_ref(x, L=8, dtype=torch.int8, *, row_multiple=1):
-    M, K = x.shape
-    # one more column of zeros, since a row without columns has no maximum
-    codes, scale = quantize_ref(torch.nn.functional.pad(x.detach().float(), (0, 1)), -1, dtype)
-    q = slide_ref(codes[:, :K].view(torch.int8), L)
-    return torch.nn.functional.pad(q, (0, 0, 0, -M % row_multiple)).view(dtype), scale
+    codes, scale = quantize_blocks_ref(x.detach().float(), None, dtype=dtype)
+    q = slide_ref(codes.view(torch.int8), L)
+    return torch.nn.functional.pad(q, (0, 0, 0, -len(x) % row_multiple)).view(dtype), scale
 
 
 def slide_ref(x, L=8):
