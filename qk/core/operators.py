@@ -52,16 +52,17 @@ def operator(fake, *depends, check=None, fills=True, mutates=()):
     return register
 
 
-def differentiable(save, backward):
-    """Register a function that computes by operators alone as an operator with a gradient.
+def differentiable(fake, save, backward):
+    """Register a function as an operator with a gradient.
 
     Args:
+        fake: as in `operator`.
         save, backward: as in torch.library.register_autograd: save(ctx, inputs, output), or None where backward needs
             nothing, and backward(ctx, *grads).
     """
 
     def register(function):
-        overload = _registered(function, function, function)  # its operators have fakes of their own
+        overload = _registered(function, function, fake)
         torch.library.register_autograd(overload, backward, setup_context=save, lib=_LIBRARIES[-1])
         return overload
 

@@ -19,12 +19,14 @@ A weight is quantized in every forward pass. A layer keeps no codes between pass
 changed the weight: an optimizer, `weight.data.add_(...)`, a collective, or a replayed CUDA graph.
 """
 
+import math
 from functools import partial
 
 import torch
 from torch.autograd import forward_ad
 
 from ..core.checks import ACTIVATIONS, BLOCKS, FLOATS, check_integer, check_one_of, check_tensor, listed
+from ..core.launch import cdiv
 from ..core.matrices import as_matrix
 from ..core.numerics import ROUNDINGS
 from ..core.operators import differentiable
@@ -59,6 +61,20 @@ def _quantize_gradient(g, block_size, seed, dtype):
 def _nothing(x):
     """Return an empty tensor in place of a gradient that isn't needed."""
     return x.new_empty(0, dtype=torch.float32)
+
+
+def _rows(x):
+    return math.prod(x.shape[:-1])
+
+
+def _empty(x, *shape, dtype):
+    return _nothing(x) if dtype is None else x.new_empty(shape, dtype=dtype)
+
+
+def _empty_transpose(x, rows, columns, block_size, keep):
+    """Allocate what `_quantize` returns for a matrix [rows, columns], except its first result."""
+    codes = x.new_empty((columns, rows) if keep else 0, dtype=torch.int8)
+    return codes, x.new_empty((cdiv(rows, block_size), cdiv(columns, block_size)), dtype=torch.float32)
 
 
 def _save(count, options, ctx, inputs, output):
@@ -100,7 +116,14 @@ def _no_second_derivative(ctx, *grads):
 # A linear layer
 
 
-@differentiable(None, _no_second_derivative)
+def _empty_linear_backward(g, x_t, x_scale, w_t, w_scale, seed, block_size, x_dtype, w_dtype, bias_dtype):
+    M, N = _rows(g), g.shape[-1]
+    # where codes weren't kept, no gradient has their columns
+    dx, dw = _empty(g, M, w_t.shape[0], dtype=x_dtype), _empty(g, N, x_t.shape[0], dtype=w_dtype)
+    return dx, dw, _empty(g, N, dtype=bias_dtype)
+
+
+@differentiable(_empty_linear_backward, None, _no_second_derivative)
 def _int8_linear_backward(
     g: torch.Tensor, x_t: torch.Tensor, x_scale: torch.Tensor, w_t: torch.Tensor, w_scale: torch.Tensor,
     seed: torch.Tensor | None, block_size: int, x_dtype: torch.dtype | None, w_dtype: torch.dtype | None,
@@ -116,7 +139,13 @@ def _int8_linear_backward(
     return dx, dw, db
 
 
-@differentiable(partial(_save, 3, 1), partial(_backward, _int8_linear_backward))
+def _empty_linear(x, weight, bias, seed, block_size, out_dtype, keep_x, keep_w):
+    (M, K), N = (_rows(x), x.shape[-1]), weight.shape[0]
+    out = x.new_empty((*x.shape[:-1], N), dtype=out_dtype)
+    return out, *_empty_transpose(x, M, K, block_size, keep_x), *_empty_transpose(x, N, K, block_size, keep_w)
+
+
+@differentiable(_empty_linear, partial(_save, 3, 1), partial(_backward, _int8_linear_backward))
 def _int8_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, seed: torch.Tensor | None, block_size: int,
     out_dtype: torch.dtype, keep_x: bool, keep_w: bool,
@@ -135,7 +164,17 @@ def _int8_linear(
 # A feed-forward layer
 
 
-@differentiable(None, _no_second_derivative)
+def _empty_feed_forward_backward(
+    g, x_t, x_scale, z, z_scale, w1_t, w1_scale, w2_t, w2_scale, seed, block_size, activation,
+    x_dtype, w1_dtype, b1_dtype, w2_dtype, b2_dtype,
+):  # fmt: skip
+    M, width, inner = _rows(g), g.shape[-1], z.shape[-1]  # where codes weren't kept, no gradient has their columns
+    dx, dw1 = _empty(g, M, w1_t.shape[0], dtype=x_dtype), _empty(g, inner, x_t.shape[0], dtype=w1_dtype)
+    db1, dw2 = _empty(g, inner, dtype=b1_dtype), _empty(g, width, inner, dtype=w2_dtype)
+    return dx, dw1, db1, dw2, _empty(g, width, dtype=b2_dtype)
+
+
+@differentiable(_empty_feed_forward_backward, None, _no_second_derivative)
 def _int8_feed_forward_backward(
     g: torch.Tensor, x_t: torch.Tensor, x_scale: torch.Tensor, z: torch.Tensor, z_scale: torch.Tensor,
     w1_t: torch.Tensor, w1_scale: torch.Tensor, w2_t: torch.Tensor, w2_scale: torch.Tensor,
@@ -171,7 +210,17 @@ def _int8_feed_forward_backward(
     return dx, dw1, db1, dw2, db2
 
 
-@differentiable(partial(_save, 5, 2), partial(_backward, _int8_feed_forward_backward))
+def _empty_feed_forward(x, w1, b1, w2, b2, seed, block_size, activation, out_dtype, keep_x, keep_z, keep_w1, keep_w2):
+    (M, K), (N, inner) = (_rows(x), x.shape[-1]), w2.shape
+    out = x.new_empty((*x.shape[:-1], N), dtype=out_dtype)
+    z = x.new_empty((M, inner) if keep_z else 0, dtype=torch.int8)
+    _, z_scale = _empty_transpose(x, M, inner, block_size, False)
+    kept_w1 = _empty_transpose(x, inner, K, block_size, keep_w1)
+    kept_w2 = _empty_transpose(x, N, inner, block_size, keep_w2)
+    return out, *_empty_transpose(x, M, K, block_size, keep_x), z, z_scale, *kept_w1, *kept_w2
+
+
+@differentiable(_empty_feed_forward, partial(_save, 5, 2), partial(_backward, _int8_feed_forward_backward))
 def _int8_feed_forward(
     x: torch.Tensor, w1: torch.Tensor, b1: torch.Tensor | None, w2: torch.Tensor, b2: torch.Tensor | None,
     seed: torch.Tensor | None, block_size: int, activation: str, out_dtype: torch.dtype, keep_x: bool, keep_z: bool,
