@@ -117,7 +117,7 @@ def _add_scaled(sums, product, scale, x_scale):
 def _load_scales(of_rows, piece: tl.constexpr, column, N, K, GROUP: tl.constexpr):
     """Load one absmax or zero point for each row of a piece, 0 outside the matrix."""
     ptrs, stride_n, stride_g, rows = of_rows
-    ptrs += (piece * WG_N * stride_n).to(gl.int64) if piece > 0 else 0
+    ptrs += gl.to_tensor(piece * WG_N).to(gl.int64) * stride_n if piece > 0 else 0
     ptrs += (column // GROUP).to(gl.int64) * stride_g if GROUP > 0 else 0
     return gl.load(ptrs, mask=(rows < N - piece * WG_N) & (column < K), other=0)
 
@@ -249,7 +249,6 @@ def _consume(
     BLOCK_M: tl.constexpr = ring[0].shape[1]
     DOT_K: tl.constexpr = ring[0].shape[2]
     layout: tl.constexpr = sums_layout(PRODUCT, True)
-    words_layout: tl.constexpr = words_layout_of(DOT_K // 8, True)
     FACTOR: tl.constexpr = 1.0 / 64 if zero_ptr is None else 0.25
     ROWS: tl.constexpr = ring[1].shape[0] // STAGES * PIECES * WG_N
     if WAITS:
@@ -265,7 +264,7 @@ def _consume(
         rows = first + gl.arange(0, WG_N, gl.SliceLayout(1, layout))
         weights = ((absmax_ptr + rows.to(gl.int64) * stride_an, stride_an, stride_ag, rows),)
         if zero_ptr is not None:
-            rows = first + gl.arange(0, WG_N, gl.SliceLayout(1, words_layout))
+            rows = first + gl.arange(0, WG_N, gl.SliceLayout(1, words_layout_of(DOT_K // 8, True)))
             weights += ((zero_ptr + rows.to(gl.int64) * stride_zn, stride_zn, stride_zg, rows),)
         sums, stage, phase = _sum_steps(
             ring, weights, stage, phase, N, K, never, WG, GROUP, PIECES, DOTS, STAGES, layout, PRODUCT

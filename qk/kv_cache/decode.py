@@ -183,7 +183,7 @@ def _decode_attention_kernel(
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     weight_dtype: tl.constexpr = dtype if BITS == 16 else tl.bfloat16  # a small scale would leave float16's range
     SHIFT: tl.constexpr = 15 if weight_dtype == tl.float16 else 0  # keeps small weights among float16's normal numbers
-    key_head, split = (tl.program_id(0) // EIGHTS).to(tl.int64), tl.program_id(1)
+    key_head, split, order = (tl.program_id(0) // EIGHTS).to(tl.int64), tl.program_id(1), tl.arange(0, D)
     b = key_head // kv_heads
     rows = tl.program_id(0) % EIGHTS * 8 + tl.arange(0, 16) % 8  # heads, counted from the group's first
     heads = key_head % kv_heads * GROUP + rows
@@ -199,7 +199,6 @@ def _decode_attention_kernel(
     words = tokens[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
     first = key_head * capacity + begin
 
-    order = tl.arange(0, D)
     columns = _column(order // 16 * 4 + order % 4, order // 4 % 4, 4, WORDS, BITS)
     q_ptrs = q_ptr + b * stride_qb + heads[:, None] * stride_qh + columns[None, :]
     q = tl.load(q_ptrs, mask=(rows < GROUP)[:, None], other=0)
