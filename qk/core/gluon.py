@@ -217,6 +217,13 @@ def store_transposed(sums, out_ptr, bias_ptr, offs_m, offs_n, M, N):
     gl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@jit
+def wait_for(products, OUTSTANDING: tl.constexpr):
+    """Wait until all but the last OUTSTANDING products are done. products: a tuple, and so is the result."""
+    done = warpgroup_mma_wait(OUTSTANDING, products)
+    return done if len(products) > 1 else (done,)
+
+
 @functools.cache
 def _shared_layout(rows, columns, dtype):
     if dtype == torch.float32 and rows == 1:
@@ -242,16 +249,16 @@ def _copy_scales_kernel(
     store_tile(out_ptr, row, column, R, C, stride_or, 1, tl.load(ptrs, mask=mask))
 
 
-def with_tma_rows(x):
-    """Returns a float32 matrix whose rows start at multiples of 16 bytes, as TMA requires, and its row stride."""
+def scale_descriptor(x, block):
+    """Make a TMA descriptor of a float32 matrix. It is copied if its rows don't start at multiples of 16 bytes."""
     rows, columns = x.shape
-    padded = cdiv(columns, 4) * 4
-    if (columns == 1 or x.stride(1) == 1) and x.data_ptr() % 16 == 0:
-        if rows == 1 or x.stride(0) % 4 == 0 and x.stride(0) >= columns:
-            return x, x.stride(0) if rows > 1 else padded
-    out = temporary(x, (rows, padded), torch.float32)
+    stride = cdiv(columns, 4) * 4
+    contiguous = (columns == 1 or x.stride(1) == 1) and x.data_ptr() % 16 == 0
+    if contiguous and (rows == 1 or x.stride(0) % 4 == 0 and x.stride(0) >= columns):
+        return descriptor(x, rows, columns, x.stride(0) if rows > 1 else stride, block)
+    out = temporary(x, (rows, stride), torch.float32)
     launch(
         x.device, _copy_scales_kernel, (cdiv(rows, 32) * cdiv(columns, 64),),
-        x, out, rows, columns, *x.stride(), padded, ROWS=32, COLUMNS=64, num_warps=4,
+        x, out, rows, columns, *x.stride(), stride, ROWS=32, COLUMNS=64, num_warps=4,
     )  # fmt: skip
-    return out, padded
+    return descriptor(out, rows, columns, stride, block)

@@ -48,12 +48,13 @@ from ..core.gluon import (
     jit,
     mbarrier,
     reinterpret,
+    scale_descriptor,
     tile_of,
     tma,
     tma_load,
+    wait_for,
     warpgroup_mma,
     warpgroup_mma_wait,
-    with_tma_rows,
 )
 from ..core.launch import cdiv, gpu, launch
 from .sm90_epilogue import HALF, MAGIC, WG_M, finish, maxima_exchange
@@ -66,14 +67,14 @@ class _Tile(NamedTuple):
 
     columns: int  # columns of a tile
     stages: int  # pairs of K blocks in the ring
-    group_m: int  # tile rows in a group, which is multiplied column by column
 
 
-_CONFIGS = {"wide": _Tile(256, stages=2, group_m=8), "narrow": _Tile(128, stages=3, group_m=8)}
+_CONFIGS = {"wide": _Tile(256, stages=2), "narrow": _Tile(128, stages=3)}
 
 _BLOCK_M = tl.constexpr(128)
 _BLOCK_K = tl.constexpr(128)  # also the block of the scales
 _SCALES = tl.constexpr(32)  # scales per load, two of them used: TMA writes to multiples of 128 bytes
+_GROUP_M = tl.constexpr(8)  # tile rows in a group, which is multiplied column by column
 _SPAN = tl.constexpr(16)  # fast mode: K blocks between corrections
 _MAGIC_BITS = tl.constexpr(0x4B400000)
 
@@ -93,9 +94,8 @@ def _stage_before(stage, STAGES: tl.constexpr):
 
 @jit
 def _producer(
-    a_desc, b_desc, a_scale_desc, b_scale_desc, a_bufs, b_bufs, scale_bufs, b_scale_bufs, full, empty, M, N, KB,
-    PER_ROW: tl.constexpr, A_SQUARE: tl.constexpr,
-    HALVES: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
+    a_desc, b_desc, a_scale_desc, b_scale_desc, a_bufs, b_bufs, scale_bufs, full, empty, M, N, KB,
+    PER_ROW: tl.constexpr, A_SQUARE: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Keep the ring full. A stage is a pair of K blocks; TMA fills in zeros beyond the matrix."""
     BLOCK_N: tl.constexpr = HALVES * HALF
@@ -107,7 +107,7 @@ def _producer(
     stage = 0
     phase = 1  # a fresh barrier counts as completed in phase 1: the ring starts empty
     for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        tile_m, tile_n = tile_of(t, tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n = tile_of(t, tiles_m, tiles_n, _GROUP_M)
         for k in range(0, KB, 2):
             for u in gl.static_range(2):
                 ready = full[u].index(stage)
@@ -118,15 +118,15 @@ def _producer(
                     mbarrier.expect(ready, BYTES)
                 else:  # scales of square blocks for both K blocks, from a multiple of 4, since TMA faults elsewhere
                     mbarrier.expect(ready, BYTES + SQUARES * 4 * _SCALES)
-                    tma_load(b_scale_desc, [tile_n * HALVES, k & -4], ready, b_scale_bufs.index(stage))
+                    tma_load(b_scale_desc, [tile_n * HALVES, k & -4], ready, scale_bufs[1].index(stage))
                     if A_SQUARE:
-                        tma_load(a_scale_desc, [tile_m, k & -4], ready, scale_bufs.index(stage))
+                        tma_load(a_scale_desc, [tile_m, k & -4], ready, scale_bufs[0].index(stage))
                 block = 2 * stage + u
                 tma_load(b_desc, [tile_n * BLOCK_N, (k + u) * _BLOCK_K], ready, b_bufs.index(block))
                 for wg in gl.static_range(2):
                     row = tile_m * _BLOCK_M + wg * WG_M
                     if ROW_SCALES:
-                        tma_load(a_scale_desc, [k + u, row], ready, scale_bufs.index(2 * block + wg))
+                        tma_load(a_scale_desc, [k + u, row], ready, scale_bufs[0].index(2 * block + wg))
                     tma_load(a_desc, [row, (k + u) * _BLOCK_K], ready, a_bufs.index(2 * block + wg))
             stage, phase = _next_stage(stage, phase, STAGES)
 
@@ -170,20 +170,21 @@ def _rescale(sums, product, scale, EXACT: tl.constexpr):
 
 @jit
 def _scales(
-    scale_bufs, b_scale_bufs, stage, k, offset,
+    scales, stage, k, offset,
     WG: tl.constexpr, half: tl.constexpr, HALVES: tl.constexpr, A_SQUARE: tl.constexpr, layout: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
     """Load the scales of a pair's two products, for each row or for all. Returns them and the fast mode's offset."""
+    a_scales, b_scales = scales
     if A_SQUARE:
-        s1 = scale_bufs.index(stage * _SCALES + (k & 2)).load(layout)
-        s2 = scale_bufs.index(stage * _SCALES + (k & 2) + 1).load(layout)
+        s1 = a_scales.index(stage * _SCALES + (k & 2)).load(layout)
+        s2 = a_scales.index(stage * _SCALES + (k & 2) + 1).load(layout)
     else:
-        s1 = scale_bufs.index(4 * stage + WG).reshape([WG_M]).load(layout)
-        s2 = scale_bufs.index(4 * stage + 2 + WG).reshape([WG_M]).load(layout)
+        s1 = a_scales.index(4 * stage + WG).reshape([WG_M]).load(layout)
+        s2 = a_scales.index(4 * stage + 2 + WG).reshape([WG_M]).load(layout)
     place = (HALVES * stage + half) * _SCALES + (k & 2)
-    s1 *= b_scale_bufs.index(place).load(layout)
-    s2 *= b_scale_bufs.index(place + 1).load(layout)
+    s1 *= b_scales.index(place).load(layout)
+    s2 *= b_scales.index(place + 1).load(layout)
     if not EXACT:
         offset += s1
         s1 -= s2
@@ -206,7 +207,7 @@ def _add_pair(
     WG: tl.constexpr, half: tl.constexpr, EXACT: tl.constexpr, A_SQUARE: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """Add a pair of K blocks to the sums of half a tile. Returns them, the product's registers and the offset."""
-    a_bufs, b_bufs, scale_bufs, b_scale_bufs, full, empty = ring
+    a_bufs, b_bufs, scales, full, empty = ring
     row_layout: tl.constexpr = gl.SliceLayout(1, product.type.layout)
     LAST: tl.constexpr = half == HALVES - 1  # nothing reads the pair's buffers after this half
     use_acc = never if EXACT else True  # whether a product adds to what the registers hold
@@ -220,7 +221,7 @@ def _add_pair(
     product = _multiply_in_turn(a1, b1, product, use_acc, turn, WG, 0)
     if half == 0:
         mbarrier.wait(full[1].index(stage), phase)
-    s1, s2, offset = _scales(scale_bufs, b_scale_bufs, stage, k, offset, WG, half, HALVES, A_SQUARE, row_layout, EXACT)
+    s1, s2, offset = _scales(scales, stage, k, offset, WG, half, HALVES, A_SQUARE, row_layout, EXACT)
     product = warpgroup_mma_wait(0, (product,))
     if LAST:
         mbarrier.arrive(empty[0].index(stage), count=1)
@@ -238,31 +239,29 @@ def _sum_scaled_blocks(
     WG: tl.constexpr, EXACT: tl.constexpr, A_SQUARE: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr,
     layout: tl.constexpr,
 ):  # fmt: skip
-    """Sum all K blocks. Returns float32 sums [64, 128] of two halves (or of one, and 0), the next stage and phase."""
+    """Sum all K blocks. Returns float32 sums [64, 128] of each half, the next stage and phase."""
     row_layout: tl.constexpr = gl.SliceLayout(1, layout)
     product = gl.full([WG_M, HALF], 0, gl.int32, layout)
-    sums0 = gl.full([WG_M, HALF], 0.0, gl.float32, layout)
-    sums1 = gl.full([WG_M, HALF], 0.0, gl.float32, layout)
+    zeros = gl.full([WG_M, HALF], 0.0, gl.float32, layout)
+    sums = (zeros, zeros)[:HALVES]
     SPAN: tl.constexpr = 1 << 24 if EXACT else _SPAN
     SCALED: tl.constexpr = 1 if A_SQUARE else WG_M.value
     for first in range(0, KB, SPAN):
-        offset0 = gl.full([SCALED], 0.0, gl.float32, row_layout)
-        offset1 = gl.full([SCALED], 0.0, gl.float32, row_layout)
+        zero = gl.full([SCALED], 0.0, gl.float32, row_layout)
+        offsets = (zero, zero)[:HALVES]
         for k in range(first, gl.minimum(first + SPAN, KB), 2):
-            last_sums = sums1 if HALVES == 2 else sums0
-            sums0, product, offset0 = _add_pair(
-                sums0, product, last_sums, offset0, ring, turn, stage, phase, k, never, WG, 0, EXACT, A_SQUARE, HALVES
-            )  # fmt: skip
-            if HALVES == 2:
-                sums1, product, offset1 = _add_pair(
-                    sums1, product, sums0, offset1, ring, turn, stage, phase, k, never, WG, 1, EXACT, A_SQUARE, HALVES
+            for half in gl.static_range(HALVES):  # each in turn comes first
+                added, product, offset = _add_pair(
+                    sums[0], product, sums[HALVES - 1], offsets[0], ring, turn, stage, phase, k, never,
+                    WG, half, EXACT, A_SQUARE, HALVES,
                 )  # fmt: skip
+                sums = sums[1:] + (added,)
+                offsets = offsets[1:] + (offset,)
             stage, phase = _next_stage(stage, phase, STAGES)
         if not EXACT:
-            sums0 -= (offset0 * MAGIC).expand_dims(1)
-            if HALVES == 2:
-                sums1 -= (offset1 * MAGIC).expand_dims(1)
-    return sums0, sums1, stage, phase
+            for half in gl.static_range(HALVES):
+                sums = sums[1:] + (sums[0] - (offsets[half] * MAGIC).expand_dims(1),)
+    return sums, stage, phase
 
 
 @jit
@@ -270,41 +269,38 @@ def _sum_all(
     ring, stage, phase, KB,
     WG: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr, layout: tl.constexpr,
 ):  # fmt: skip
-    """Sum all of K. Returns int32 sums [64, 128] of two halves (or of one, and 0), the next stage and phase."""
-    a_bufs, b_bufs, _, _, full, empty = ring
-    sums0 = gl.full([WG_M, HALF], 0, gl.int32, layout)
-    sums1 = gl.full([WG_M, HALF], 0, gl.int32, layout)
+    """Sum all of K. Returns int32 sums [64, 128] of each half, the next stage and phase."""
+    a_bufs, b_bufs, _, full, empty = ring
+    zeros = gl.full([WG_M, HALF], 0, gl.int32, layout)
+    sums = (zeros, zeros)[:HALVES]
     for k in range(0, KB, 2):
         for u in gl.static_range(2):
             mbarrier.wait(full[u].index(stage), phase)
             a = a_bufs.index(4 * stage + 2 * u + WG)
             b = b_bufs.index(2 * stage + u)
-            sums0 = _multiply(a, b.slice(0, 128, 0), sums0, True)
-            if HALVES == 2:
-                sums1 = _multiply(a, b.slice(128, 128, 0), sums1, True)
+            started = ()
+            for half in gl.static_range(HALVES):
+                started += (_multiply(a, b.slice(half * HALF, HALF, 0), sums[half], True),)
             # all products but those just started are done: the previous K block is free
-            if HALVES == 2:
-                sums0, sums1 = warpgroup_mma_wait(2, (sums0, sums1))
-            else:
-                sums0 = warpgroup_mma_wait(1, (sums0,))
+            sums = wait_for(started, HALVES)
             if u == 0:
                 mbarrier.arrive(empty[1].index(_stage_before(stage, STAGES)), count=1, pred=k > 0)
             else:
                 mbarrier.arrive(empty[0].index(stage), count=1)
         stage, phase = _next_stage(stage, phase, STAGES)
-    sums0, sums1 = warpgroup_mma_wait(0, (sums0, sums1))
+    sums = wait_for(sums, 0)
     mbarrier.arrive(empty[1].index(_stage_before(stage, STAGES)), count=1)
-    return sums0, sums1, stage, phase
+    return sums, stage, phase
 
 
 @jit
 def _consumer(
-    WG: tl.constexpr, ring, out_bufs, turn, exchange,
-    out_desc, out_scale_ptr, a_scale_ptr, b_scale_ptr, bias_ptr, M, N, KB,
-    EXACT: tl.constexpr, PER_ROW: tl.constexpr, A_SQUARE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    WG: tl.constexpr, operands, exchange, out_scale_ptr, bias_ptr,
+    EXACT: tl.constexpr, PER_ROW: tl.constexpr, A_SQUARE: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr,
     ACTIVATION: tl.constexpr, OUT_BLOCK: tl.constexpr, OUT_SQUARE: tl.constexpr, K_MAJOR: tl.constexpr,
-    RAGGED: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
+    RAGGED: tl.constexpr,
 ):  # fmt: skip
+    ring, turn, out_bufs, out_desc, a_scale_ptr, b_scale_ptr, M, N, KB = operands
     layout: tl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     BLOCK_N: tl.constexpr = HALVES * HALF
     tiles_m = gl.cdiv(M, _BLOCK_M)
@@ -315,22 +311,21 @@ def _consumer(
     stage = 0
     phase = 0
     for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        tile_m, tile_n = tile_of(t, tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n = tile_of(t, tiles_m, tiles_n, _GROUP_M)
         row = tile_m * _BLOCK_M + WG * WG_M
         column = tile_n * BLOCK_N
         a_scale = None
         if PER_ROW:
-            sums0, sums1, stage, phase = _sum_all(ring, stage, phase, KB, WG, HALVES, STAGES, layout)
+            sums, stage, phase = _sum_all(ring, stage, phase, KB, WG, HALVES, STAGES, layout)
             rows = row + gl.arange(0, WG_M, gl.SliceLayout(1, layout))
             a_scale = gl.load(a_scale_ptr + rows, mask=rows < M, other=0.0)
         else:
-            sums0, sums1, stage, phase = _sum_scaled_blocks(
+            sums, stage, phase = _sum_scaled_blocks(
                 ring, turn, stage, phase, KB, never, WG, EXACT, A_SQUARE, HALVES, STAGES, layout
             )  # fmt: skip
-        sums = (sums0, sums1) if HALVES == 2 else (sums0,)
         finish(
             sums, a_scale, b_scale_ptr, bias_ptr, out_desc, out_bufs, out_scale_ptr, exchange, t,
-            row, column, M, N, WG, PER_ROW, HAS_BIAS, ACTIVATION, OUT_BLOCK, OUT_SQUARE, K_MAJOR, RAGGED,
+            row, column, M, N, WG, PER_ROW, ACTIVATION, OUT_BLOCK, OUT_SQUARE, K_MAJOR, RAGGED,
         )  # fmt: skip
     tma.store_wait(0)
 
@@ -358,58 +353,51 @@ def _turns():
 @jit(do_not_specialize=["M", "N", "KB"])
 def _int8_gemm_sm90_kernel(
     a_desc, b_desc, out_desc, out_scale_ptr, a_scale, b_scale, bias_ptr, M, N, KB,
-    EXACT: tl.constexpr, PER_ROW: tl.constexpr, A_SQUARE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EXACT: tl.constexpr, PER_ROW: tl.constexpr, A_SQUARE: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr,
     ACTIVATION: tl.constexpr, OUT_BLOCK: tl.constexpr, OUT_SQUARE: tl.constexpr, K_MAJOR: tl.constexpr,
-    RAGGED: tl.constexpr, HALVES: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr,
+    RAGGED: tl.constexpr,
 ):  # fmt: skip
     """a_scale, b_scale: descriptors of block scales, a's K-major [KB, M]; with PER_ROW pointers to [M] and [N]."""
     a_bufs = gl.allocate_shared_memory(gl.int8, [4 * STAGES, WG_M, _BLOCK_K], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(gl.int8, [2 * STAGES, HALVES * HALF, _BLOCK_K], b_desc.layout)
     out_bufs = gl.allocate_shared_memory(out_desc.dtype, [2 * HALVES, WG_M, out_desc.block_shape[1]], out_desc.layout)
-    one: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    scale_bufs = out_bufs
-    if A_SQUARE:
-        scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, 1, _SCALES], a_scale.layout)
-    elif not PER_ROW:
-        scale_bufs = gl.allocate_shared_memory(gl.float32, [4 * STAGES, 1, WG_M], a_scale.layout)
-    b_scale_bufs = scale_bufs
-    a_scales = scale_bufs
-    b_scales = scale_bufs
-    if A_SQUARE:
-        a_scales = reinterpret(scale_bufs, gl.float32, [STAGES * _SCALES, 1], one)
+    scale_bufs = ()
+    scales = ()
     if not PER_ROW:
+        SHAPE: tl.constexpr = [STAGES, 1, _SCALES] if A_SQUARE else [4 * STAGES, 1, WG_M]
+        a_scale_bufs = gl.allocate_shared_memory(gl.float32, SHAPE, a_scale.layout)
         b_scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, HALVES, _SCALES], b_scale.layout)
+        one: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         b_scales = reinterpret(b_scale_bufs, gl.float32, [HALVES * STAGES * _SCALES, 1], one)
+        a_scales = reinterpret(a_scale_bufs, gl.float32, [STAGES * _SCALES, 1], one) if A_SQUARE else a_scale_bufs
+        scale_bufs = (a_scale_bufs, b_scale_bufs)
+        scales = (a_scales, b_scales)
     full = _barriers(STAGES, 1)
     empty = _barriers(STAGES, 2)
-    ring = (a_bufs, b_bufs, a_scales, b_scales, full, empty)
     turn = ()
     if not PER_ROW:  # without blocks, nothing is rescaled in turns
         turn = _turns()
+    ring = (a_bufs, b_bufs, scales, full, empty)
     exchange = ()
     if OUT_SQUARE:
         exchange = maxima_exchange(HALVES)
+    operands = (ring, turn, out_bufs, out_desc, a_scale, b_scale, M, N, KB)
     gl.warp_specialize(
         [
             (_consumer, (
-                0, ring, out_bufs, turn, exchange,
-                out_desc, out_scale_ptr, a_scale, b_scale, bias_ptr, M, N, KB,
-                EXACT, PER_ROW, A_SQUARE, HAS_BIAS, ACTIVATION, OUT_BLOCK, OUT_SQUARE, K_MAJOR,
-                RAGGED, HALVES, STAGES, GROUP_M,
+                0, operands, exchange, out_scale_ptr, bias_ptr, EXACT, PER_ROW, A_SQUARE, HALVES, STAGES,
+                ACTIVATION, OUT_BLOCK, OUT_SQUARE, K_MAJOR, RAGGED,
             )),
             (_consumer, (
-                1, ring, out_bufs, turn, exchange,
-                out_desc, out_scale_ptr, a_scale, b_scale, bias_ptr, M, N, KB,
-                EXACT, PER_ROW, A_SQUARE, HAS_BIAS, ACTIVATION, OUT_BLOCK, OUT_SQUARE, K_MAJOR,
-                RAGGED, HALVES, STAGES, GROUP_M,
+                1, operands, exchange, out_scale_ptr, bias_ptr, EXACT, PER_ROW, A_SQUARE, HALVES, STAGES,
+                ACTIVATION, OUT_BLOCK, OUT_SQUARE, K_MAJOR, RAGGED,
             )),
             (_producer, (
-                a_desc, b_desc, a_scale, b_scale, a_bufs, b_bufs, scale_bufs, b_scale_bufs, full, empty, M, N, KB,
-                PER_ROW, A_SQUARE, HALVES, STAGES, GROUP_M,
+                a_desc, b_desc, a_scale, b_scale, a_bufs, b_bufs, scale_bufs, full, empty, M, N, KB,
+                PER_ROW, A_SQUARE, HALVES, STAGES,
             )),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1], [240, 24],
     )  # fmt: skip
 
 
@@ -458,29 +446,24 @@ def int8_gemm_sm90(problem, config=None):
     (M, K), N = p.a.shape, p.b.shape[0]
     multiprocessors = gpu(p.a.device).multiprocessors
     config = config or _choose(p, multiprocessors)
-    block_n, stages, group_m = _CONFIGS[config] if isinstance(config, str) else config
+    c = _CONFIGS[config] if isinstance(config, str) else config
     KB = cdiv(K, 128)
     per_row = p.block_size is None
     if per_row:
         a_scale, b_scale = p.a_scale.contiguous(), p.b_scale.contiguous()
     else:
-        if p.a_square:
-            rows, stride = with_tma_rows(p.a_scale)
-            a_scale = descriptor(rows, *p.a_scale.shape, stride, (1, _SCALES.value))
-        else:
-            rows, stride = with_tma_rows(p.a_scale.t())
-            a_scale = descriptor(rows, KB, M, stride, (1, 64))
-        rows, stride = with_tma_rows(p.b_scale)
-        b_scale = descriptor(rows, *p.b_scale.shape, stride, (block_n // 128, _SCALES.value))
+        columns = _SCALES.value
+        a_scale = scale_descriptor(p.a_scale, (1, columns)) if p.a_square else scale_descriptor(p.a_scale.t(), (1, 64))
+        b_scale = scale_descriptor(p.b_scale, (c.columns // 128, columns))
     launch(
-        p.a.device, _int8_gemm_sm90_kernel, (min(multiprocessors, cdiv(M, 128) * cdiv(N, block_n)),),
+        p.a.device, _int8_gemm_sm90_kernel, (min(multiprocessors, cdiv(M, 128) * cdiv(N, c.columns)),),
         descriptor(p.a, M, K, K, (64, 128)),
-        descriptor(p.b, N, K, K, (block_n, 128)),
+        descriptor(p.b, N, K, K, (c.columns, 128)),
         descriptor(p.out, M, N, N, (64, 128 // p.out.itemsize)),
         p.out_scale, a_scale, b_scale, p.bias, M, N, KB,
-        EXACT=p.exact, PER_ROW=per_row, A_SQUARE=p.a_square, HAS_BIAS=p.bias is not None, ACTIVATION=p.activation,
+        EXACT=p.exact, PER_ROW=per_row, A_SQUARE=p.a_square, ACTIVATION=p.activation,
         OUT_BLOCK=p.out_block_size, OUT_SQUARE=p.out_square,
         K_MAJOR=p.out_scale is not None and not p.out_square and p.out_scale.stride(0) == 1,
         RAGGED=p.out_block_size is not None and N % p.out_block_size > 0,
-        HALVES=block_n // 128, STAGES=stages, GROUP_M=group_m, num_warps=4,
+        HALVES=c.columns // 128, STAGES=c.stages, num_warps=4,
     )  # fmt: skip

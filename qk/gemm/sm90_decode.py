@@ -31,13 +31,13 @@ from ..core.gluon import (
     jit,
     keep_full,
     mbarrier,
+    scale_descriptor,
     shared_sums,
     store_transposed,
     take_sums,
     tile_of,
     warpgroup_mma,
     warpgroup_mma_wait,
-    with_tma_rows,
 )
 from ..core.launch import cdiv, gpu, launch
 from ..core.numerics import gdc_launch_dependents, gdc_wait
@@ -254,8 +254,7 @@ def int8_gemm_sm90_decode(problem, config=None):
     per_row = p.block_size is None
     scale_desc = None
     if not per_row and not c.share_k:  # TMA brings them 15% sooner there; for fewer tokens, a copy takes longer
-        scales, stride = with_tma_rows(p.a_scale.t())
-        scale_desc = descriptor(scales, cdiv(K, 128), M, stride, (1, c.block_m))
+        scale_desc = scale_descriptor(p.a_scale.t(), (1, c.block_m))
     launch(
         p.a.device, _int8_gemm_sm90_decode_kernel, (min(multiprocessors, cdiv(M, c.block_m) * cdiv(N, rows)),),
         descriptor(p.a, M, K, p.a.stride(0), (c.block_m, 128)),

@@ -53,15 +53,15 @@ def _halves(x):
 
 
 @jit
-def _add_bias_and_activate(x, bias_ptr, column, N, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr):
+def _add_bias_and_activate(x, bias_ptr, column, N, ACTIVATION: tl.constexpr):
     WIDTH: tl.constexpr = x.shape[1]
-    if WIDTH > 32 and (HAS_BIAS or ACTIVATION is not None):  # in parts, since all at once would need too many registers
+    if WIDTH > 32 and (bias_ptr is not None or ACTIVATION is not None):  # in parts, since registers are few
         left, right = _halves(x)
-        left = _add_bias_and_activate(left, bias_ptr, column, N, HAS_BIAS, ACTIVATION)
-        right = _add_bias_and_activate(right, bias_ptr, column + WIDTH // 2, N, HAS_BIAS, ACTIVATION)
+        left = _add_bias_and_activate(left, bias_ptr, column, N, ACTIVATION)
+        right = _add_bias_and_activate(right, bias_ptr, column + WIDTH // 2, N, ACTIVATION)
         x = gl.join(left, right).permute([0, 2, 1]).reshape([WG_M, WIDTH])
     else:
-        if HAS_BIAS:
+        if bias_ptr is not None:
             columns = column + gl.arange(0, WIDTH, gl.SliceLayout(0, x.type.layout))
             # volatile, so that it is loaded when it is needed, not long before
             bias = gl.load(bias_ptr + columns, mask=columns < N, other=0.0, volatile=True)
@@ -73,7 +73,7 @@ def _add_bias_and_activate(x, bias_ptr, column, N, HAS_BIAS: tl.constexpr, ACTIV
 @jit
 def _values(
     sums, a_scale, b_scale_ptr, bias_ptr, column, N,
-    PER_ROW: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    PER_ROW: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Turn the sums of 64 rows and 128 columns into float32 results."""
     x = sums
@@ -81,7 +81,7 @@ def _values(
         columns = column + gl.arange(0, HALF, gl.SliceLayout(0, sums.type.layout))
         b_scale = gl.load(b_scale_ptr + columns, mask=columns < N, other=0.0)
         x = x.to(gl.float32) * a_scale.expand_dims(1) * b_scale.expand_dims(0)
-    return _add_bias_and_activate(x, bias_ptr, column, N, HAS_BIAS, ACTIVATION)
+    return _add_bias_and_activate(x, bias_ptr, column, N, ACTIVATION)
 
 
 @jit
@@ -206,7 +206,7 @@ def maxima_exchange(HALVES: tl.constexpr):
 @jit
 def finish(
     sums, a_scale, b_scale_ptr, bias_ptr, out_desc, out_bufs, out_scale_ptr, exchange, t, row, column, M, N,
-    WG: tl.constexpr, PER_ROW: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    WG: tl.constexpr, PER_ROW: tl.constexpr, ACTIVATION: tl.constexpr,
     OUT_BLOCK: tl.constexpr, OUT_SQUARE: tl.constexpr, K_MAJOR: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """Turn the sums of the tile's halves into out and, if it is quantized, out_scale."""
@@ -220,7 +220,7 @@ def finish(
         all_bits = ()
         for half in gl.static_range(HALVES):
             first = column + half * HALF
-            x = _values(sums[half], a_scale, b_scale_ptr, bias_ptr, first, N, PER_ROW, HAS_BIAS, ACTIVATION)
+            x = _values(sums[half], a_scale, b_scale_ptr, bias_ptr, first, N, PER_ROW, ACTIVATION)
             bits = _magnitude_bits(x, first, N, 128, RAGGED)
             _write_maximum(bits, maxima, row, M, turn * HALVES + half, WG)
             xs = xs + (x,)
@@ -233,8 +233,8 @@ def finish(
             inverse = _scale(bits, out_scale_ptr, row, column + half * HALF, M, N, 128, True, False)
             _store(_codes(xs[half], inverse), out_desc, out_bufs, row, column, WG, half * HALF)
     elif OUT_BLOCK == 256:
-        x0 = _values(sums[0], a_scale, b_scale_ptr, bias_ptr, column, N, PER_ROW, HAS_BIAS, ACTIVATION)
-        x1 = _values(sums[1], a_scale, b_scale_ptr, bias_ptr, column + HALF, N, PER_ROW, HAS_BIAS, ACTIVATION)
+        x0 = _values(sums[0], a_scale, b_scale_ptr, bias_ptr, column, N, PER_ROW, ACTIVATION)
+        x1 = _values(sums[1], a_scale, b_scale_ptr, bias_ptr, column + HALF, N, PER_ROW, ACTIVATION)
         bits = _magnitude_bits(x0, column, N, 128, RAGGED)
         bits = gl.maximum(bits, _magnitude_bits(x1, column + HALF, N, 128, RAGGED))
         inverse = _scale(bits, out_scale_ptr, row, column, M, N, 256, False, K_MAJOR)
@@ -243,7 +243,7 @@ def finish(
     else:
         for half in gl.static_range(len(sums)):
             first = column + half * HALF
-            x = _values(sums[half], a_scale, b_scale_ptr, bias_ptr, first, N, PER_ROW, HAS_BIAS, ACTIVATION)
+            x = _values(sums[half], a_scale, b_scale_ptr, bias_ptr, first, N, PER_ROW, ACTIVATION)
             if OUT_BLOCK is None:
                 out = x.to(out_desc.dtype)
             else:

@@ -46,13 +46,13 @@ from ..core.gluon import (
     keep_full,
     layout_function,
     mbarrier,
+    scale_descriptor,
     shared_sums,
     store_transposed,
     take_sums,
     tile_of,
+    wait_for,
     warpgroup_mma,
-    warpgroup_mma_wait,
-    with_tma_rows,
 )
 from ..core.launch import cdiv, gpu, launch, temporary
 from ..core.matrices import undo_evens_first
@@ -361,9 +361,7 @@ def _sum_steps(
                 if len(scale_bufs) > 0:
                     x_scale = scale_bufs[0].index(stage * DOTS + d + i).reshape([scale_bufs[0].shape[2]])
                     x_scales += (x_scale.slice(0, BLOCK_M).load(gl.SliceLayout(0, layout)),)
-            products = warpgroup_mma_wait(0, products)
-            if AT_ONCE == 1:
-                products = (products,)
+            products = wait_for(products, 0)
             if d + AT_ONCE == DOTS:
                 mbarrier.arrive(empty.index(stage), count=1)
             for i in gl.static_range(AT_ONCE):
@@ -573,8 +571,7 @@ def order_and_scales(p, block_m, dot_k, permuted):
         return x, stride, None, 0, None, waits
     if p.block_size is None:
         return x, stride, p.x_scale, p.x_scale.stride(0), None, waits
-    scales, padded = with_tma_rows(p.x_scale.t())
-    return x, stride, None, 0, descriptor(scales, *scales.shape, padded, (1, max(block_m, 32))), waits
+    return x, stride, None, 0, scale_descriptor(p.x_scale.t(), (1, max(block_m, 32))), waits
 
 
 def int4_gemm_sm90(problem, config=None):

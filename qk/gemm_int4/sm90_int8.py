@@ -48,6 +48,7 @@ from ..core.gluon import (
     tile_of,
     tma,
     tma_store,
+    wait_for,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -208,9 +209,7 @@ def _sum_steps(
                     mbarrier.wait(full.index(ahead), gl.where(last, phase, next_phase))
                     words = _stage_words(w_bufs, ahead, WG, DOT_K, PIECES, DOTS, WGS)
                 if WHOLE:
-                    sums = warpgroup_mma_wait(0, started)
-                    if PIECES == 1:
-                        sums = (sums,)
+                    sums = wait_for(started, 0)
                 else:
                     product = warpgroup_mma_wait(0, (product,))
                     scale = (half_of(scales[d][0]),) if GROUP > 0 else ()
