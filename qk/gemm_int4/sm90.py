@@ -400,7 +400,6 @@ def _consume(
     SHARE_K: tl.constexpr = len(shared) > 0
     STRIDE: tl.constexpr = shared[0].shape[0] + 1 if SHARE_K else 1
     layout: tl.constexpr = sums_layout(BLOCK_M, INT8)
-    words_layout: tl.constexpr = words_layout_of(DOT_K // 8, INT8)
     # what _codes and _half leave out
     FACTOR: tl.constexpr = (1.0 / 64 if zero_ptr is None else 0.25) if INT8 else 1.0
     ROWS: tl.constexpr = ring[1].shape[1]
@@ -421,7 +420,7 @@ def _consume(
         absmax_ptrs = absmax_ptr + gl.minimum(offs_n, N - 1).to(gl.int64) * stride_an
         weights = (absmax_ptrs, stride_ag)
         if zero_ptr is not None:
-            rows = row + gl.arange(0, WG_N, gl.SliceLayout(1, words_layout))
+            rows = row + gl.arange(0, WG_N, gl.SliceLayout(1, words_layout_of(DOT_K // 8, INT8)))
             weights += (zero_ptr + gl.minimum(rows, N - 1).to(gl.int64) * stride_zn, stride_zg)
         first = 0
         if SHARE_K:
