@@ -41,7 +41,6 @@ from .core.numerics import (
     scale_of,
     square_maximum,
     store_tile,
-    tile_at,
     to_float32,
     wait_if_early,
 )
@@ -189,8 +188,7 @@ def _int8_gelu_kernel(
     row = (pid // programs).to(tl.int64) * ROWS
     chunk = (pid % programs).to(tl.int64)
     codes = load_tile(x_ptr, row, chunk * BLOCK, M, K, stride_xm, ROWS, BLOCK)
-    x_scale_ptrs, has_scale = tile_at(x_scale_ptr, row, chunk * GROUPS, M, groups, stride_xsm, stride_xsg, ROWS, GROUPS)
-    scale = tl.load(x_scale_ptrs, mask=has_scale, other=0.0)  # [ROWS, GROUPS]
+    scale = load_tile(x_scale_ptr, row, chunk * GROUPS, M, groups, stride_xsm, ROWS, GROUPS, stride_xsg)
     x = tl.reshape(codes.to(tl.float32), (ROWS, GROUPS, QUANT_BLOCK)) * scale[:, :, None]
     x = activate(x, ACTIVATION)
     absmax, inverse, finite = absmax_and_inverse(tl.max(magnitude_bits(x), 2), 127.0, 3.8e-37)
@@ -288,12 +286,6 @@ def _empty_int8_gelu_backward(grad, grad_scale, x, x_scale, block_size, activati
 
 
 @triton.jit
-def _load_scale(ptr, row, column, M, K, stride_m, stride_k, DOWN: tl.constexpr, ACROSS: tl.constexpr):
-    ptrs, mask = tile_at(ptr, row, column, M, K, stride_m, stride_k, DOWN, ACROSS)
-    return tl.load(ptrs, mask=mask, other=0.0)
-
-
-@triton.jit
 def _load_gradient(ptr, scale, row, column, M, K, stride_m, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Load a tile as float32: codes with the scales [down, across] of their blocks, or floats where scale is None."""
     grad = to_float32(load_tile(ptr, row, column, M, K, stride_m, ROWS, BLOCK))
@@ -331,8 +323,8 @@ def _int8_gelu_backward_kernel(
 
     grad_scale = None
     if grad_scale_ptr is not None:
-        grad_scale = _load_scale(
-            grad_scale_ptr, s_row, s_column, squares_down, squares_across, stride_gsm, stride_gsk, DOWN, ACROSS
+        grad_scale = load_tile(
+            grad_scale_ptr, s_row, s_column, squares_down, squares_across, stride_gsm, DOWN, ACROSS, stride_gsk
         )
     table = activation_gradient(values, ACTIVATION)
     bits = tl.zeros((DOWN, ACROSS), tl.int32)

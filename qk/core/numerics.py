@@ -203,8 +203,8 @@ def tile_at(ptr, row, column, M, K, stride_m, stride_k, ROWS: tl.constexpr, BLOC
 
 
 @triton.jit
-def load_tile(ptr, row, column, M, K, stride_m, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    ptrs, mask = tile_at(ptr, row, column, M, K, stride_m, 1, ROWS, BLOCK)
+def load_tile(ptr, row, column, M, K, stride_m, ROWS: tl.constexpr, BLOCK: tl.constexpr, stride_k=1):
+    ptrs, mask = tile_at(ptr, row, column, M, K, stride_m, stride_k, ROWS, BLOCK)
     return tl.load(ptrs, mask=mask, other=0)
 
 
