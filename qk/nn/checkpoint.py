@@ -18,12 +18,13 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Checkpoint", "Entry", "in_background", "in_threads", "new_memory", "open_checkpoint"]
+__all__ = ["Checkpoint", "Entry", "as_path", "in_background", "in_threads", "new_memory", "open_checkpoint"]
 
 _TAKES = "expected a folder with safetensors files, a .safetensors file or a .gguf file"
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "C64": torch.complex64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 # GGUF's types of tensors: a name or a torch dtype, elements in a block, and bytes
@@ -128,10 +129,7 @@ def open_checkpoint(path):
     Raises:
         ValueError: there is none, or something is wrong with it.
     """
-    try:
-        path = Path(path)
-    except TypeError:
-        raise ValueError(f"path is a {type(path).__name__}; {_TAKES}") from None
+    path = as_path(path, _TAKES)
     file = _file_of(path) if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"path is {str(path)!r}, which doesn't exist; {_TAKES}")
@@ -141,6 +139,20 @@ def open_checkpoint(path):
         raise ValueError(f"path is {str(path)!r}; {_TAKES}. Pickles can run code, and are never loaded")
     tensors, metadata = _open_index(file) if file.suffix == ".json" else _open_safetensors(file)
     return Checkpoint(file.parent, tensors, _config(file.parent), metadata)
+
+
+def as_path(path, takes):
+    """Returns a Path. Raises ValueError, with what the caller takes, where it can't be one, or is too long."""
+    try:
+        path = Path(path)
+        path.stat()
+    except FileNotFoundError:
+        pass
+    except TypeError:
+        raise ValueError(f"path is a {type(path).__name__}; {takes}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"path is {str(path)[:60]!r}, which can't be one ({error}); {takes}") from None
+    return path
 
 
 def _file_of(folder):
@@ -206,7 +218,7 @@ def _open_safetensors(file):
             header = json.loads(opened.read(size))
     except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(f"{file.name} isn't a safetensors file, or it is damaged: {error}") from None
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop("__metadata__", None) or {}
     entries = {}
     for name, tensor in header.items():
         begin, end = tensor["data_offsets"]

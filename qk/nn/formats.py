@@ -54,7 +54,7 @@ def _groups(bits, size, columns):
         Refused: if no layer has such groups, or codes of so many bits.
     """
     if bits != 4:
-        raise Refused(f"has codes of {bits} bits; expected 4")
+        raise Refused(f"has codes of {bits!r} bits; expected 4")
     if size in (None, -1) or isinstance(size, int) and size >= columns:
         return None, 1
     if size not in BLOCKS or isinstance(size, bool):
@@ -297,7 +297,7 @@ def _check_words(method, parts, shape, words, config):
 def _gptq(parts, shape, config):
     """GPTQ, 4 bits."""
     N, K = shape
-    version = config.get("checkpoint_format", "gptq")
+    version = config.get("checkpoint_format", config.get("format", "gptq"))
     if version not in ("gptq", "gptq_v2"):
         raise Refused(f"has checkpoint_format {version!r}; expected 'gptq' or 'gptq_v2'")
     size, _ = _check_words("GPTQ", parts, shape, (K // 8, N), config)

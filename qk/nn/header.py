@@ -122,5 +122,7 @@ def check_saved(new, parts):
         raise ValueError(f"has {sorted(parts)}; expected {sorted(wanted)}")
     for key, tensor in wanted.items():
         check_entry(parts[key], FLOATS if key == "bias" else (tensor.dtype,), tuple(tensor.shape))
+    if (order := wanted.get("order")) is not None and sorted(parts["order"].read().tolist()) != [*range(len(order))]:
+        raise ValueError("has an order that isn't a permutation of its columns")
     if (found := parts["format"].read().tolist()) != new.format_numbers:
         raise ValueError(f"has the format {found}, and its settings say {new.format_numbers}")

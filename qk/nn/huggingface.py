@@ -7,7 +7,8 @@
 
 `from_pretrained` puts empty quantized layers into the model before transformers reads the weights, as config.json
 describes them. With a `QkConfig` it reads a float model, and then calls `quantize_`: so the float model has to fit into
-memory. A model that `quantize_` changed can be saved, too, and so can a folder of `qk.nn.save` be read.
+memory. It also reads folders that `qk.nn.save` wrote. `save_pretrained` also saves a model that `quantize_` changed,
+unless its head shares an embedding that was quantized: use `qk.nn.save` for that.
 """
 
 import inspect

@@ -73,6 +73,7 @@ class QuantizedWeight:
     """
 
     requires_grad = False
+    _is_hf_initialized = True  # transformers gives other weights random values where it finds none in a file
 
     def __init__(self, layer):
         self._layer = layer
@@ -604,6 +605,8 @@ class Int8Embedding(QuantizedModule):
     def __init__(self, num_embeddings, embedding_dim, padding_idx=None, device=None, dtype=None):
         check_integer("num_embeddings", num_embeddings, 0)
         check_integer("embedding_dim", embedding_dim, 0)
+        if padding_idx is not None:
+            check_integer("padding_idx", padding_idx, -num_embeddings, num_embeddings - 1)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         check_one_of("dtype", dtype, FLOATS)
         codes = torch.zeros(num_embeddings, embedding_dim, dtype=torch.int8, device=device)
@@ -687,9 +690,10 @@ def why_unusual(layer, kinds, stays=False):
     """Say why a layer may do more than these kinds do, or return "". stays: it keeps its parameters and hooks."""
     if type(layer) not in kinds:
         return f"a subclass of {next(kind.__name__ for kind in kinds if isinstance(layer, kind))}"
-    weight = layer._parameters["weight"]
-    if type(weight) is not torch.nn.Parameter:
-        return f"its weight is a {type(weight).__name__}"
+    if type(layer.weight) is not torch.nn.Parameter:
+        return f"its weight is a {type(layer.weight).__name__}"
+    if not stays and (more := {*layer._parameters, *layer._buffers, *layer._modules} - {"weight", "bias"}):
+        return f"it holds {min(more)}, too"
     return why_changed(layer, stays)
 
 

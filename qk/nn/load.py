@@ -10,17 +10,17 @@
 
 import json
 import os
-from pathlib import Path
+import re
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from ..core.checks import listed
 from .calibration import progress_bar
-from .checkpoint import open_checkpoint
+from .checkpoint import as_path, open_checkpoint
 from .formats import Scratch
 from .header import KINDS, saved_state
-from .layers import QuantizedModule, TiedInt8Linear
+from .layers import QuantizedModule, TiedInt8Linear, why_unusual
 from .plan import Slot, plan
 from .replace import changed, replacements
 from .report import Report, bytes_of, row_of, rows_of_others
@@ -51,6 +51,25 @@ def _read_slot(slot, device, scratch):
     return tensor
 
 
+def _settings(value, most):
+    """What config.json says about a model, with numbers such as infinity in the form that transformers gives them.
+
+    What would run other code is left out, as is how the model was quantized. most: the layers that it may have. A model
+    with more layers than tensors doesn't fit; to find that out by building it could take forever.
+    """
+    if isinstance(value, list):
+        return [_settings(each, most) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if [*value] == ["__float__"]:
+        return float(value["__float__"])
+    for key, number in value.items():
+        if "layer" in key and isinstance(number, int) and number > most:
+            raise ValueError(f"config.json has {key} {number}, and the checkpoint fewer tensors")
+    left_out = re.compile("quantization_config|auto_map|.*_implementation(_internal)?")
+    return {key: _settings(each, most) for key, each in value.items() if not left_out.fullmatch(key)}
+
+
 def _build(checkpoint):
     """Build the transformers model that config.json names, with weights on the meta device."""
     try:
@@ -64,10 +83,7 @@ def _build(checkpoint):
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel) or kind.config_class is None:
         has = f"config.json names the model class {name!r}, which transformers {transformers.__version__} doesn't have"
         raise ValueError(f"model is None, and {has}; pass a module as model (code in a checkpoint is never run)")
-    # a model with more layers than tensors doesn't fit; to find that out by building it could take forever
-    if many := [k for k, v in config.items() if "layers" in k and isinstance(v, int) and v > len(checkpoint.tensors)]:
-        raise ValueError(f"config.json has {many[0]} {config[many[0]]}, and the checkpoint fewer tensors")
-    settings = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
+    settings = _settings(config, len(checkpoint.tensors))
     try:
         settings = kind.config_class.from_dict(settings)
         with _EmptyOnMeta():
@@ -95,7 +111,8 @@ def load(path, model=None, *, rename=None, device=None, progress=True):
             layers have the names and shapes of the checkpoint's. Made on the meta device, it needs no memory before.
             None: the transformers model that config.json names.
         rename: a function that turns a tensor's name in the file into its name in the model, or into None to leave the
-            tensor out.
+            tensor out. In GGUF files, llama.cpp changes the order of rows of Llama's and Mistral's q and k, which isn't
+            undone: the model must expect it.
         device: where tensors go, and are converted. None: to where the model's are, or to torch's default device if the
             model is None or on the meta device.
         progress: whether to show a progress bar, if it takes longer than a second.
@@ -109,6 +126,12 @@ def load(path, model=None, *, rename=None, device=None, progress=True):
     """
     if model is not None and not isinstance(model, torch.nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; expected a torch.nn.Module or None")
+    try:
+        device = None if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device is {device!r}: {error}") from None
+    if device is not None and device.type == "meta":
+        raise ValueError("device is 'meta'; expected one that holds values")
     checkpoint = open_checkpoint(path)
     if model is None:
         if checkpoint.gguf:
@@ -149,7 +172,9 @@ def _read(model, layers, slots, device, progress):
     for name, old in model.named_modules():
         if old in made:
             new, error, note = made[old]
-            row = row_of(name, old, new, weight_shape(old), note, error=error)
+            plain = (*linear_kinds(), torch.nn.Embedding)
+            why = why_unusual(old, plain) if isinstance(old, plain) else ""
+            row = row_of(name, old, new, weight_shape(old), note, why and f"before: {why}", error=error)
             rows.append(row._replace(bytes_before=sizes[old]))
         elif isinstance(old, linear_kinds()):
             rows.append(row_of(name, old, old, weight_shape(old), "float"))
@@ -184,8 +209,13 @@ def save(model, path):
     check_model(model)
     from safetensors.torch import save_file
 
-    path = Path(path)
-    kept, header = saved_state(model)
+    path = as_path(path, "expected a .safetensors file or a folder")
+    try:
+        kept, header = saved_state(model)
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
+        raise ValueError(f"the model's state can't be saved: {type(error).__name__}: {error}") from error
+    if empty := [name for name, tensor in kept.items() if tensor.is_meta]:
+        raise ValueError(f"{empty[0]} is on the meta device; expected tensors with values")
     for name, settings in header["layers"].items():
         if settings["kind"] not in (*KINDS, TiedInt8Linear.__name__):
             raise ValueError(f"{name} is a {settings['kind']}; expected {listed(KINDS)}")

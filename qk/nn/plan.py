@@ -72,8 +72,9 @@ def _compressed_tensors(settings):
         raise ValueError("quantization_config has no config_groups")
 
     def of(name):
-        group = groups[0] if len(groups) == 1 else next((g for g in groups if _targets(g, name)), None)
-        format = None if group is None else group.get("format") or settings.get("format")
+        group = groups[0] if len(groups) == 1 else max(groups, key=lambda group: _match(group, name))
+        known = len(groups) == 1 or _match(group, name)
+        format = group.get("format") or settings.get("format") if known else None
         if format not in ("pack-quantized", "int-quantized"):
             raise Refused(f"is stored as {format}; expected pack-quantized or int-quantized")
         return FORMATS[format], group
@@ -81,17 +82,16 @@ def _compressed_tensors(settings):
     return of
 
 
-def _targets(group, name):
-    """Whether a group of compressed-tensors names a layer: by its class, its name, or a pattern."""
+def _match(group, name):
+    """How closely a group of compressed-tensors names a layer: 3 by its name, 2 by a pattern, 1 by its class, or 0."""
+    closest = 0
     for target in group.get("targets") or ():
-        if target in ("Linear", name):
-            return True
         try:
-            if str(target).startswith("re:") and re.match(target[3:], name):
-                return True
+            pattern = str(target).startswith("re:") and re.match(target[3:], name)
         except re.error as error:
             raise ValueError(f"quantization_config has the target {target!r}: {error}") from None
-    return False
+        closest = max(closest, 3 if target == name else 2 if pattern else int(target == "Linear"))
+    return closest
 
 
 def _plan_foreign(old, parts, format, settings):
@@ -238,8 +238,8 @@ def _plan_slots(model, entries, replaced):
             continue
         slot = slots[name]
         try:
-            dtypes = _FLOATS if slot.tensor.is_floating_point() else (slot.tensor.dtype,)
-            check_entry(entry, dtypes, tuple(slot.tensor.shape))
+            dtypes = _FLOATS if slot.tensor.is_floating_point() else ()
+            check_entry(entry, (*dtypes, slot.tensor.dtype), tuple(slot.tensor.shape))
         except ValueError as error:
             problems.append(str(error))
         slot.entries.append(entry)
@@ -267,6 +267,8 @@ def _renamed(tensors, rename):
     """Entries by the names that they have in the model."""
     if rename is None:
         return dict(tensors)
+    if not callable(rename):
+        raise ValueError(f"rename is a {type(rename).__name__}; expected a function or None")
     renamed = {}
     for name, entry in tensors.items():
         new = rename(name)
@@ -326,13 +328,16 @@ def _plan_of_others(config, entries):
 def plan(checkpoint, model, rename):
     """Plan what each tensor becomes, and check it. Returns a list of `Layer`, and one of `Slot`."""
     entries, own = _renamed(checkpoint.tensors, rename), _own_layers(checkpoint)
-    if own is not None:
-        entries, quantized, plan_one = _plan_of_own(own, entries)
-    elif checkpoint.gguf:
-        entries, quantized, plan_one = _plan_of_gguf(model, entries)
-    else:
-        entries, quantized, plan_one = _plan_of_others(checkpoint.config, entries)
-    layers, problems = plan_layers(model, quantized, plan_one)
+    try:
+        if own is not None:
+            entries, quantized, plan_one = _plan_of_own(own, entries)
+        elif checkpoint.gguf:
+            entries, quantized, plan_one = _plan_of_gguf(model, entries)
+        else:
+            entries, quantized, plan_one = _plan_of_others(checkpoint.config, entries)
+        layers, problems = plan_layers(model, quantized, plan_one)
+    except (AttributeError, KeyError, TypeError) as error:  # a number in place of a list, and the like
+        raise ValueError(f"the checkpoint's settings are damaged: {type(error).__name__}: {error}") from error
     fail(problems)
     left = {name: entry for name, entry in entries.items() if name.rpartition(".")[0] not in quantized}
     slots, problems = _plan_slots(model, left, {layer.old for layer in layers})

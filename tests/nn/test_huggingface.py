@@ -114,6 +114,28 @@ def test_experts(tmp_path, kind):
         again(tmp_path)
 
 
+def test_modules_that_initialize_their_children(tmp_path):
+    """GPT-2 initializes a layer's weight from outside where none was read."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64, bos_token_id=0, eos_token_id=1)
+    model = transformers.GPT2LMHeadModel._from_config(config).to(DEVICE).eval()
+    quantize_(model, "int4", group_size=32)
+    model.save_pretrained(tmp_path)
+    assert equal(again(tmp_path), model) and same(out(again(tmp_path)), out(model))
+
+
+def test_infinite_settings(tmp_path):
+    """transformers writes them to config.json in a form of its own."""
+    config = transformers.Mamba2Config(
+        num_hidden_layers=1, hidden_size=32, num_heads=4, head_dim=16, n_groups=1, vocab_size=64, state_size=8
+    )
+    model = transformers.Mamba2ForCausalLM._from_config(config).to(DEVICE).eval()
+    quantize_(model)
+    save(model, tmp_path)
+    assert "Infinity" in (tmp_path / "config.json").read_text()
+    assert equal(load(tmp_path, device=DEVICE)[0], model)
+
+
 def test_dtypes(tmp_path):
     """Layers follow the dtype that is asked for; scales and codes keep theirs."""
     model = small()

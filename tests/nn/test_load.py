@@ -768,7 +768,14 @@ WRONG_SETTINGS = {
     "small groups": ({"group_size": 16}, "has groups of 16 columns; expected 32, 64, 128 or 256, or whole rows"),
     "no number": ({"group_size": [32]}, "has groups of \\[32\\] columns"),
     "another format": ({"checkpoint_format": "marlin"}, "has checkpoint_format 'marlin'"),
+    "bits as text": ({"bits": "4"}, "has codes of '4' bits"),
+    "another older format": ({"format": "marlin"}, "has checkpoint_format 'marlin'"),
     "rules": ({"dynamic": {"+:up": {"bits": 8}}}, "has rules for single layers"),
+    "rules of another kind": ({"dynamic": 5}, "settings are damaged: TypeError"),
+    "targets of another kind": (
+        {"quant_method": "compressed-tensors", "config_groups": {"a": {"targets": 5}, "b": {}}},
+        "settings are damaged: TypeError",
+    ),
     "another method": ({"quant_method": "bitsandbytes"}, "has the quant_method 'bitsandbytes'; expected"),
     "no method": ({"quant_method": ["gptq"]}, "has the quant_method \\['gptq'\\]"),
     "awq of another layout": (
@@ -909,6 +916,7 @@ def test_configs_that_transformers_cannot_build(tmp_path):
         ({"num_attention_heads": 0}, "config.json doesn't describe a LlamaForCausalLM"),
         ({"hidden_size": 2**62}, "config.json doesn't describe a LlamaForCausalLM"),
         ({"num_hidden_layers": 2**40}, "has num_hidden_layers 1099511627776, and the checkpoint fewer tensors"),
+        ({"text_config": {"n_layer": 2**40}}, "has n_layer 1099511627776, and the checkpoint fewer tensors"),
         ({"num_hidden_layers": 1}, "the checkpoint can't be loaded: (up|down) isn't a layer in the model"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | wrong))
@@ -953,10 +961,78 @@ def test_damaged_own_files(tmp_path):
         written(tensors, changed(rotate=True)), "has the format \\[2, 32, 0\\], and its settings say \\[2, 32, 1\\]"
     )
     refused(written(tensors, changed(more=1)), "up has settings that an Int")
+    ordered = {**tensors, "up.order": torch.zeros(64, dtype=torch.int64), "up.format": torch.tensor([2, 32, 4]).int()}
+    refused(written(ordered, changed(order=True)), "up has an order that isn't a permutation of its columns")
     refused(written({k: x for k, x in tensors.items() if k != "up.packed"}, header), "up has .*; expected")
     refused(written(tensors | {"up.packed": torch.zeros(3)}, header), "up.packed has dtype")
     refused(written(tensors | {"up.more": torch.zeros(3)}, header), "up has .*'more'")
     assert isinstance(load(written(tensors, header), Two(64, 32, 8))[0].up, Int4Linear)
+
+
+def test_a_layer_that_did_more_is_named(tmp_path):
+    class Doubled(torch.nn.Linear):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    model = Two(64, 32, 8)
+    model.up = Doubled(64, 32, dtype=HALF)
+    rows = load(good(tmp_path), model)[1].rows
+    assert [row.note for row in rows] == ["GPTQ, zero points, before: a subclass of Linear", "GPTQ, zero points"]
+
+
+def test_the_group_that_names_a_layer_most_closely(tmp_path):
+    """compressed-tensors prefers a name to a pattern, and a pattern to a class, wherever they are in the config."""
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).to(HALF)
+    how = {"num_bits": 4, "symmetric": True}
+    fine, _, scheme = compressed("down", weight[:8, :32], strategy="group", group_size=32, **how)
+    coarse, want, other = compressed("up", weight, strategy="channel", group_size=None, **how)
+    groups = {"a": scheme, "b": other | {"targets": ["re:.*up$"]}}
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    model = empty(64, 32, 8)
+    load(write(tmp_path, plain(model) | fine | coarse, settings), model, device=DEVICE)
+    assert (model.up.group_size, model.down.group_size) == (None, None)
+    check(model.up, want)
+
+
+def test_buffers_of_any_dtype_are_saved(tmp_path):
+    dtypes = torch.complex64, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.bool, torch.float64
+    models = [Two(64, 32, 8) for _ in range(2)]
+    for i, model in enumerate(models):
+        for dtype in dtypes:
+            model.register_buffer(str(dtype)[6:], torch.arange(3).add(1 - i).to(dtype))
+    quantize_(models[0], "int4", group_size=32)
+    save(models[0], tmp_path / "own.safetensors")
+    load(tmp_path / "own.safetensors", models[1])
+    assert all(same(x.view(torch.uint8), models[1].get_buffer(name).view(torch.uint8))
+               for name, x in models[0].named_buffers() if x.numel() == 3)  # fmt: skip
+
+
+def test_models_that_cannot_be_saved(tmp_path):
+    with pytest.raises(ValueError, match="up.weight is on the meta device; expected tensors with values"):
+        save(empty(64, 32, 8), tmp_path)
+    model = Two(64, 32, 8)
+    model.register_buffer("sparse", torch.ones(3).to_sparse())
+    with pytest.raises(ValueError, match="the model's state can't be saved: "):
+        save(model, tmp_path)
+    for path, text in ((None, "path is a NoneType; expected"), ("x" * 5000, "path is 'xxx.*, which can't be one")):
+        with pytest.raises(ValueError, match=text):
+            save(Two(64, 32, 8), path)
+        with pytest.raises(ValueError, match=text):
+            load(path)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"rename": "x"}, "rename is a str; expected a function or None"),
+        ({"device": "nope"}, "device is 'nope': "),
+        ({"device": "meta"}, "device is 'meta'; expected one that holds values"),
+    ],
+)
+def test_wrong_options(tmp_path, options, text):
+    with pytest.raises(ValueError, match=text):
+        load(good(tmp_path), Two(64, 32, 8), **options)
 
 
 def test_readme(tmp_path, monkeypatch):
