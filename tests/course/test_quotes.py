@@ -445,7 +445,7 @@ NUMBERS = [
     ),
     (
         "09_outliers",
-        r"matmul with H takes ([\d.]+) to ([\d.]+) times as long as the kernel",
+        r"a matmul takes ([\d.]+) to ([\d.]+) times as long as the kernel",
         lambda: rotations("matmul", "qk", but=(11008,)),
     ),
     (
@@ -475,7 +475,7 @@ NUMBERS = [
         r"largest cache gains the most: ([\d.]+)x of a possible ([\d.]+)x",
         lambda: [int4_caches()[32, 8192], 2 * 128 / (128 / 2 + 2)],
     ),
-    ("12_kv_cache", r"takes (\d+)% less to (\d+)% more time than cuDNN", caches_of_16_bits),
+    ("12_kv_cache", r"takes between (\d+)% less and (\d+)% more time than cuDNN", caches_of_16_bits),
     ("13_checkpoints", r"at ([\d.]+) to ([\d.]+) times the speed of cuBLAS FP8", lambda: extremes(fp8().values())),
 ]
 CLAIMS = [
