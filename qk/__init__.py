@@ -1,8 +1,8 @@
 """GPU quantization kernels in Triton.
 
-Importing qk settles, once a process, how its kernels run: compiled, on a CUDA GPU of capability 7.5 or more, or else in
-Triton's interpreter, on the CPU. `qk.backend()` says which and why. TRITON_INTERPRET=1 asks for the interpreter on a
-GPU machine too; QK_BACKEND=compile or QK_BACKEND=interpret overrides everything.
+Importing qk decides, once per process, how its kernels run: compiled, on a CUDA GPU of capability 7.5 or higher, or in
+Triton's interpreter, on the CPU. `qk.backend()` says which and why. TRITON_INTERPRET=1 selects the interpreter even on
+a GPU machine; QK_BACKEND=compile or QK_BACKEND=interpret overrides everything.
 """
 
 import os
@@ -29,7 +29,7 @@ def _choose_backend():
 
 
 _INTERPRET, _REASON = _choose_backend()
-# Triton reads this once, when it is first imported: its own functions become compiled or interpreted then.
+# Triton reads this once, when it is first imported, and sets up its own functions accordingly.
 os.environ["TRITON_INTERPRET"] = "1" if _INTERPRET else "0"
 
 try:
@@ -188,10 +188,10 @@ __all__ = [
 
 
 def backend():
-    """One line: whether kernels are compiled or interpreted in this process, why, and the chains' libraries."""
+    """Say in one line whether this process compiles or interprets kernels, why, and which libraries multiply."""
     return f"{'interpreted' if _INTERPRET else 'compiled'}: {_REASON}; {libraries(device())}"
 
 
 def device():
-    """Where tensors for the kernels belong: "cuda" where they are compiled, "cpu" where they are interpreted."""
+    """Return the device that kernels need tensors on: "cuda" if they are compiled, "cpu" if they are interpreted."""
     return "cpu" if _INTERPRET else "cuda"

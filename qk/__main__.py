@@ -8,11 +8,11 @@ COMMANDS = {
     "bench": ("qk.tools.bench.__main__", "time the kernels on this GPU, next to PyTorch and other libraries"),
     "aot": (
         "qk.tools.aot.__main__",
-        "compile every kernel for every GPU, without having one; show registers",
+        "compile every kernel for every GPU, without needing one; show registers",
     ),
     "export": ("qk.course.export", "write one notebook that carries the package, for Colab and Kaggle"),
-    "site": ("qk.course.site", "write the notebooks as web pages, with sliders that move without Python"),
-    "lm": ("qk.tools.lm", "make the course's language model: its text, its training"),
+    "site": ("qk.course.site", "write the notebooks as web pages, with sliders that work without Python"),
+    "lm": ("qk.tools.lm", "make the course's language model: extract its text, train it, quantize it"),
     "data": ("qk.data.__main__", "rebuild the weights that the notebooks use, and compare them with the shipped file"),
 }
 

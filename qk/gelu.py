@@ -1,6 +1,6 @@
 """int8_gelu: an activation from int8 to int8. Each value is read and written as one byte.
 
-    out, out_scale = quantize(gelu(dequantize(x, x_scale)))   in 1 x block blocks, as from act_quant
+    out, out_scale = quantize(gelu(dequantize(x, x_scale)))   in 1 x block blocks, as in act_quant
 
     x   | codes of a block | codes of a block |  - * x_scale ->  float32, in registers only
                                                                     |  gelu
@@ -13,7 +13,7 @@
 
 In training, scales belong to square blocks, and one kernel, `int8_gelu_backward`, does the whole backward pass. From
 float32 values in its registers it writes the codes of the gradient and their transpose. It also writes the transposed
-codes of the activation, which the forward pass then need not keep:
+codes of the activation, so the forward pass need not keep them:
 
     dx = quantize(grad * gelu'(dequantize(x, x_scale))), and its transpose      out_t = out.t()
 
@@ -67,7 +67,7 @@ def _squares(x, block_size):
 
 
 def _has_squares(x, x_scale, block_size):
-    """Whether the scales of x belong to square blocks."""
+    """Whether x has one scale per square block."""
     return x.ndim == 2 and x.shape[0] > 1 and list(x_scale.shape) == _squares(x, block_size)
 
 
@@ -86,7 +86,7 @@ def _largest(codes, DOWN: tl.constexpr, ACROSS: tl.constexpr):
 
 @triton.jit
 def _look_up(tables, codes, DOWN: tl.constexpr, ACROSS: tl.constexpr):
-    """Replace a tile's int8 codes by their entries in tables of 256, one table for each of its DOWN x ACROSS parts."""
+    """Replace a tile's int8 codes with their entries in tables of 256, one for each of its DOWN x ACROSS parts."""
     square = tl.arange(0, DOWN)[:, None] * ACROSS + tl.arange(0, ACROSS)[None, :]
     shape: tl.constexpr = (DOWN, codes.shape[0] // DOWN, ACROSS, codes.shape[1] // ACROSS)
     places = tl.reshape(codes.to(tl.int32), shape) + (square * 256 + 128)[:, None, :, None]
@@ -134,9 +134,9 @@ def _activate_blocks(
     for i in range(TILES):
         x = load_tile(x_ptr, row + i * ROWS, column, M, K, stride_xm, ROWS, BLOCK)
         largest = tl.maximum(largest, _largest(x, DOWN, ACROSS))
-    # Activations rise right of 0, and their minimum is above -0.28. So the absmax of a block that exceeds 0.28 is the
-    # activated value of its largest code. (A negative scale reverses the order of the codes. Then the largest code has
-    # a value left of 0, or is negative itself.)
+    # Activations increase right of 0, and their minimum is above -0.28. So if a block's absmax exceeds 0.28, it is the
+    # activated value of the block's largest code. (A negative scale reverses the order of the codes. Then the value of
+    # the largest code is below 0, or that code is negative itself.)
     bits = magnitude_bits(_look_up(table, largest, DOWN, ACROSS))
     if tl.min(tl.min(bits, 1), 0) < 0x3E8F5C29 or tl.min(tl.min(largest, 1), 0) < 0:
         bits = tl.zeros((DOWN, ACROSS), tl.int32)
@@ -204,7 +204,7 @@ def _int8_gelu_square_kernel(
     programs,  # across a row of blocks
     squares_down, squares_across, stride_xm, stride_xsm, stride_xsk,
     ACTIVATION: tl.constexpr, QUANT_BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    TILES: tl.constexpr,  # of a program, one below the other
+    TILES: tl.constexpr,  # per program, stacked vertically
     EARLY: tl.constexpr,  # may start before the previous kernel ends: see launch.launch
 ):  # fmt: skip
     wait_if_early(EARLY)
@@ -245,9 +245,9 @@ def _int8_gelu(
 def int8_gelu(x, x_scale, block_size=128, *, activation="gelu", scale_layout="row"):
     """Apply GELU, or another activation, to quantized activations, and quantize the result: int8 to int8.
 
-    A block of zeros gets scale 0. A block with a scale of NaN or Inf gets scale NaN and codes 0. At most 0.1 % of codes
-    differ from `int8_gelu_ref`'s, by one (of fewer than 1,000 codes, at most one). With exact GELU, more may differ in
-    a block entirely left of -3, and by more than one left of -6, where values are below 6e-9 in magnitude.
+    A block of zeros gets scale 0. A block with a scale of NaN or Inf gets scale NaN and codes 0. At most 0.1% of codes
+    differ from `int8_gelu_ref`'s, each by one (at most one code of fewer than 1,000). With exact GELU, more may differ
+    if a block's inputs are all below -3, and by more than one below -6, where magnitudes are under 6e-9.
 
     Args:
         x: int8 [..., K], any strides. It is copied first if no view [M, K] has contiguous rows.
@@ -255,7 +255,7 @@ def int8_gelu(x, x_scale, block_size=128, *, activation="gelu", scale_layout="ro
             block, [ceil(M / block_size), ceil(K / block_size)].
         block_size: 32, 64, 128 or 256.
         activation: "gelu" (exact, with erf), "gelu_tanh" or "silu".
-        scale_layout: "row", or "column" for K-major scales. Square blocks have none.
+        scale_layout: "row", or "column" for K-major scales. Square blocks need "row".
 
     Returns:
         codes, int8 [..., K]; scale, float32, in x_scale's shape: what `act_quant`, or `weight_quant` for square blocks,
@@ -287,7 +287,7 @@ def _empty_int8_gelu_backward(grad, grad_scale, x, x_scale, block_size, activati
 
 @triton.jit
 def _load_gradient(ptr, scale, row, column, M, K, stride_m, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Load a tile as float32: codes with the scales [down, across] of their blocks, or floats where scale is None."""
+    """Load a tile as float32: codes times the scales [down, across] of their blocks, or floats if scale is None."""
     grad = to_float32(load_tile(ptr, row, column, M, K, stride_m, ROWS, BLOCK))
     if scale is not None:
         DOWN: tl.constexpr = scale.shape[0]
@@ -380,14 +380,14 @@ def int8_gelu_backward(
     """Compute the backward pass of `int8_gelu` on square blocks: the quantized gradient of x, and the output again.
 
     A block with a scale of NaN or Inf gets NaN. The derivative is accurate to 2e-7, and in GELU's tail, where it
-    vanishes, to a relative 2e-5. Compared with `int8_gelu_backward_ref`, at most 0.1 % of the codes of dx are off, by
-    one (of fewer than a thousand codes, at most one). The output is bit-equal to that of `int8_gelu`.
+    vanishes, to a relative error of 2e-5. At most 0.1% of the codes of dx differ from `int8_gelu_backward_ref`'s, each
+    by one (at most one code of fewer than 1,000). The output is bit-equal to that of `int8_gelu`.
 
     Args:
         grad: the gradient of the output: int8 [M, K] with grad_scale, or float16, bfloat16 or float32 [M, K] without.
             Any strides.
         grad_scale: float32 [ceil(M / block_size), ceil(K / block_size)], or None for a float grad.
-        x, x_scale, block_size, activation: those that `int8_gelu` got, with one scale per square block.
+        x, x_scale, block_size, activation: as passed to `int8_gelu`, with one scale per square block.
         rounding, seed: for dx, as in `square_quant`.
 
     Returns:

@@ -36,7 +36,7 @@ from .core.replay import replayed
 
 __all__ = ["hadamard", "hadamard_quant", "hadamard_quant_ref", "hadamard_ref"]
 
-_LARGEST = 4096  # elements of a block, which a warp's registers hold
+_LARGEST = 4096  # elements in a block, all held in one warp's registers
 
 # Tuning table: one warp per program, whatever its tile. NVIDIA H200, 2026-11. The interpreter's cost is per program, so
 # its tiles are large.
@@ -75,15 +75,15 @@ def _hadamard_kernel(
     row = (pid // programs).to(tl.int64) * ROWS
     chunk = (pid % programs).to(tl.int64)
     stride_om = K
-    if WHOLE:  # then the compiler drops the masks, with which a block of 4096 would fill all registers
+    if WHOLE:  # so that the compiler drops the masks; with them, a block of 4096 would fill all registers
         M, K = row + ROWS, (chunk + 1) * BLOCK
     x = to_float32(load_tile(x_ptr, row, chunk * BLOCK, M, K, stride_xm, ROWS, BLOCK))
     x *= 2.0 ** (-0.5 * STAGES)
     signs = tl.where(tl.arange(0, 2)[None, :, None] == 0, 1.0, -1.0)
     for stage in tl.static_range(STAGES):
         pairs = tl.reshape(x, (ROWS * BLOCK // 2 ** (stage + 1), 2, 2**stage))
-        # The sum of both as integers, less one of them, is the other. The compiler turns that into a shuffle, or into
-        # nothing if both are in one thread. tl.split would go through shared memory.
+        # Adding both as integers and subtracting one leaves the other. The compiler turns that into a shuffle, or into
+        # nothing if one thread holds both. tl.split would go through shared memory.
         bits = pairs.to(tl.int32, bitcast=True)
         others = (tl.sum(bits, 1, keep_dims=True) - bits).to(tl.float32, bitcast=True)
         x = tl.reshape(tl.fma(pairs, signs, others), (ROWS, BLOCK))
@@ -132,10 +132,10 @@ def _hadamard(x: torch.Tensor, out_dtype: torch.dtype, out) -> torch.Tensor:
 def hadamard(x, out_dtype=None):
     """Multiply the last dimension by a block-diagonal, normalized Walsh-Hadamard matrix in Sylvester's order.
 
-    The matrix is orthogonal and symmetric, so a second call returns x, up to rounding. x @ w.T doesn't change if the
-    rows of both are rotated (QuaRot, arXiv 2404.00456). NaN and Inf spread over their block, and no further. Computed
+    The matrix is orthogonal and symmetric, so a second call returns x, up to rounding. Rotating the rows of both x and
+    w leaves x @ w.T unchanged (QuaRot, arXiv 2404.00456). NaN and Inf spread over their block, and no further. Computed
     in float32 with a relative error below 1e-6, and rounded to nearest even. Bit-equal to `hadamard_ref`, on the GPU
-    and interpreted.
+    and in the interpreter.
 
     Args:
         x: [..., K] float16, bfloat16 or float32, any strides. It is copied first if no view [M, K] has contiguous rows.
@@ -167,14 +167,14 @@ def _hadamard_quant(x: torch.Tensor, block_size: int, scale_layout: str, q, scal
 def hadamard_quant(x, block_size=128, *, scale_layout="row"):
     """Rotate and quantize in one kernel: `act_quant(hadamard(x, torch.float32))`, to the bit.
 
-    Zero, NaN and Inf as in `act_quant`. Bit-equal to `hadamard_quant_ref`, on the GPU and interpreted.
+    Zero, NaN and Inf as in `act_quant`. Bit-equal to `hadamard_quant_ref`, on the GPU and in the interpreter.
 
     Args:
         x: as in `hadamard`.
         block_size, scale_layout: as in `act_quant`. The blocks that are rotated may have another size.
 
     Returns:
-        codes and scale of the rotated rows, as from `act_quant`.
+        codes and scale of the rotated rows, as `act_quant` returns them.
 
     Raises:
         ValueError: for a bad dtype, shape, device or option.

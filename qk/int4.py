@@ -128,7 +128,7 @@ def _place(ROWS: tl.constexpr, ONE_CHUNK: tl.constexpr):
 @triton.jit
 def _pack(codes, PACK: tl.constexpr):
     """Pack int32 codes [n, m], each from -8 to 7, into words [n, m / PACK]."""
-    # Codes plus 8 have no sign, so they add up without carries, one instruction each. Each top bit is then flipped.
+    # Codes plus 8 are unsigned, so adding them takes one instruction each, without carries. Then flip each top bit.
     nibbles = tl.reshape(codes + 8, (codes.shape[0], codes.shape[1] // PACK, PACK))
     words = tl.sum(nibbles << (4 * tl.arange(0, PACK))[None, None, :], 2)
     return words ^ (0x88 if PACK == 2 else -0x77777778)
@@ -150,7 +150,7 @@ def _quantize_int4_kernel(
     absmax_ptr,
     R,
     C,
-    tiles,  # of a program
+    tiles,  # per program
     stride_xr,
     stride_pr,
     stride_ar,
@@ -159,15 +159,15 @@ def _quantize_int4_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     ONE_CHUNK: tl.constexpr,  # a program handles all columns of its rows
-    HELD: tl.constexpr,  # tiles that stay in registers until absmax is known; the others of a row are read twice
-    MORE: tl.constexpr,  # there are others
+    HELD: tl.constexpr,  # tiles that stay in registers until absmax is known; a row's other tiles are read twice
+    MORE: tl.constexpr,  # there are more than HELD tiles
 ):
     GROUPS: tl.constexpr = BLOCK // GROUP
     WORDS: tl.constexpr = BLOCK // PACK
     chunk, row = _place(ROWS, ONE_CHUNK)
     x_ptr += row * stride_xr + chunk * BLOCK
     packed_ptr += row * stride_pr + chunk * WORDS
-    # counted from the tile, offsets and what is left of the matrix are small
+    # relative to the tile, offsets and what is left of the matrix are small
     offs_r = tl.arange(0, ROWS)[:, None].to(tl.int64)
     offs_c = tl.arange(0, BLOCK)[None, :]
     offs_w = tl.arange(0, WORDS)[None, :]
@@ -251,11 +251,11 @@ def quantize_int4(x, group_size=None, packing="uint8"):
     """Quantize a matrix to packed int4 codes in groups along its rows, in one kernel.
 
     A group whose absmax is below 2.1e-38 counts as zero. One that holds NaN or Inf gets absmax NaN and codes 0.
-    Bit-equal to `quantize_int4_ref`, on the GPU and interpreted.
+    Bit-equal to `quantize_int4_ref`, on the GPU and in the interpreter.
 
     Args:
         x: [R, C] float16, bfloat16 or float32, any strides.
-        group_size: columns of a group: 32, 64, 128, 256, or None, where a group is a whole row.
+        group_size: columns per group: 32, 64, 128 or 256; None makes each row one group.
         packing: "uint8" or "int32".
 
     Returns:
@@ -337,7 +337,7 @@ def _seventh(absmax, dtype: tl.constexpr):
     """Return absmax / 7 in float32, correctly rounded. dtype: what absmax was stored as."""
     if INTERPRETED or dtype != tl.float16:
         return scale_of(absmax, 7.0)
-    # For every float16, whose sevenths are normal float32 numbers, a corrected product is equal, and faster.
+    # A seventh of a float16 is a normal float32, for which a corrected product gives the same bits, faster.
     return tl.where(tl.abs(absmax) < float("inf"), seventh(absmax), absmax)
 
 
@@ -418,7 +418,7 @@ def _dequantize_int4(
 def dequantize_int4(packed, absmax, columns, group_size=None, out_dtype=torch.float16, *, zero_point=None):
     """Dequantize a packed matrix: `(code - zero_point) * (absmax / 7)`.
 
-    Computed in float32 and rounded to nearest even. Bit-equal to `dequantize_int4_ref`, on the GPU and interpreted.
+    Computed in float32, rounded to nearest even. Bit-equal to `dequantize_int4_ref` on the GPU and in the interpreter.
 
     Args:
         packed: uint8 [R, ceil(columns / 2)] or int32 [R, ceil(columns / 8)].
@@ -426,7 +426,7 @@ def dequantize_int4(packed, absmax, columns, group_size=None, out_dtype=torch.fl
         columns: how many the matrix has.
         group_size: as in `quantize_int4`.
         out_dtype: float16, bfloat16 or float32.
-        zero_point: int8 or uint8 like absmax, or None: 0, as in what `quantize_int4` packs.
+        zero_point: int8 or uint8 in absmax's shape, or None for 0, as `quantize_int4` packs.
 
     Returns:
         The matrix, [R, columns] in out_dtype.

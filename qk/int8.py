@@ -1,4 +1,4 @@
-"""int8: quantize activations in blocks of a row, weights in square blocks, or rows as a whole (also to FP8), and back.
+"""int8: quantize and dequantize activations in blocks of a row and weights in square blocks; whole rows also to FP8.
 
     scale = absmax / 127                       absmax = max |x| over a block, in float32
     code  = round(x * (127 / absmax))          -127 .. 127, to nearest, ties to even
@@ -96,8 +96,8 @@ def _quantize_groups(x, absmax, inverse, GROUPS: tl.constexpr, dtype: tl.constex
     return tl.reshape(codes, x.shape)
 
 
-# Triton compiles a kernel again for integers that are 1 or multiples of 16. Not for these: they follow from M, which
-# changes from call to call.
+# Triton recompiles a kernel for integers that are 1 or multiples of 16. It must not for these: they follow from M,
+# which changes from call to call.
 @triton.jit(do_not_specialize=["M", "scale_rows"], do_not_specialize_on_alignment=["stride_sk"])
 def _quantize_int8_kernel(
     x_ptr,
@@ -107,8 +107,8 @@ def _quantize_int8_kernel(
     K,
     scale_rows,
     scale_columns,
-    programs,  # that share a program's rows
-    tiles,  # of a program
+    programs,  # that share the same rows
+    tiles,  # per program
     stride_xm,
     stride_sm,
     stride_sk,
@@ -118,9 +118,9 @@ def _quantize_int8_kernel(
     GROUPS: tl.constexpr,  # scales in a row of a tile
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    HELD: tl.constexpr,  # tiles that stay in registers until absmax is known; the others of a program are read twice
-    MORE: tl.constexpr,  # there are others
-    EVENS_FIRST: tl.constexpr,  # in every 32 columns of codes, those with even numbers come first
+    HELD: tl.constexpr,  # tiles that stay in registers until absmax is known; a program's other tiles are read twice
+    MORE: tl.constexpr,  # there are more than HELD tiles
+    EVENS_FIRST: tl.constexpr,  # of every 32 columns of codes, the even ones come first
     EARLY: tl.constexpr,  # may start before the previous kernel ends: see launch.launch
 ):
     wait_if_early(EARLY)
@@ -209,7 +209,7 @@ def act_quant(x, block_size=128, *, scale_layout="row", evens_first=False):
     """Quantize activations to int8, one scale per 1 x block_size block.
 
     A block whose absmax is below 3.8e-37 counts as zero, and gets scale 0. One that holds NaN or Inf gets scale NaN and
-    codes 0. Bit-equal to `act_quant_ref`, on the GPU and interpreted.
+    codes 0. Bit-equal to `act_quant_ref`, on the GPU and in the interpreter.
 
     Args:
         x: [..., K] float16, bfloat16 or float32, any strides. It is copied first if no view [M, K] has contiguous rows,
@@ -217,7 +217,7 @@ def act_quant(x, block_size=128, *, scale_layout="row", evens_first=False):
         block_size: columns of a block: 32, 64, 128 or 256.
         scale_layout: "row", or "column" for K-major scales: the same values and shape, but the scales of a column of
             blocks are contiguous, as some GEMMs read them.
-        evens_first: write the even columns of every 32 before the odd ones, as `int4_gemm` multiplies them on Hopper.
+        evens_first: write the even columns of every 32 before the odd ones, the order that `int4_gemm` uses on Hopper.
 
     Returns:
         codes, int8 [..., K]; scale, float32 [..., ceil(K / block_size)].
@@ -247,7 +247,7 @@ def _weight_quant(w: torch.Tensor, block_size: int, q, scale) -> tuple[torch.Ten
 def weight_quant(w, block_size=128):
     """Quantize a weight to int8, one scale per block_size x block_size block.
 
-    Zero, NaN and Inf as in `act_quant`. Bit-equal to `weight_quant_ref`, on the GPU and interpreted.
+    Zero, NaN and Inf as in `act_quant`. Bit-equal to `weight_quant_ref`, on the GPU and in the interpreter.
 
     Args:
         w: [N, K] float16, bfloat16 or float32, any strides.
@@ -282,7 +282,7 @@ def _quantize_per_token(
 def quantize_per_token(x, dtype=torch.int8, *, evens_first=False):
     """Quantize activations with one scale per row.
 
-    Zero, NaN and Inf as in `act_quant`. Bit-equal to `quantize_per_token_ref`, on the GPU and interpreted.
+    Zero, NaN and Inf as in `act_quant`. Bit-equal to `quantize_per_token_ref`, on the GPU and in the interpreter.
 
     Args:
         x: [..., K] float16, bfloat16 or float32, any strides.
@@ -319,7 +319,7 @@ def _square_quant_kernel(
     QUANT_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    TILES: tl.constexpr,  # of a program, stacked vertically; several are read twice, the second time from the cache
+    TILES: tl.constexpr,  # per program, stacked vertically; several are read twice, the second time from the cache
     EARLY: tl.constexpr,  # may start before the previous kernel ends: see launch.launch
 ):
     wait_if_early(EARLY)
@@ -402,7 +402,7 @@ def square_quant_sums(
 def square_quant(x, block_size=128, *, rounding="nearest", seed=None):
     """Quantize a matrix to int8 in square blocks, and transpose the codes, in one kernel.
 
-    Zero, NaN and Inf as in `act_quant`. Bit-equal to `square_quant_ref`, on the GPU and interpreted, also with
+    Zero, NaN and Inf as in `act_quant`. Bit-equal to `square_quant_ref`, on the GPU and in the interpreter, even with
     stochastic rounding: the noise added to an element depends only on the seed, its row and its column (Philox-4x32-10;
     Salmon et al. 2011).
 
@@ -491,7 +491,7 @@ def _dequantize_int8(
 
 
 def _dequantize(name, q, scale, shape, block_size, square, out_dtype):
-    """shape: the one that the scales must have."""
+    """shape: the shape that the scales must have."""
     check_tensor(f"{name}_scale", scale, (torch.float32,), shape, like=(name, q))
     out_dtype = torch.get_default_dtype() if out_dtype is None else out_dtype
     check_one_of("out_dtype", out_dtype, FLOATS)
@@ -502,7 +502,7 @@ def _dequantize(name, q, scale, shape, block_size, square, out_dtype):
 def act_dequant(x, x_scale, block_size=128, out_dtype=None):
     """Dequantize activations that `act_quant` quantized: `code * scale`.
 
-    Computed in float32 and rounded to nearest even. Bit-equal to `act_dequant_ref`, on the GPU and interpreted.
+    Computed in float32 and rounded to nearest even. Bit-equal to `act_dequant_ref`, on the GPU and in the interpreter.
 
     Args:
         x: int8 [..., K], any strides, copied as in `act_quant`.
@@ -526,7 +526,7 @@ def act_dequant(x, x_scale, block_size=128, out_dtype=None):
 def weight_dequant(w, w_scale, block_size=128, out_dtype=None):
     """Dequantize a weight that `weight_quant` quantized: `code * scale`.
 
-    Computed in float32 and rounded to nearest even. Bit-equal to `weight_dequant_ref`, on the GPU and interpreted.
+    Computed in float32, rounded to nearest even. Bit-equal to `weight_dequant_ref` on the GPU and in the interpreter.
 
     Args:
         w: int8 [N, K], any strides.

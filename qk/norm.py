@@ -1,4 +1,4 @@
-"""RMSNorm and SwiGLU, what a decoder computes between its GEMMs, also with the next GEMM's quantization.
+"""RMSNorm and SwiGLU, the steps between a decoder's GEMMs, optionally fused with the next GEMM's quantization.
 
 `rms_norm` and `rms_norm_quant`, which first add a residual if there is one:
 
@@ -11,7 +11,7 @@
                             +--> mean of squares --> h * weight / sqrt --> out   | row, 16 bits |
                                                                        or  codes | 8 bits |  and scale
 
-`swiglu` and `swiglu_quant` read both operands side by side, as one GEMM writes them, or apart:
+`swiglu` and `swiglu_quant` read both operands from one tensor, as one GEMM writes them, or from two:
 
     out = silu(gate) * up                           silu(v) = v / (1 + exp(-v))
 
@@ -56,8 +56,8 @@ __all__ = [
     "swiglu_ref",
 ]
 
-# Tuning table. "rows": a program needs whole rows; "long": and they don't fit into one tile. "blocks": it needs only
-# whole blocks. The interpreter's cost is per program, so its tiles are large.
+# Tuning table. "rows": a program needs whole rows. "long": those rows don't fit in one tile. "blocks": a program needs
+# only whole blocks. The interpreter's cost is per program, so its tiles are large.
 _CONFIGS = {
     "rows": TileConfig(elements=1024, columns=16384, thread=16),
     "long": TileConfig(elements=4096, columns=4096, thread=16),
@@ -131,10 +131,10 @@ def _rms_norm_kernel(
     stride_sm,
     stride_sk,
     QUANT_BLOCK: tl.constexpr,  # None: one scale per row
-    EVENS_FIRST: tl.constexpr,  # in every 32 columns of codes, those with even numbers come first
+    EVENS_FIRST: tl.constexpr,  # of every 32 columns of codes, the even ones come first
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    TILES: tl.constexpr,  # in a row; several are read again for each step
+    TILES: tl.constexpr,  # per row; if several, they are read again for each step
     EARLY: tl.constexpr,  # may start before the previous kernel ends: see launch.launch
 ):
     wait_if_early(EARLY)
@@ -156,7 +156,7 @@ def _rms_norm_kernel(
     mean = tl.sum(squares, 1, keep_dims=True) / K
     inverse_rms = 1.0 / tl.sqrt_rn(mean + eps)
 
-    # the largest of the products below is the product of the largest
+    # scaling keeps the order: the largest result below comes from the largest h * weight
     bits = magnitude_bits(peaks.to(tl.float32, bitcast=True) * inverse_rms) if PEAKS else None
     for i in range(TILES):
         column = tl.cast(i, tl.int64) * BLOCK
@@ -176,7 +176,7 @@ def _tiles(M, K, block_size, whole_rows):
 
 
 def _launch_rms_norm(x, residual, weight, h, out, scale, eps, block_size=None, evens_first=False):
-    """residual and h: None, or both given. scale None: out is not quantized."""
+    """residual and h: both given, or both None. scale None: out is not quantized."""
     if scale is not None and not out.numel():  # a row without columns has one scale, 0
         return scale.zero_()
     x, weight = with_contiguous_rows(x), weight.contiguous()
@@ -227,9 +227,9 @@ def rms_norm(x, weight, eps=1e-6, residual=None):
 
     The sum x + residual is rounded to x's dtype, and the norm reads the rounded values, as in transformers. The rest is
     computed in float32 and rounded once, as in torch.nn.functional.rms_norm. LlamaRMSNorm of transformers rounds twice:
-    before it multiplies by weight, and after. Sums have another order than in `rms_norm_ref`, so the last bit of a
-    result may differ. A row with NaN becomes NaN. In a row with Inf, that becomes NaN and the rest 0. As in torch, a
-    row whose squares overflow float32, with values around 1e19, becomes 0 or NaN.
+    before it multiplies by weight, and after. Sums are added in another order than in `rms_norm_ref`, so the last bit
+    of a result may differ. A row with NaN becomes NaN. In a row with Inf, the Inf becomes NaN and the rest 0. As in
+    torch, a row whose squares overflow float32, with values around 1e19, becomes 0 or NaN.
 
     Args:
         x: [..., K] float16, bfloat16 or float32, any strides. It is copied first if no view [M, K] has contiguous rows.
@@ -238,7 +238,7 @@ def rms_norm(x, weight, eps=1e-6, residual=None):
         residual: of x's shape and dtype, any strides; or None.
 
     Returns:
-        The normalized rows, [..., K] in x's dtype. With a residual: these, and x + residual, a new tensor like them.
+        The normalized rows, [..., K] in x's dtype. With a residual also x + residual, a new tensor of that kind.
 
     Raises:
         ValueError: for a bad dtype, shape, device or eps.
@@ -286,14 +286,14 @@ def _check_quantization(block_size, scale_layout, evens_first):
 
 @replayed()
 def rms_norm_quant(x, weight, eps=1e-6, residual=None, block_size=128, *, scale_layout="row", evens_first=False):
-    """Normalize and quantize in one kernel: what `act_quant` makes of `rms_norm`'s result before that is rounded.
+    """Normalize and quantize in one kernel: `act_quant` of `rms_norm`'s result before it is rounded.
 
     Zero, NaN and Inf as in `act_quant`: where a result would be NaN or Inf, its block gets scale NaN and codes 0. At
-    most 0.1 % of the codes differ from `rms_norm_quant_ref`'s, by one, because sums have another order.
+    most 0.1% of the codes differ from `rms_norm_quant_ref`'s, each by one, since sums are added in another order.
 
     Args:
         x, weight, eps, residual: as in `rms_norm`.
-        block_size: columns of a block: 32, 64, 128 or 256; or None for one scale per row, as `quantize_per_token`.
+        block_size: columns of a block: 32, 64, 128 or 256; or None for one scale per row, as in `quantize_per_token`.
         scale_layout: as in `act_quant`.
         evens_first: as in `act_quant`.
 
@@ -337,7 +337,7 @@ def _swiglu_kernel(
     EVENS_FIRST: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    TILES: tl.constexpr,  # of a program; several are read again for each step
+    TILES: tl.constexpr,  # per program; if several, they are read again for each step
     EARLY: tl.constexpr,  # may start before the previous kernel ends: see launch.launch
 ):
     wait_if_early(EARLY)
@@ -438,7 +438,7 @@ def _swiglu_quant(
 def swiglu_quant(gate, up=None, block_size=128, *, scale_layout="row", evens_first=False):
     """Compute silu(gate) * up and quantize it in one kernel.
 
-    Zero, NaN and Inf as in `act_quant`. At most 0.1 % of the codes differ from `swiglu_quant_ref`'s, by one.
+    Zero, NaN and Inf as in `act_quant`. At most 0.1% of the codes differ from `swiglu_quant_ref`'s, each by one.
 
     Args:
         gate, up: as in `swiglu`.

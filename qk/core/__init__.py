@@ -1,1 +1,1 @@
-"""What surrounds a kernel: numerics, activations, checks, operators and launches, one subject a file."""
+"""What surrounds a kernel: numerics, activations, checks, operators and launches, one topic per file."""

@@ -80,7 +80,7 @@ def activate_ref(x, activation):
 
 
 def _activated(x, activation):
-    # torch's gelu has 1 + erf and 1 + tanh, which cancel left of 0, in float64 too: at -9 nothing is left
+    # torch's gelu computes 1 + erf and 1 + tanh, which cancel left of 0, even in float64: at -9 no digits remain
     if activation == "gelu":
         return x * torch.erfc(-x / 2**0.5) / 2
     if activation == "gelu_tanh":

@@ -1,4 +1,4 @@
-"""Check the arguments of public functions: a ValueError names the argument, what it got, and what it takes."""
+"""Check the arguments of public functions: a ValueError names the argument, what it got, and what was expected."""
 
 import torch
 import triton
@@ -13,7 +13,7 @@ if triton.__version__.startswith("3.4."):
     )
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-ORDINARY = (torch.Tensor, torch.nn.Parameter)  # classes whose memory holds the values they show
+ORDINARY = (torch.Tensor, torch.nn.Parameter)  # tensor classes whose memory holds their values as they are
 BLOCKS = (32, 64, 128, 256)
 SCALE_LAYOUTS = ("row", "column")
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu")
@@ -30,7 +30,7 @@ def listed(choices):
 
 def check_one_of(name, value, choices, note=""):
     """Check that a value is one of these, and of the same type. note: ends the error message."""
-    # not `value in choices`: True is 1, and an array compares element by element
+    # not `value in choices`: True == 1, and an array compares element by element
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         texts = [str(choice) if isinstance(choice, torch.dtype) else repr(choice) for choice in choices]
         raise ValueError(f"{name} is {value!r}; expected {listed(texts)}{note}")
@@ -62,7 +62,7 @@ def check_data(name, x, dtypes, shape=None):
     """Check that x is a dense tensor, on any device.
 
     Args:
-        dtypes: those it may have.
+        dtypes: the allowed dtypes.
         shape: its sizes, or text such as "[..., K]" or "[N, K]" that says how many dimensions it has.
 
     Raises:
@@ -83,16 +83,16 @@ def check_data(name, x, dtypes, shape=None):
 
 
 def check_tensor(name, x, dtypes, shape=None, like=None):
-    """Check that kernels can take a tensor: `check_data`, and a device that kernels run on.
+    """Check a tensor like `check_data`, and that it is on a device that kernels run on.
 
     Args:
         dtypes, shape: as in `check_data`.
         like: (name, tensor) of another argument, which must be on the same device.
 
     Raises:
-        ValueError: kernels can't take it.
+        ValueError: kernels can't use it.
     """
-    if (  # nearly all calls, in a third of the time
+    if (  # a shortcut for nearly all calls, in a third of the time
         x.__class__ in ORDINARY
         and x.dtype in dtypes
         and (x.is_cuda or INTERPRETING and x.is_cpu)
@@ -108,14 +108,14 @@ def check_tensor(name, x, dtypes, shape=None, like=None):
         raise ValueError(f"{name} is on {x.device}; expected {takes}")
     if x.device.type == "cpu" and not INTERPRETING:
         raise ValueError(
-            f"{name} is on the CPU, and this process compiles its kernels: expected a CUDA tensor. To interpret them, "
+            f"{name} is on the CPU, and this process compiles its kernels: expected a CUDA tensor. To interpret them "
             "on the CPU, start Python with TRITON_INTERPRET=1"
         )
     if like is not None:
         other, tensor = like
         if x.device != tensor.device:
             raise ValueError(f"{name} is on {x.device}; expected {other}'s device, {tensor.device}")
-        if not torch.compiler.is_compiling():  # then all tensors are fake, and look real
+        if not torch.compiler.is_compiling():  # while compiling, all tensors are fake but look real
             if getattr(x, "fake_mode", None) is not getattr(tensor, "fake_mode", None):
                 raise ValueError(f"{name} is a {type(x).__name__}; expected what {other} is, a {type(tensor).__name__}")
 

@@ -1,4 +1,4 @@
-"""Helpers of the Hopper kernels (sm_90): Gluon's names in every Triton, TMA descriptors, tile order, a ring buffer."""
+"""Helpers for the Hopper kernels (sm_90): Gluon names across Triton releases, TMA descriptors, tiles, a ring buffer."""
 
 import functools
 
@@ -120,7 +120,7 @@ def keep_full(
     tiles_n = gl.cdiv(N, W_PIECES * w[1].shape[1])
     steps = gl.cdiv(K, DOTS * x[1].shape[2])
     tile_m, tile_n = tile_of(gl.program_id(0), tiles_m, tiles_n, GROUP_M)
-    # No more of the weight's stages than these are loaded before x, which has to wait for all of them.
+    # At most this many stages of the weight are loaded before x, which has to wait for all of them.
     ahead = gl.minimum(2, steps)
     if EARLY and WEIGHT_WAITS:
         gdc_wait()
@@ -137,7 +137,7 @@ def keep_full(
         for k in range(gl.where(t == gl.program_id(0), ahead, 0), steps):
             stage = taken % STAGES
             mbarrier.wait(empty.index(stage), (taken // STAGES & 1) ^ 1)
-            # Without this, TMA overwrote data before loads had read it, in a few of 1000 GEMMs on a shared H200.
+            # Without this, TMA overwrote data before loads had read it, in a few out of 1000 GEMMs on a shared H200.
             fence_async_shared()
             mbarrier.expect(full.index(stage), BYTES)
             _load_step(x, w, scales, full.index(stage), stage, tile_m, tile_n, k, True, True, DOTS, PARTS, W_PIECES)
@@ -146,7 +146,7 @@ def keep_full(
 
 @jit
 def first_step(taken, WG: tl.constexpr, WGS: tl.constexpr):
-    """Return a consumer's first step of a tile, where consumers share K and took `taken` steps of earlier tiles.
+    """Return a consumer's first step of a tile if consumers share K and have taken `taken` steps of earlier tiles.
 
     Steps go round-robin across tiles, so each consumer always reads the same stages of the ring.
     """
@@ -157,7 +157,7 @@ def first_step(taken, WG: tl.constexpr, WGS: tl.constexpr):
 def shared_sums(WGS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, dtype: tl.constexpr):
     """Allocate buffers in which consumers that share K pass on their sums of a ROWS x COLUMNS tile, and barriers.
 
-    Returns the buffers, the barriers that say a buffer is full, and those that say it is free.
+    Returns the buffers, the barriers that signal a full buffer, and those that signal a free one.
     """
     layout: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     bufs = gl.allocate_shared_memory(dtype, [WGS - 1, ROWS, COLUMNS], layout)
@@ -190,7 +190,7 @@ def take_sums(sums, shared, round, first):
     own = sums
     if ORDERED:
         if first == 2:
-            # -0.0: adding to it changes nothing
+            # start from -0.0, since adding to it changes no bits
             sums = gl.full(sums.shape, -(2**31), gl.int32, sums.type.layout).to(gl.float32, bitcast=True)
     for i in gl.static_range(OTHERS):
         other = i
@@ -208,7 +208,7 @@ def take_sums(sums, shared, round, first):
 
 @jit
 def store_transposed(sums, out_ptr, bias_ptr, offs_m, offs_n, M, N):
-    """Add the bias, or None, to sums [rows of the weight, tokens] and store them to out [M, N]."""
+    """Add the bias, if any, to sums [rows of the weight, tokens] and store them to out [M, N]."""
     mask_n = offs_n < N
     if bias_ptr is not None:
         sums += gl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(gl.float32).expand_dims(1)

@@ -31,11 +31,11 @@ def interpreting():
 
 @contextlib.contextmanager
 def _doing_less(interpreter):
-    """Wrap one launch, without what takes most of its time.
+    """Wrap one launch, and skip work that takes most of the interpreter's time.
 
-    On its own, the interpreter patches triton.language at every call of a helper; here, once for each module of
-    helpers. It computes every integer again in 64 bits, for an assertion that only debug mode makes. And each tensor
-    computes its shape, its type and NumPy's type anew; here, one of each kind does.
+    By itself, the interpreter patches triton.language at every call of a helper; here, it does so once per module. It
+    recomputes every integer in 64 bits, for an assertion that only debug mode makes; here, it doesn't. And each tensor
+    works out its shape, its type and its NumPy type anew; here, these are cached.
     """
     core, builder = triton.language.core, interpreter.interpreter_builder
     patch, options, scopes = interpreter._patch_lang, builder.options, {}
@@ -59,7 +59,7 @@ def _doing_less(interpreter):
 
 @functools.cache
 def _remembering(core, interpreter):
-    """{(owner, name): what to put there}: constructors and a function that remember, by name, what they computed."""
+    """Return {(owner, name): replacement}: constructors and a function that cache what they compute, by name."""
     numpy_types, block_types, tensors = {}, {}, {}
     compute, new_block_type, new_tensor = interpreter._get_np_dtype, core.block_type.__init__, core.tensor.__init__
 

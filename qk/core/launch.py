@@ -37,13 +37,13 @@ def next_power_of_2(x):
 
 
 def grid(columns, rows):
-    """A grid of `columns` x `rows` programs. Axes 1 and 2 together count the rows: each ends at 65535."""
+    """A grid of `columns` x `rows` programs. Axes 1 and 2 together count the rows, as each is limited to 65535."""
     axes = cdiv(rows, _LONGEST_AXIS)
     return columns, cdiv(rows, axes), axes
 
 
 class TileConfig(NamedTuple):
-    """How a kernel that walks over a matrix tile by tile is launched."""
+    """Config of a kernel that processes a matrix tile by tile."""
 
     elements: int  # in a tile
     columns: int  # in a tile, at most
@@ -64,7 +64,7 @@ SHARED_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 
 
 
 class Gpu(NamedTuple):
-    """What a launch depends on."""
+    """The properties of a GPU that a launch depends on."""
 
     capability: tuple
     multiprocessors: int
@@ -96,7 +96,7 @@ def launch(device, kernel, grid, *args, early=None, **options):
     Args:
         device: where the tensors are.
         args: the kernel's runtime arguments, in order: tensors, TMA descriptors, numbers or None.
-        early: for kernels with a constexpr EARLY. True starts the kernel before the previous one ends, where the GPU
+        early: for kernels with a constexpr EARLY. True starts the kernel before the previous one ends, if the GPU
             can; the kernel must call `numerics.wait_if_early` before it touches memory.
         options: the kernel's constexprs, num_warps and num_stages.
     """

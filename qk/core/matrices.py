@@ -1,4 +1,4 @@
-"""Bring tensors into the form that kernels take: matrices whose rows are contiguous or aligned, and empty scales."""
+"""Prepare tensors for kernels: matrices with contiguous or aligned rows, and memory for scales."""
 
 import torch
 

@@ -28,14 +28,14 @@ LONGEST_SUM = 128
 
 ROUNDINGS = ("nearest", "stochastic")
 
-# For each dtype of codes: the largest code, and the smallest absmax. Below it, largest / absmax isn't a finite float32.
+# For each dtype of codes: the largest code, and the smallest absmax for which largest / absmax is a finite float32.
 LIMITS = {torch.int8: (127.0, 3.8e-37), torch.float8_e4m3fn: (448.0, 1.4e-36)}
 
 
 @triton.jit
 def wait_if_early(EARLY: tl.constexpr):
-    """Wait for the previous kernel. The first line of kernels that `launch` may start before the previous one ends."""
-    # before any access, and in this order: the kernel that this one waits for has itself waited for all earlier ones
+    """Wait for the previous kernel: the first line of any kernel that `launch` may start before that one ends."""
+    # before any access, and in this order, so that the kernel this one waits for has itself waited for earlier ones
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -73,7 +73,7 @@ def divide(QMAX: tl.constexpr, x):
     """QMAX / x, correctly rounded, where x > 0 and the quotient are normal numbers."""
     if INTERPRETED:  # where / is correctly rounded
         return tl.full(x.shape, QMAX, tl.float32) / x
-    # The steps of PTX's div.rn, less its slow path for other operands, which would double the registers: with the
+    # The steps of PTX's div.rn without its slow path for other operands, which would double the registers. With the
     # mantissa in [2, 4) nothing overflows, and the power of two is put back at the end.
     bits = x.to(tl.int32, bitcast=True)
     mantissa = ((bits & 0x7FFFFF) | 0x40000000).to(tl.float32, bitcast=True)
@@ -263,7 +263,7 @@ def philox_ref(counter, key):
     word = 0xFFFFFFFF
     (a, b, c, d), (low, high) = counter, key
     for _ in range(10):
-        p, q = a * 0xD2511F53, c * 0xCD9E8D57  # int64 wraps: its bits are those of the product
+        p, q = a * 0xD2511F53, c * 0xCD9E8D57  # int64 wraps around, but keeps the product's low 64 bits
         a, b, c, d = (q >> 32 & word) ^ b ^ low, q & word, (p >> 32 & word) ^ d ^ high, p & word
         low, high = low + 0x9E3779B9 & word, high + 0xBB67AE85 & word
     return a, b, c, d

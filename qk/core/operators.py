@@ -1,4 +1,4 @@
-"""Make a function a torch operator, which torch.compile, torch.export, modes and the profiler can see.
+"""Turn a function into a torch operator that torch.compile, torch.export, modes and the profiler can see.
 
 act_quant(x)                      a public function checks its arguments
   | ordinary tensors              the outputs are allocated, and the function fills them
@@ -15,7 +15,7 @@ from .checks import ORDINARY
 from .launch import recording
 from .replay import listened, replayed
 
-# Operators go away with their library, so a reloaded module keeps the libraries it had.
+# Operators disappear with their library, so a reloaded module keeps the libraries it had.
 _LIBRARIES = globals().get("_LIBRARIES", [])
 
 
@@ -29,14 +29,14 @@ def operator(fake, *depends, check=None, fills=True, mutates=()):
     Args:
         fake: takes the arguments and returns the outputs, unfilled. torch.compile calls it, too.
         depends: as in `replayed`.
-        check: takes the arguments and raises an error if their device can't run the call, on which `fake` has no say.
+        check: takes the arguments and raises an error if their device can't run the call, which `fake` doesn't check.
         fills: False for a function that allocates its output itself.
         mutates: names of the parameters that the function writes to.
     """
 
     def register(function):
         implementation = dispatched = _filling(function, fake, check) if fills else function
-        if fills:  # what calls it directly is replayed itself; calls of torch.compile's code come from the dispatcher
+        if fills:  # direct callers are replayed themselves; calls from torch.compile's code go through the dispatcher
             dispatched = replayed(*depends, passed_by=lambda: False)(implementation)
         overload = _registered(function, dispatched, fake, mutates)
 
@@ -70,7 +70,7 @@ def differentiable(fake, save, backward):
 
 
 def _ordinary(args):
-    """Whether a call may bypass the dispatcher: nothing observes it, and memory holds the values the tensors show."""
+    """Whether a call may bypass the dispatcher: nothing observes it, and memory holds the tensors' values."""
     if listened():
         return False
     for arg in args:

@@ -2,7 +2,7 @@
 
     @replayed()                       the first call     checks, operator, launches
     def act_quant(x): ...             the second         the same, and the launches are recorded
-                                      any more           outputs are allocated; the launches get their addresses
+                                      every later call   outputs are allocated; the launches get their addresses
 
 For a few tokens, the Python before a launch takes longer than the GPU needs. Recording a call takes nearly as long
 again, so a call is recorded only when it comes a second time.
@@ -99,11 +99,11 @@ def _replayed(function, depends, passed_by):
                 kind = value.__class__
                 if kind in ordinary:
                     tensors.append(value)
-                    address, negated = value.data_ptr(), value.is_neg()  # negated: compared with what memory holds
+                    address, negated = value.data_ptr(), value.is_neg()  # negated: memory holds the opposite
                     if not address:  # empty, or zeros without memory: the function sees to it
                         raise ValueError
                     key += value.dtype, value.get_device(), value.shape, value.stride(), address & 15, negated
-                else:  # Python takes True for 1, 128.0 for 128 and -0.0 for 0.0; a call may not
+                else:  # equal to Python, but not always to a call: True and 1, 128.0 and 128, -0.0 and 0.0
                     key += kind, repr(value) if kind is float else value
             known = calls.get(key := tuple(key))
         except Exception:  # a tensor without memory, an unhashable argument: the function says what is wrong
@@ -235,7 +235,7 @@ def _encoder(descriptor, format):
 
 
 class _Address(int):
-    """Stands for a tensor: only its address counts."""
+    """A stand-in for a tensor: only its address matters."""
 
     def data_ptr(self):
         return int(self)

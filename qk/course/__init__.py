@@ -19,5 +19,5 @@ from qk.course.windows import *  # noqa: F403
 
 __all__ = sorted([*charts.__all__, *exercises.__all__, *figures.__all__, *trace.__all__, *launches.__all__])
 
-# torch says so, once, at the first backward pass on a GPU: its thread is new there. It would be in a page's output.
+# torch warns once, at the first backward pass on a GPU, whose thread is new. A page's output would show the warning.
 warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")

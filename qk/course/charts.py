@@ -79,7 +79,7 @@ def _name_of(contender, op=None):
 
 
 def _colors_of(contenders):
-    """Colours by contender; those that aren't in the table get one that isn't a rival's."""
+    """Colors by contender. Contenders that aren't in the table get colors that no rival has."""
     known = {name: _IMPLEMENTATIONS[name][1] for name in contenders if name in _IMPLEMENTATIONS}
     free = [color for color in (SKY, OLIVE, TEAL, WINE) if color not in known.values()]
     return known | dict(zip([name for name in contenders if name not in known], itertools.cycle(free), strict=False))
@@ -256,8 +256,8 @@ def gemm_speed(record, op, shape, **options):
 def gemm_gains(record, op, weight, names, **options):
     """Speedups over bf16 of measured GEMMs with one weight (N, K), by number of tokens: a line for each contender.
 
-    names: {contender: what to call it}. options: only results with these, e.g. group_size=128. The axis is that of all
-    weights. For few tokens, where memory is the limit, a dashed line shows the speedup of a copy that moves as many
+    names: {contender: what to call it}. options: only results with these, e.g. group_size=128. The axis is the same for
+    all weights. For few tokens, where memory is the limit, a dashed line shows the speedup of a copy that moves as many
     bytes.
     """
     every, drawn = {}, []
@@ -292,7 +292,7 @@ def gemm_gains(record, op, weight, names, **options):
 def two_times(record, calls, title, **options):
     """Show how long each call keeps the GPU busy, and how long it keeps the CPU busy.
 
-    calls: {label: (op, contender, *shape)}. If calls follow one another, the longer time is the limit. options: show
+    calls: {label: (op, contender, *shape)}. If calls follow one another, the longer time sets the pace. options: show
     only results with these, e.g. group_size=128.
     """
     rows = {
@@ -396,7 +396,7 @@ def roofline(record, shape):
 
 
 _RIVALS = "compile", "eager", "bf16", "cublas fp8", "_int_mm", "matmul"
-_VERSIONS = "versions of "  # kernels of notebooks, on the way to those of the package
+_VERSIONS = "versions of "  # the notebooks' kernels, on the way to the package's
 
 
 # the first operation of the README's rows that has been measured
@@ -559,7 +559,7 @@ def time_bars(times, title, longest=None, ylabel="method"):
 
 @style()
 def bars(values, title, xlabel, ylabel="format", form="{:.2f}"):
-    """Draw a bar for each number in values, {label: number}, and write the number next to it. form: how."""
+    """Draw a bar for each number in values, {label: number}, and write the number next to it. form: its format."""
     fig, ax = subplots(9, 1.1 + 0.33 * len(values))
     colors = [_OF_LABELS.get(label.partition(",")[0], SKY) for label in values]
     ax.barh(range(len(values)), list(values.values()), color=colors)
@@ -673,7 +673,7 @@ def traffic(ways, title="Bytes moved, step by step", unit="bytes per element", l
 
 @style()
 def tradeoff(points, title="Smaller groups: lower error, more bits", ylabel="relative error"):
-    """Error against size. points: (label, bits per weight, error) of each way to quantize."""
+    """Error against size. points: (label, bits per weight, error) of each format."""
     fig, ax = subplots(7, 3.6)
     labels, bits, errors = zip(*points, strict=True)
     ax.plot(bits, errors, "o-", color=BLUE)
@@ -688,7 +688,7 @@ def tradeoff(points, title="Smaller groups: lower error, more bits", ylabel="rel
 
 @style()
 def scale_cost(curves, title="Smaller blocks: lower error, more scales", xlim=None, ylim=None):
-    """curves: {label: [(point, bytes of scales for 100 bytes of codes, relative error)]}.
+    """Plot error against bytes of scales. curves: {label: [(point, bytes per 100 bytes of codes, relative error)]}.
 
     xlim, ylim: the ends of the axes, so that sliders don't move them.
     """

@@ -1,4 +1,4 @@
-"""What wrong results have in common with the right ones: the mistake, in words."""
+"""Compare wrong results with the right ones, and name the mistake in words."""
 
 import contextlib
 import inspect
@@ -34,7 +34,7 @@ def _constant(pairs):
 
 
 def _first_difference(got, want):
-    """Of several tensors, the first two that differ."""
+    """Of several pairs of tensors, the first that differ."""
     if isinstance(want, list | tuple) and isinstance(got, list | tuple) and len(got) == len(want):
         for pair in zip(got, want, strict=True):
             if not (isinstance(pair[0], torch.Tensor) and _equal(*pair)):
@@ -78,7 +78,7 @@ def _of_tensors(pairs, cases):
     if not all(isinstance(got, torch.Tensor) for got, _ in pairs):
         return "return a tensor"
     if any(got.shape != want.shape for got, want in pairs):
-        if pairs[0][0].shape == pairs[0][1].shape:  # what is printed of the first case says nothing of a shape
+        if pairs[0][0].shape == pairs[0][1].shape:  # the message shows the first case, whose shape is right
             return ""
         if all(got.ndim == 2 and _equal(got.mT, want) for got, want in pairs):
             return "rows and columns are swapped: transpose it"
@@ -146,7 +146,7 @@ def _factor(got, want, bad):
 
 
 def _nearly(known):
-    """Small errors, of different sizes; one factor for all is no rounding."""
+    """Small errors of different sizes; a common factor isn't rounding."""
     errors = [_relative(got, want)[bad] for got, want, bad in known if got.dtype.is_floating_point]
     if len(errors) < len(known) or max(error.max() for error in errors) >= 0.02:
         return ""
@@ -181,7 +181,7 @@ def _lost_signs(got, want, bad):
 
 
 def _whole(got, want, bad):
-    """Whole numbers of several sizes, or those due without their fractions."""
+    """Whole numbers: several different ones, or the expected numbers without their fractions."""
     if not want.dtype.is_floating_point or not got.isfinite().any():
         return False
     numbers = got[got.isfinite()]
@@ -257,7 +257,7 @@ _TENSORS = {
         g.dtype.is_floating_point and _relative(g * w, torch.ones_like(w))[w != 0].lt(1e-5).all() and (w != 0).any()
     ),
 }
-# what is true of them, but says less
+# hints that hold too, but say less
 _LAST = {
     "numbers are missing: 0 where something else is expected (a mask too narrow, no store, or cut off as tiny?)": (
         lambda g, w, bad: bool((g[bad] == 0).all())
@@ -345,7 +345,7 @@ def _sizes(answer, case):
 
 
 def _of_cases(answer, wrong, right):
-    """What sets the cases apart that are wrong."""
+    """What sets the wrong cases apart."""
     bad, good = ([_sizes(answer, case) for case, _, _ in cases] for cases in (wrong, right))
     if not good or not all(each.keys() == bad[0].keys() for each in bad + good):
         return ""

@@ -29,8 +29,8 @@ from qk.course.windows import OutOfBounds, Race, Session
 
 __all__ = ["Exercise", "check", "control_name", "explore", "source"]
 
-LIMIT = 30  # seconds that an answer may take for a case,
-COMPILING = 60  # and compiling it, with the start of a process
+LIMIT = 30  # seconds that an answer may take per case
+COMPILING = 60  # seconds that compiling it may take, including starting a process
 _LAUNCH = "launch your kernel with course.launch; torch alone doesn't count"
 _PACKAGE = Path(__file__).parent.parent
 
@@ -50,7 +50,7 @@ def explore(draw, **choices):
     controls = {}
     for name, values in choices.items():
         named = all(isinstance(value, str) for value in values)
-        # chosen by place: a slider can't hold the value None
+        # chosen by index: a slider can't hold the value None
         controls[name] = (ipywidgets.Dropdown if named else ipywidgets.SelectionSlider)(
             options=["whole row" if value is None else str(value) for value in values],
             index=values.index(inspect.signature(draw).parameters[name].default),
@@ -107,12 +107,12 @@ def _part(text, begin, end):
 
 @dataclasses.dataclass
 class Exercise:
-    """What check knows of an exercise.
+    """What `check` knows about an exercise.
 
     Args:
         expected: the right function.
         cases: cases() returns tuples of arguments, with tensors on the CPU; they are moved to the course's device.
-        mistakes: {hint: wrong function}. The hint is printed whose function gives the answers that were given.
+        mistakes: {hint: wrong function}. A hint is printed if its function returns what the learner's answer did.
         kernel: whether a kernel must have been launched, by course.launch.
         note: what an answer must work for; printed with a refusal.
         bound: how far an element may be from the expected one: a share of its magnitude, or bound(*case), a tensor;
@@ -133,11 +133,11 @@ class Exercise:
 
 
 def check(name, answer):
-    """Checks a learner's answer to the exercise of this name, such as "01.pack", and prints what is wrong with it.
+    """Check a learner's answer to the exercise of this name, such as "01.pack", and print what is wrong with it.
 
-    Each case must be right, in less than LIMIT seconds. A kernel's programs run in three orders, must not race, and
-    the kernel is compiled for a GPU where it was interpreted. One hint is printed, of the exercise or by comparing the
-    results. A wrong answer raises nothing.
+    Each case must be right, in less than LIMIT seconds. A kernel's programs run in three orders and must not race. If
+    the kernel was interpreted, it is also compiled for a GPU. One hint is printed, the exercise's own or one found by
+    comparing results. A wrong answer raises nothing.
 
     Raises:
         ValueError: no exercise has this name.
@@ -211,7 +211,7 @@ class _TimeUp(BaseException):
 def _kept_alive():
     """exit() raises SystemExit, in a notebook too, where it would end the kernel after the cell."""
     shell = get_ipython()
-    if not hasattr(shell, "ask_exit"):  # no notebook's: none, or the one that formats a site's figures
+    if not hasattr(shell, "ask_exit"):  # not in a notebook: there is no shell, or it formats a site's figures
         yield
         return
     with mock.patch.object(shell, "ask_exit", side_effect=SystemExit):
@@ -238,7 +238,7 @@ def _limited(seconds):
 
 
 def _run(answer, exercise, cases, session):
-    """-> what to print to a wrong answer, or None."""
+    """Return what to print about a wrong answer, or None."""
     failure, results, wrong, right, name = None, [], [], [], getattr(answer, "__name__", "the answer")
     for case in cases:
         call = f"{name}({', '.join(map(_argument, case))})"
@@ -323,7 +323,7 @@ def _unanswered(answer, name, results, session):
 
 
 def _hint(exercise, cases, results):
-    """The hint of the mistake that gives these results: in all cases, or else in all that are wrong."""
+    """The hint for the mistake that produces these results: in all cases, or else in all wrong ones."""
     wants = [exercise.expected(*case) for case in cases]
     bad = [i for i, case in enumerate(cases) if _difference(results[i], wants[i], _bound(exercise, case))]
     given = {}  # by mistakes
@@ -331,7 +331,7 @@ def _hint(exercise, cases, results):
         for i, case in enumerate(cases):
             with contextlib.suppress(Exception):  # a mistake may not know all cases
                 given[hint, i] = mistake(*case)
-    # numbers of a few cases are alike by chance
+    # in a few cases, numbers may agree by chance
     often = isinstance(wants[0], torch.Tensor | list | tuple) or len(bad) > max(2, len(cases) / 2)
     for places in (range(len(cases)), bad if often else range(len(cases))):
         for like in (lambda got, want: _difference(got, want, 1e-5) is None), _alike:
@@ -354,7 +354,7 @@ def _alike(got, want):
 
 
 def _compiles(session):
-    """-> why the last kernel that was launched can't be compiled for a GPU, or None; and whether that was checked."""
+    """Return why the last kernel launched can't be compiled for a GPU, or None, and whether that was checked."""
     kernel, args, options = session.launches[-1]
     try:
         with _limited(COMPILING):
@@ -393,7 +393,7 @@ def _parameter(function, number):
     """A parameter's name, or what there is instead."""
     try:
         return [*inspect.signature(function).parameters][number]
-    except (ValueError, IndexError):  # of C, or *args
+    except (ValueError, IndexError):  # a function in C, or *args
         return f"argument {number + 1}"
 
 
@@ -427,7 +427,7 @@ def _difference(got, want, bound=0.0):
         return _difference_of_tensors(got, want, bound)
     if isinstance(got, torch.Tensor) or getattr(got, "shape", ()) != ():
         return f"it is a {type(got).__name__}, expected {_text(want)}"
-    got = got.item() if hasattr(got, "item") else got  # of NumPy
+    got = got.item() if hasattr(got, "item") else got  # a NumPy scalar
     if isinstance(want, list) and isinstance(got, list) and got != want and max(len(got), len(want)) > 8:
         at = next((i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), min(len(got), len(want)))
         return f"it has {len(got)} elements, expected {len(want)}; the first difference is at [{at}]"
@@ -470,7 +470,7 @@ def _text(value):
         if isinstance(value, tuple):
             return f"({', '.join(map(_text, value))})"
         text = str(value.tolist()) if isinstance(value, torch.Tensor) else repr(value)
-    except Exception:  # of a tensor without data
+    except Exception:  # a tensor without data
         text = f"a {type(value).__name__}"
     return text if len(text) < 80 else f"{text[:76]} ..."
 

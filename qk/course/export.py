@@ -259,7 +259,7 @@ def _parser():
     parser.add_argument(
         "--badges",
         action="store_true",
-        help="write the repository's address, a line of pyproject.toml, into this clone's notebooks (badges and setup "
+        help="write the repository's address (from pyproject.toml) into this clone's notebooks (badges and setup "
         "cells) and README instead; takes no notebooks",
     )
     parser.add_argument(

@@ -1,7 +1,7 @@
 """Pictures of matrices, their codes and their layout in memory, and the look that all figures share.
 
 Every plot is a `Figure` on a pale card, so that it reads the same on a light page and doesn't glare on a dark one.
-Colours are those of Okabe and Ito (2008), then some of Paul Tol's "muted" ones: color-blind readers can tell them
+Colors are those of Okabe and Ito (2008), then some of Paul Tol's "muted" ones: color-blind readers can tell them
 apart. Nothing here touches pyplot or matplotlib's settings.
 """
 
@@ -58,7 +58,7 @@ _STYLE = {
 
 
 class Figure(matplotlib.figure.Figure):
-    """A figure that Jupyter shows by itself, twice as fine as the page."""
+    """A figure that Jupyter shows by itself, at twice the page's resolution."""
 
     def _repr_png_(self):
         png = io.BytesIO()
@@ -91,7 +91,7 @@ def _box(ax, x, y, width, height, text="", font=None, **look):
 
 
 def _in_tiles(x, pool, what):
-    """Shrink a large matrix to draw it: `pool` makes each tile one value. Returns it, and `what`, which says so."""
+    """Shrink a large matrix to draw it: `pool` makes each tile one value. Returns it, and a note from `what`."""
     tile = math.ceil(x.shape[0] / 100), math.ceil(x.shape[1] / 200)
     words = "" if tile == (1, 1) else what.format(f"{tile[0]} x {tile[1]}")
     return pool(x[None], tile, ceil_mode=True)[0], words
@@ -481,7 +481,7 @@ def operand_blocks(x, *blocks, line=0, step=0, k_step=128, names=("row", "column
     """Draw which scales a step meets as two matmuls read a matrix, along its rows and, transposed, along its columns.
 
     blocks: rows and columns that share a scale, one pair of pictures below another; darker blocks have larger scales.
-    line: the row that is read, of either. step: which piece of it, k_step long. names: of rows and columns.
+    line: the row that each matmul reads. step: which piece of it, k_step long. names: of rows and columns.
     """
     x = _tensor(x).abs()
     size = (9, 4.6) if len(blocks) == 1 else (8, 3 * len(blocks))

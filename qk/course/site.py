@@ -393,8 +393,8 @@ def main(argv=None):
     """Run the command line. Return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m qk site",
-        description="Write notebooks as web pages that need a browser and nothing else: stored outputs, sliders that "
-        "move, and the notebooks, the package and the kernel files to download. Open index.html to read them.",
+        description="Write notebooks as web pages that need only a browser: stored outputs, working sliders, and the "
+        "notebooks, the package and the kernel files to download. Open index.html to read them.",
     )
     parser.add_argument("notebooks", nargs="*", metavar="NOTEBOOK", help="the notebooks (default: the whole course)")
     parser.add_argument(
@@ -448,7 +448,7 @@ _PAGE = """\
 _INDEX = """\
 <h1>{title}</h1>
 {intro}
-<p>These pages need only a browser: every output is here, and the sliders move.</p>
+<p>These pages need only a browser: every output is here, and the sliders work.</p>
 <h2>The course</h2>
 <div class="cards">
 {cards}</div>

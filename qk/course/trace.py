@@ -1,7 +1,7 @@
 """Record and draw what each program of a kernel touches, and show what the compiler turns a kernel into.
 
-Only Triton's interpreter can tell which program touches what, and a process that interprets can't compile. So the one
-of the two that this process can't do is done by another process, which is started once and gets the kernel's source.
+Only Triton's interpreter can tell which program touches what, and a process that interprets can't compile. So a helper
+process, started once, does whichever of the two this process can't. It gets the kernel's source.
 """
 
 import collections
@@ -105,7 +105,7 @@ def compiled(kernel, *args, arch=90, **options):
     """A row of `python -m qk aot` for kernel[(1,)](*args, **options), compiled for GPUs of that capability.
 
     Its "loop" counts the machine instructions of the kernel's longest innermost loop, by their names: {"FFMA": 17}.
-    kernel may also be a function of qk: of the kernels that it launches, the row of the one with the longest loop.
+    kernel may also be a function of qk; the row is then that of the kernel with the longest loop that it launches.
     """
     args = [arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in args]
     return dict(_compile(_request(kernel, arch, args, options)))
@@ -169,7 +169,7 @@ def _helper(backend):
 
 
 def end_compiler():
-    """Ends the process that compiles: one that was interrupted while it answered would answer the next one wrongly."""
+    """End the compiling process: if interrupted while answering, it would answer the next request wrongly."""
     _helper("compile")[0].kill()
     _helper.cache_clear()
 
@@ -204,7 +204,7 @@ _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/ +(?:@!?U?P\w+ +)?(\w+)([^;]*);"
 
 
 def _loop(sass):
-    """How many instructions of each name the longest loop has that holds no other; {} of a kernel without loops."""
+    """Count the instructions of the longest innermost loop by name; {} for a kernel without loops."""
     code = [(int(place, 16), name, rest) for place, name, rest in _INSTRUCTION.findall(sass)]
     jumps = [(place, re.search(r"0x([0-9a-f]+)", rest)) for place, name, rest in code if name == "BRA"]
     loops = [(int(target[1], 16), place) for place, target in jumps if target and int(target[1], 16) < place]

@@ -61,7 +61,7 @@ class Window:
         return (after.view(torch.uint8) != before.view(torch.uint8)).view(self.size, -1).any(1)
 
     def copy_back(self):
-        """Copies what was written, and no more: another argument may be of the same memory."""
+        """Copy back only what was written: another argument may share the memory."""
         changed = self.changed()
         self.flat[changed] = self.span()[changed]
 
@@ -82,7 +82,7 @@ def run_on(kernel, grid, args, windows, options):
 
 
 class Ledger:
-    """Who touched each element of each tensor; refuses what depends on the order of programs."""
+    """Records who touched each element of each tensor, and refuses what depends on the order of programs."""
 
     NOBODY, SEVERAL = -1, -2
 
@@ -119,7 +119,7 @@ class Ledger:
             clash = (others != self.NOBODY) & (others != me)
             if kind == "store" and clash.any():
                 self.shared = True
-                clash &= (after != before).any(1)  # the same value from two programs is the same in each order
+                clash &= (after != before).any(1)  # the same value from two programs is right in either order
             if clash.any():
                 at = clash.nonzero()[0].item()
                 self._race(program, kind, name, elements[at].item(), others[at].item(), words)
@@ -134,7 +134,7 @@ class Ledger:
         several = torch.cat(stored) == self.SEVERAL if stored else torch.zeros(0)
         if len(several) and several.all():
             return "each element is"
-        # of three or more blocks in a row, a last one that moves back instead of being short shares less than half
+        # with three or more blocks in a row, a last one shifted back to avoid being short shares less than half
         in_a_row = self.launch == 1 and len(self.numbers) > 2 and not any(any(p[1:]) for _, p in self.numbers)
         return "most elements are" if in_a_row and 2 * several.sum() > len(several) else ""
 
@@ -161,26 +161,26 @@ class Ledger:
 
 
 def _number(program):
-    """Of a grid of one axis, its number; else of as many axes as are used."""
+    """A program's number in a grid of one axis; otherwise, its numbers along the axes in use."""
     used = program[: max((axis for axis in range(3) if program[axis]), default=0) + 1]
     return str(used[0] if len(used) == 1 else tuple(used))
 
 
 @contextlib.contextmanager
 def watching(kernel, windows, hear, unset=0, ledger=None, order=None, shifts=None):
-    """Around a launch of a kernel on windows in the interpreter: hear(program, kind, name, elements, mask).
+    """Watch a launch of a kernel on windows in the interpreter through hear(program, kind, name, elements, mask).
 
     hear is called before each load and store, with the program's ids, "load" or "store", the argument's name and, for
     the whole tile, the distances from the tensor's first element and the mask. An access beyond the guards raises
     OutOfBounds and isn't made.
 
-    Where its mask is false, a load without `other` gives a number of which each byte is `unset`; on a GPU, any number.
-    Yields a list of how many elements each such load gave so.
+    Where its mask is false, a load without `other` returns a number whose bytes are all `unset`; on a GPU, any number.
+    Yields a list of how many elements each such load filled in this way.
 
-    ledger: a Ledger that is told of all accesses. order: (place in the usual order, number of programs) -> which
-    program runs there. shifts: a set that each right shift is added to: (program, what is shifted, by how many bits). A
-    compiler removes a shift by 0, and the second of two that are the same; so does this set. Dividing an unsigned
-    number by a power of 2 is a shift, too.
+    ledger: a Ledger that is told about all accesses. order: a function (place in the usual order, number of programs)
+    that returns the program to run there. shifts: a set that each right shift is added to: (program, what is shifted,
+    by how many bits). A compiler removes a shift by 0, and the second of two equal ones; so does this set. Dividing an
+    unsigned number by a power of 2 is a shift, too.
     """
     from triton.runtime.interpreter import interpreter_builder as builder
 
@@ -313,7 +313,7 @@ class Session:
         """together: the launches of one call count as one, whose programs run at the same time."""
         self.together, self.ledger = together, None
         self.launches = []  # (kernel, args, options)
-        self.race = None  # between launches, of which each result may be right in the order that it had
+        self.race = None  # between launches, each of which may be right in the order that was run
         self.touched = self.stored = False  # whether a kernel loaded or stored, and whether it changed anything
         self.by_one = []  # of each launch of several programs, whether a single one stored everything
 
@@ -332,13 +332,13 @@ class Session:
 
 
 def launch(kernel, grid, *args, **options):
-    """kernel[grid](*args, **options), of a learner's kernel, on copies of its tensors that have guarded ends.
+    """Run a learner's kernel[grid](*args, **options) on copies of its tensors that have guarded ends.
 
-    Raises OutOfBounds, and says where, if the kernel wrote beyond a tensor, or read there: in the interpreter anything,
-    compiled what changes a result. In the interpreter also if it counts on what a load gives where its mask is false.
-    Raises Race if two runs on the same data differ, compiled; during a check, in the interpreter, if programs touch
-    the same element or another order of programs gives another result. Then the tensors stay as they were. TypeError:
-    a tensor that isn't given by position, or a kernel without @triton.jit.
+    Raises OutOfBounds, and says where, if the kernel writes or reads beyond a tensor (compiled, a read counts only if
+    it changes a result). In the interpreter also if it relies on what a load returns where its mask is false. Raises
+    Race, compiled, if two runs on the same data differ; in the interpreter, during a check, if programs touch the same
+    element or the result depends on their order. After an error, the tensors stay unchanged. Raises TypeError for a
+    tensor that isn't given by position, or a kernel without @triton.jit.
     """
     if not hasattr(kernel, "arg_names"):
         raise TypeError(f"{getattr(kernel, '__name__', kernel)} is no kernel: is @triton.jit missing above its def?")

@@ -71,7 +71,7 @@ def make():
     tokenizer = tokenizers.Tokenizer.from_file(str(get_model_path() / "tokenizer.json"))
     tokenizer.no_padding()
     sentences = (data.FOLDER / "sentences.txt").read_text(encoding="utf-8").splitlines()
-    # in float64, so that CPUs which add in another order still round to the same float16
+    # in float64, so that CPUs that add in another order still round to the same float16
     weights = {name: tensor.double() for name, tensor in weights.items() if tensor.is_floating_point()}
     batch = [ffn_input(weights, tokenizer.encode(sentence).ids) for sentence in sentences]
     tensors["activations"] = torch.cat(batch).half()

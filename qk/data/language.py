@@ -113,7 +113,7 @@ class LanguageModel(nn.Module):
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         self.head.weight = self.embedding.weight
         for name, weight in self.named_parameters():
-            if weight.ndim == 2:  # as in GPT-2: the more layers add to x, the smaller what each adds
+            if weight.ndim == 2:  # as in GPT-2: the more layers there are, the less each adds to x
                 last = name.endswith(("output.weight", "down.weight"))
                 nn.init.normal_(weight, std=0.02 / (2 * shape.layers) ** 0.5 if last else 0.02)
 
@@ -121,8 +121,8 @@ class LanguageModel(nn.Module):
         """Compute logits [sequences, tokens, vocabulary] of the token after each of codes [sequences, tokens].
 
         Args:
-            past: what earlier calls left of the same sequences: at first one empty list for each layer. Calls after
-                the first take one token of each sequence.
+            past: keys and values from earlier calls on the same sequences: at first, one empty list per layer. Calls
+                after the first take one token per sequence.
         """
         start = past[0][0].shape[2] if past and past[0] else 0
         positions = torch.arange(start, start + codes.shape[1], device=codes.device)
@@ -170,8 +170,8 @@ def generate(model, codes, count, temperature=0.0, seed=0):
         count: how many tokens to add.
         temperature: 0 takes the most likely token each time. Above 0, tokens are drawn at random with probabilities
             softmax(logits / temperature).
-        seed: of the random numbers, one for each token. Models that nearly agree on the probabilities draw the same
-            token from the same number, almost always.
+        seed: of the random numbers, one for each token. From the same number, models that nearly agree on the
+            probabilities almost always draw the same token.
 
     Returns:
         The new tokens, int64 [count], on the CPU.
@@ -233,10 +233,10 @@ def language_tokenizer():
 
 
 def language_text():
-    """Read the held-out text, 92 KB: the last 15 KB or so of each novel. Neither weights nor codes have seen it."""
+    """Read the held-out text, 92 KB: the last 15 KB or so of each novel. Neither training nor calibration saw it."""
     return (FOLDER / "austen_held_out.txt").read_text(encoding="utf-8")
 
 
 def language_record():
-    """Read what `python -m qk lm quantize` recorded: losses of training, perplexities and texts in each format."""
+    """Read what `python -m qk lm quantize` recorded: training losses, and perplexities and texts in each format."""
     return json.loads((FOLDER / "austen.json").read_text(encoding="utf-8"))

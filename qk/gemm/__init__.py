@@ -73,13 +73,13 @@ __all__ = [
 
 
 class Implementation(NamedTuple):
-    """One way to multiply. The first entry of IMPLEMENTATIONS that suits and supports a problem solves it.
+    """One implementation of the GEMM. The first entry of IMPLEMENTATIONS that suits and supports a problem solves it.
 
     run(problem) writes all of problem.out, and all of out_scale unless that is None. It returns nothing, checks nothing
     and leaves the operands as they are. It launches through `core.launch.launch`, and takes scratch memory from
     `core.launch.temporary`, so that calls can be replayed. It may assume that `supports` has returned True, that the
     public function has checked its arguments, that out isn't empty (K may be 0), and that tensors fit `Problem`.
-    The bits of a result must not depend on N, nor change from run to run: layers cut among GPUs rely on that.
+    The bits of a result must not depend on N, nor change from run to run: layers split across GPUs rely on that.
 
     To add one, for example for sm100:
 
@@ -225,7 +225,7 @@ def int8_addmm(a, a_scale, b, b_scale, bias=None, block_size=128, out_dtype=torc
         block_size: 32, 64, 128 or 256. None means one scale per row, and K up to 133144 (131071 with codes of -128).
         out_dtype: float16, bfloat16 or float32.
         path: the implementation to use; see the top of the file. None chooses the fastest.
-        exact: False allows a faster rescale on Hopper; `qk/gemm/sm90.py` gives its error.
+        exact: False allows a faster rescale on Hopper; `qk/gemm/sm90.py` states its error.
 
     Returns:
         [..., N], computed in float32 and rounded to out_dtype. With exact=True and float32 output the relative
@@ -283,14 +283,14 @@ def int8_addmm_quant(
         out_block_size: columns that share a scale in the output: 32, 64, 128 or 256.
         activation: "gelu" (exact, with erf), "gelu_tanh", "silu" or None. It is computed in float32.
         scale_layout: "row", or "column" for the same scales laid out K-major.
-        out_square: True quantizes in square blocks of out_block_size 32, 64 or 128 (the sums of a block of 256 fit no
-            multiprocessor's registers). It takes a [M, K] and scale_layout "row".
+        out_square: True quantizes in square blocks of out_block_size 32, 64 or 128 (the sums of a 256 x 256 block don't
+            fit in a multiprocessor's registers). It requires a to be [M, K], and scale_layout "row".
 
     Returns:
-        What `act_quant`, or `weight_quant` if out_square, would make of the float32 result: int8 codes [..., N], and
+        What `act_quant`, or `weight_quant` if out_square, would return for the float32 result: int8 codes [..., N], and
         float32 scales [..., ceil(N / out_block_size)] or [ceil(M / out_block_size), ceil(N / out_block_size)]. A block
         of zeros has scale 0, and a block that holds NaN or Inf has scale NaN; both have codes 0. If all of a block's
-        inputs to exact GELU are left of -6, its codes may be off, as those of `int8_gelu` are.
+        inputs to exact GELU are below -6, its codes may be off, as in `int8_gelu`.
 
     Raises:
         ValueError: as for `int8_addmm`.

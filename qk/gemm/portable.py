@@ -35,10 +35,10 @@ class Config(NamedTuple):
     block_n: int
     block_k: int  # columns of K in a dot
     unroll: int  # dots in an iteration
-    group_m: int  # tile rows in a group, which is multiplied column by column
+    group_m: int  # tile rows per group, whose tiles run column by column
     warps: int
     stages: int
-    programs: int | None  # for each multiprocessor; None: one for each tile
+    programs: int | None  # per multiprocessor; None: one per tile
 
 
 # "gemv" is M <= 4, "decode" M <= 16, "small" M <= 128. The configs of 90 were timed on an NVIDIA H200 in 2026-11. Those
@@ -67,7 +67,7 @@ _CONFIGS = {
 
 @triton.jit
 def _scale_ptrs(operand, first, offs, BLOCK: tl.constexpr):
-    """Point to the first scale of each row in offs, the first of which is `first`: a scalar if they share one scale.
+    """Return pointers to the first scale of each row in offs, which starts with `first`; one pointer if they share it.
 
     BLOCK: rows that share a scale. None: each has its own.
     """
@@ -195,7 +195,7 @@ def _tile_sums(
     return acc
 
 
-@triton.jit(do_not_specialize=["M", "stride_ask"])  # not compiled anew for each kind of M
+@triton.jit(do_not_specialize=["M", "stride_ask"])  # don't recompile depending on M
 def _int8_gemm_kernel(
     a_ptr, b_ptr,  # TMA descriptors if DESCRIPTORS
     a_scale_ptr, b_scale_ptr,
@@ -216,7 +216,7 @@ def _int8_gemm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # columns of K in a dot
     UNROLL: tl.constexpr,  # dots in an iteration
-    GROUP_M: tl.constexpr,  # tile rows in a group, which is multiplied column by column
+    GROUP_M: tl.constexpr,  # tile rows per group, whose tiles run column by column
     EARLY: tl.constexpr,  # starts before the previous kernel ends: see launch.launch
 ):  # fmt: skip
     wait_if_early(EARLY)
@@ -288,7 +288,7 @@ def int8_gemm_portable(problem, descriptors=True, float_dot=False, config=None):
     stride_osm, stride_osg = (0, 0) if p.out_scale is None else p.out_scale.stride()
     a, b, out_desc = p.a, p.b, None
     if tma:
-        # elsewhere it makes kernels spill
+        # on other GPUs it makes kernels spill
         if device.capability == (9, 0) and N * p.out.itemsize % 16 == 0 and p.out.data_ptr() % 16 == 0:
             out_desc = TensorDescriptor(p.out, [M, N], [N, 1], [c.block_m, c.block_n])
         a = TensorDescriptor(a, [M, K], [a.stride(0), 1], [c.block_m, c.block_k])
@@ -303,6 +303,6 @@ def int8_gemm_portable(problem, descriptors=True, float_dot=False, config=None):
         ACTIVATION=p.activation, DESCRIPTORS=tma, FLOAT_DOT=float_dot,
         PERSISTENT=c.programs is not None, PREFETCH=p.block_size is not None and not wgmma,
         BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, UNROLL=c.unroll, GROUP_M=c.group_m,
-        early=M <= 16,  # elsewhere it gains nothing and unbalances a persistent grid
+        early=M <= 16,  # for larger M it gains nothing and unbalances a persistent grid
         num_warps=c.warps, num_stages=c.stages,
     )  # fmt: skip

@@ -10,8 +10,8 @@ K block, one piece of inline assembly loads a warp's operands and multiplies its
                             b[column, the same bytes]              B: column l // 4, the same bytes
                             sums of columns 2 * (l % 4), + 1       C: row l // 4
 
-A 16-byte load holds the operands of four instructions. The columns of K are then in another order, but in the same one
-for a and b, and a sum doesn't depend on the order. To Triton, every operand and sum is a tensor with one element per
+A 16-byte load holds the operands of four instructions. That permutes the columns of K, but in the same way for a and b,
+and a sum doesn't depend on their order. To Triton, every operand and sum is a tensor with one element per
 thread; at the end a join and a permutation, which move no data, turn the sums into the tile that the epilogue expects.
 """
 
@@ -141,7 +141,7 @@ def _int8_gemm_sm75_kernel(
                 new_sums += (tl.fma(product, scale, sums[i * 2 * NT + j]),)
         sums = new_sums
 
-    # tensors [THREADS] become one [THREADS, 2, 2, ...]: the bits of the sum's number, the highest first
+    # tensors [THREADS] become one [THREADS, 2, 2, ...]: the bits of the sum's index, highest first
     for halving in tl.static_range(6 if NT == 8 else 4):
         joined = ()
         for i in tl.static_range(MT * NT >> halving):

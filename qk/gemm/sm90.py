@@ -17,9 +17,9 @@ A consumer thread has 128 registers of float32 sums, 64 of int32 sums for the pr
 exact=True converts each product to float32 and adds it with one fma: two instructions per element and K block.
 Counters of an H100 at 4096 x 4096 x 4096 show why that is slower than FP8, whose sums need no conversion: two products
 take 740 clocks, of which the tensor cores are busy for 510. The 128 instructions of a rescale need 260, as many as a
-product, since they wait for registers that the other consumer's product reads and writes. The end of a product, the
-turn and the loads of scales come on top, and nothing overlaps them. Exact sums that are read as floats (an addition in
-place of the conversion) were 7% slower.
+product, since they wait for registers that the other consumer's product reads and writes. Finishing a product, handing
+over the turn and loading scales come on top, and nothing overlaps them. Reading exact sums as floats (an addition in
+place of the conversion) was 7% slower.
 exact=False reads the bits as a float instead. The int32 registers start a pair of K blocks at the bits of the float
 MAGIC = 1.5 * 2**23, so that after the first product n1 they read as MAGIC + n1 and after the second as MAGIC + n1 + n2,
 both exact as |n1 + n2| <= 2**22. With t1 = s1 - s2 and t2 = s2,
@@ -142,7 +142,7 @@ def _begin(product, last_sums, never, EXACT: tl.constexpr):
     if EXACT:
         bits = product
     else:
-        # `never` is false, which the compiler can't see. So the registers depend on the last sums, and ptxas does not
+        # `never` is false, which the compiler can't know. So the registers depend on the last sums, and ptxas doesn't
         # give the next product 64 more registers while the last one is still being rescaled.
         magic = gl.full(product.shape, _MAGIC_BITS, gl.int32, product.type.layout)
         bits = gl.where(never, last_sums.to(gl.int32, bitcast=True), magic)
@@ -305,7 +305,7 @@ def _consumer(
     BLOCK_N: tl.constexpr = HALVES * HALF
     tiles_m = gl.cdiv(M, _BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N)
-    # N is a multiple of 4 (`supports_sm90`). Now the compiler knows that a mask holds for pairs of columns.
+    # N is a multiple of 4 (`supports_sm90`). This tells the compiler that a mask holds for pairs of columns.
     N = N // 4 * 4
     never = M < 0
     stage = 0

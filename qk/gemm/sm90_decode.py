@@ -50,7 +50,7 @@ _DOT_K = tl.constexpr(128)  # columns of K in a product, also the block of the s
 
 @jit
 def _load_scales(row_scales, k, K):
-    """Load the scales of step k: of a, a vector, and of b, a number. The compiler drops what isn't used."""
+    """Load the scales of step k: a vector for a, a number for b. The compiler drops what isn't used."""
     a_ptrs, exist, stride_ask, b_ptr, stride_bsk = row_scales
     block = k.to(gl.int64)
     inside = block * _DOT_K < K
@@ -70,7 +70,7 @@ def _sum_steps(
     a_scale, b_scale = _load_scales(row_scales, first, K)
     for k in range(first, gl.cdiv(K, _DOT_K), STRIDE):
         stage = (taken + k) % STAGES
-        # a step ahead: where they are needed, a consumer would wait for them as long as for a product
+        # a step ahead: loaded only when needed, they would keep a consumer waiting as long as a product does
         next_a_scale, next_b_scale = _load_scales(row_scales, k + STRIDE, K)
         mbarrier.wait(full.index(stage), (taken + k) // STAGES & 1)
         b = b_bufs.index(stage)
@@ -198,7 +198,7 @@ class _Tile(NamedTuple):
     block_m: int  # tokens of a tile
     stages: int  # if consumers share K, a multiple of their number, so that each has its own
     registers: int  # for each consumer thread
-    group_m: int = 1  # tile rows in a group, which is multiplied column by column
+    group_m: int = 1  # tile rows per group, whose tiles run column by column
 
 
 # NVIDIA H100, 2026-11
@@ -214,7 +214,7 @@ def _choose(M, N, multiprocessors):
     # The order of sums depends on M alone, so that a weight cut by rows gives the same bits.
     if M <= 64:
         return "32" if M <= 32 else "64"
-    # Where the small tiles don't fit the GPU at once, one tile holds all tokens: from 3 % slower to 20 % faster at five
+    # Where the small tiles don't fit the GPU at once, one tile holds all tokens: from 3% slower to 20% faster at five
     # weights, H100, 2026-11.
     return "128 rows" if cdiv(M, 64) * cdiv(N, 128) > multiprocessors else "128"
 
@@ -253,7 +253,7 @@ def int8_gemm_sm90_decode(problem, config=None):
     rows = 64 if c.share_k else 128
     per_row = p.block_size is None
     scale_desc = None
-    if not per_row and not c.share_k:  # TMA brings them 15% sooner there; for fewer tokens, a copy takes longer
+    if not per_row and not c.share_k:  # here TMA loads scales 15% faster; for fewer tokens, copying them takes longer
         scale_desc = scale_descriptor(p.a_scale.t(), (1, c.block_m))
     launch(
         p.a.device, _int8_gemm_sm90_decode_kernel, (min(multiprocessors, cdiv(M, c.block_m) * cdiv(N, rows)),),

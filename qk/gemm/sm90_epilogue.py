@@ -20,7 +20,7 @@ MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23
 
 @jit
 def _gelu(x):
-    """x * (1 + erf(x / sqrt 2)) / 2, to 5e-8; the left tail to 3e-4 of itself."""
+    """x * (1 + erf(x / sqrt 2)) / 2, with an absolute error of 5e-8, and a relative one of 3e-4 in the left tail."""
     # As in core/activations.py: max(x, 0) - |x| * Q(|x|), with a polynomial for log2 Q that keeps falling where Q is 0.
     # (libdevice's erf needs more registers.)
     t = gl.abs(x)
@@ -40,7 +40,7 @@ def _activate(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "gelu":
         x = _gelu(x)
     elif ACTIVATION == "gelu_tanh":
-        x = x / (1.0 + gl.exp2(x * (-2.302208198 - 0.1029432397 * x * x)))  # -2 log2(e) sqrt(2 / pi), 0.044715 of it
+        x = x / (1.0 + gl.exp2(x * (-2.302208198 - 0.1029432397 * x * x)))  # -2 log2(e) sqrt(2 / pi), 0.044715 times it
     elif ACTIVATION == "silu":
         x = x / (1.0 + gl.exp2(-1.4426950408889634 * x))
     return x

@@ -31,11 +31,11 @@ __all__ = ["int4_gemm", "int4_gemm_ref"]
 
 
 class Implementation(NamedTuple):
-    """One way to multiply. The first entry of IMPLEMENTATIONS that supports a problem solves it."""
+    """One implementation of the GEMM. The first entry of IMPLEMENTATIONS that supports a problem solves it."""
 
     name: str
-    supports: Callable  # takes a Int4Problem; returns whether it can solve it here
-    run: Callable  # takes a Int4Problem; writes its out
+    supports: Callable  # takes an Int4Problem; returns whether it can solve it here
+    run: Callable  # takes an Int4Problem; writes its out
 
 
 IMPLEMENTATIONS = (
@@ -84,7 +84,7 @@ def _int4_gemm(
 
 
 def _check_int8(x, x_scale, block_size, evens_first, group_size):
-    """Check what only int8 activations have."""
+    """Check the arguments that only int8 activations have."""
     *leading, K = x.shape
     if x_scale is None:
         raise ValueError("x_scale is None; with x of torch.int8, expected the scales of the codes")
@@ -111,7 +111,7 @@ def int4_gemm(
         absmax: float16, bfloat16 or float32 [N, ceil(K / group_size)]; [N, 1] if group_size is None.
         bias: float16, bfloat16 or float32 [N], or None.
         group_size: columns that share an absmax: 32, 64, 128 or 256, or None for one absmax per row.
-        out_dtype: float16, bfloat16 or float32. None is x's dtype. For int8 x, it is float16.
+        out_dtype: float16, bfloat16 or float32. None means x's dtype. For int8 x, it means float16.
         x_scale: for int8, float32 [..., ceil(K / block_size)]; [..., 1] if block_size is None. Otherwise None.
         block_size: columns that share an x_scale: 32, 64, 128 or 256, or None for one scale per row of x.
         zero_point: int8 or uint8 like absmax, integers from -8 to 15, or None. A weight is then
@@ -122,14 +122,14 @@ def int4_gemm(
     Returns:
         [..., N]. With float32 output the relative Frobenius error is below 5e-6, as long as the sum of a group's codes
         times x stays below 3.4e38. For int8 it is below 1e-6. An absmax that is NaN or infinite makes its column of the
-        output NaN and changes nothing else. An x_scale that is NaN does that to its row.
+        output NaN and changes nothing else. An x_scale of NaN does the same to its row.
 
     Raises:
         ValueError: for a bad dtype, shape, device or option, or more than 2**31 - 4096 rows or columns. For int8 with
             neither groups nor blocks, K may not exceed 131071.
 
     Any strides work. But if rows of x or packed don't start at multiples of 16 bytes (for packed, where K isn't
-    divisible by 32), every call makes a copy: with a large weight, make that copy once. Where K is split, a call
+    divisible by 32), every call makes a copy: for a large weight, make it once yourself. Where K is split, a call
     needs temporary memory for up to 16 float32 matrices [M, N]. For more than 512 tokens of 16-bit x it needs up to 128
     MiB of codes. On Hopper it needs one copy of x. Below compute capability 8.0 bfloat16 is multiplied in float32,
     exactly.

@@ -20,9 +20,9 @@ unpacked codes go through shared memory on their way to the tensor cores.
 With thousands of tokens, the loop would unpack a weight again and again. So a kernel first writes the codes as 16-bit
 numbers to a scratch buffer, some rows at a time, and the same main loop reads them from there.
 
-int8 activations meet codes unpacked to int8: `lop3` puts a nibble of each byte, sign bit flipped, below the bit of 128;
-128 + (code + 8) - (zero + 8) borrows nothing from the next byte, and flipping the bit of 128 makes it an int8. Sums are
-int32, multiplied by x's scale as well.
+For int8 activations, codes are unpacked to int8. `lop3` puts a nibble of each byte, sign bit flipped, below the bit of
+128; 128 + (code + 8) - (zero + 8) borrows nothing from the next byte, and flipping the bit of 128 makes it an int8.
+Sums are int32, multiplied by x's scale as well.
 """
 
 from typing import NamedTuple
@@ -49,10 +49,10 @@ class Tile(NamedTuple):
     block_m: int  # tokens of a tile
     block_n: int  # rows of the weight
     step: int  # columns in an iteration
-    group_m: int  # tile rows in a group, which is multiplied column by column
+    group_m: int  # tile rows per group, whose tiles run column by column
     warps: int
     stages: int
-    programs: int  # per multiprocessor, which splitting K aims at; 0: K is not split
+    programs: int  # per multiprocessor, the target when K is split; 0: K is not split
     scratch: int = 0  # MiB of unpacked codes at a time; 0: codes are unpacked in the loop
     descriptors: bool = False  # load x and the weight by TMA, where the GPU has it
 
@@ -98,7 +98,7 @@ def _choose(p):
     known = "float" if arch < 80 else arch if arch in _CONFIGS else 80
     size = "decode" if M <= 16 else "small" if M <= 64 else "medium" if M <= 512 else "large"
     config = _CONFIGS[known][size]
-    # The second axis of a grid ends at 65535 programs, and each unpacks 1024 columns to the scratch buffer.
+    # A grid's second axis is limited to 65535 programs, and each unpacks 1024 columns to the scratch buffer.
     if config.scratch and (p.x_scale is not None or K > 65535 * 1024):
         config = config._replace(scratch=0, descriptors=False)  # codes are unpacked in the loop
     dot_k = _dot_columns(p, config)
@@ -115,7 +115,7 @@ def _choose(p):
 def _to_halves(one, magic, kind):
     """Write PTX that unpacks a word of eight codes into four pairs of 16-bit numbers, columns 2 p and 2 p + 1.
 
-    Operand $5 is added to each: minus the number of a code that is 0.
+    Operand $5 is added to each: minus what a code of 0 unpacks to.
     """
     lines = ["{", ".reg .b32 s, t, one, magic;", f"shr.u32 s, $4, 4; mov.b32 one, {one}; mov.b32 magic, {magic};"]
     for p in range(4):
@@ -128,7 +128,7 @@ def _to_halves(one, magic, kind):
 _TO_FLOAT16 = _to_halves("0x3c003c00", "0x64086408", "f16x2")  # 1, 1024 + 8
 _TO_BFLOAT16 = _to_halves("0x3f803f80", "0x43084308", "bf16x2")  # 1, 128 + 8
 _FOUR_WORDS = tl.constexpr((tl.int32,) * 4)
-# columns 0, 2, 4, 6 and 1, 3, 5, 7, then in their order; $3 holds four times the zero point plus 8
+# columns 0, 2, 4, 6 and 1, 3, 5, 7, then 0 to 7; each byte of $3 holds the zero point plus 8
 _TO_INT8 = tl.constexpr(
     """{ .reg .b32 even, odd;
 shr.u32 odd, $2, 4;
@@ -156,7 +156,7 @@ def _unpack(words, zero, dtype: tl.constexpr):
     elif dtype == tl.int8:
         return _unpack_int8(words, zero)
     else:
-        # -1032 or -136, twice; a zero point that is added to the bits is subtracted from the number
+        # -1032 or -136, twice; adding a zero point to these bits subtracts it from the number
         offset = tl.full((1, 1), -0x1BF71BF8 if dtype == tl.float16 else -0x3CF73CF8, tl.int32)
         if len(zero) > 0:
             offset += zero[0] * 0x00010001
@@ -231,7 +231,7 @@ def _load_columns(
 
 @triton.jit
 def _add_scaled(acc, sums, scale, x_scale_ptrs, mask_m, k, K, stride_xb, WHOLE: tl.constexpr, X_BLOCK: tl.constexpr):
-    """Add the sums of a dot, [BLOCK_N, BLOCK_M], times its scales. WHOLE: scales come at the end.
+    """Add the sums of a dot, [BLOCK_N, BLOCK_M], times its scales. WHOLE: scales are applied at the end.
 
     The launch fuses no multiplication and addition but those of tl.fma.
     """
@@ -258,7 +258,7 @@ def _scaled(acc, scale, x_scale_ptrs, mask_m, WHOLE: tl.constexpr):
     return acc * tl.load(x_scale_ptrs, mask=mask_m, other=0.0)[None, :]
 
 
-@triton.jit(do_not_specialize=["M"])  # not compiled anew for each kind of M
+@triton.jit(do_not_specialize=["M"])  # don't recompile depending on M
 def _int4_gemm_kernel(
     x_ptr,  # if DESCRIPTORS, a TMA descriptor, like w_ptr
     w_ptr,  # int32 words of eight codes; if DENSE, codes in x's dtype

@@ -17,7 +17,7 @@ class Int4Problem(NamedTuple):
     x_scale: torch.Tensor | None = None  # float32 [M, blocks] of int8 x
     block_size: int | None = None  # columns that share an x_scale; None: the row
     zero_point: torch.Tensor | None = None  # int8 or uint8 [N, groups], from -8 to 15
-    evens_first: bool = False  # in every 32 columns of int8 x, those with even numbers come first
+    evens_first: bool = False  # of every 32 columns of int8 x, the even ones come first
 
     @property
     def group_stride(self):

@@ -30,7 +30,7 @@ The compiled code has 2.8 instructions per code in the loop for few tokens and 3
 instruction, and uses 80 to 106 and 176 to 241 registers. Predicted, not measured, for 8192 x 8192 with groups of 128 on
 a T4 at 1.59 GHz: up to 16 tokens take 0.14 ms, the time to read the codes at 250 GB/s (float16: 0.54 ms), in which an
 SM could issue 16 instructions per code. 8192 tokens take at least 17 ms, as in float16: that is the tensor cores' peak,
-with 43 % of the issue slots in use.
+with 43% of the issue slots in use.
 """
 
 from typing import NamedTuple
@@ -234,7 +234,7 @@ def _tokens(
     acc, i: tl.constexpr, MT: tl.constexpr, NT: tl.constexpr, WM: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr
 ):  # fmt: skip
     """Add the sums of the warps that share K. Returns those of each warp's i-th 8 tokens, [8 * WM, 16 * NT * WN]."""
-    # [threads] each -> [threads, NT, 2, 2]: the highest bit of a sum's number first
+    # [threads] each -> [threads, NT, 2, 2]: the highest bit of a sum's index first
     x = ()
     for j in tl.static_range(NT):
         for c in tl.static_range(4):
@@ -315,7 +315,7 @@ def _int4_gemm_sm75_kernel(
     STEP: tl.constexpr,  # columns of a warp in an iteration, which the tensor cores sum
     EVEN_K: tl.constexpr,  # the warps' last iterations end where K ends
     MT: tl.constexpr, NT: tl.constexpr, WM: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr,
-    GROUP_M: tl.constexpr,  # tile rows in a group, which is multiplied column by column
+    GROUP_M: tl.constexpr,  # tile rows per group, whose tiles run column by column
 ):  # fmt: skip
     if GROUP is not None:
         tl.static_assert(GROUP % STEP == 0, "a sum's columns share their scale")

@@ -19,13 +19,13 @@ Consumer warpgroups unpack, multiply, scale the sums by the group's absmax in fl
 tokens they share K: each multiplies every second or third step of the same 64 rows, and the first adds up their sums
 in order. For more tokens, each has 64 rows of its own.
 
-int8 activations meet int8 numbers: a nibble in the upper half of a byte is 16 times its code, so three instructions
+int8 activations need int8 codes: a nibble in the upper half of a byte is 16 times its code, so three instructions
 unpack eight codes. A register holds the even codes of a word, or the odd ones, so among 32 columns of x the even ones
 come first. With zero points an int8 holds code - zero point, which takes seven instructions.
 
 The columns of x are permuted in one of two ways. For few tokens an extra warpgroup, which has the time, does it in the
 ring. Otherwise a kernel does it beforehand (`_permute_kernel`), which also accepts x of any strides. The weight's first
-stages are loaded while that kernel runs. The quantizers of int8 can write the columns in that order (`evens_first`).
+stages are loaded while that kernel runs. The int8 quantizers can write the columns in that order (`evens_first`).
 """
 
 from typing import NamedTuple
@@ -344,7 +344,7 @@ def _sum_steps(
     acc = gl.full([WG_N, BLOCK_M], 0, gl.int32 if WHOLE else gl.float32, layout)
     scales = step_scales(weights, first, K, GROUP, DOT_K, DOTS)
     for k in range(first, gl.cdiv(K, DOTS * DOT_K), STRIDE):
-        # a step ahead: they come from memory
+        # a step ahead, since they come from global memory
         next_scales = step_scales(weights, k + STRIDE, K, GROUP, DOT_K, DOTS)
         mbarrier.wait(full.index(stage), phase)
         if PERMUTE:
@@ -400,7 +400,7 @@ def _consume(
     SHARE_K: tl.constexpr = len(shared) > 0
     STRIDE: tl.constexpr = shared[0].shape[0] + 1 if SHARE_K else 1
     layout: tl.constexpr = sums_layout(BLOCK_M, INT8)
-    # what _codes and _half leave out
+    # the factor that codes_of and half_of leave out
     FACTOR: tl.constexpr = (1.0 / 64 if zero_ptr is None else 0.25) if INT8 else 1.0
     ROWS: tl.constexpr = ring[1].shape[1]
     if WAITS:
@@ -541,7 +541,7 @@ def _rows_fit_tma(x):
 def supports_int4_sm90(problem):
     """Returns whether `int4_gemm_sm90` can solve a problem: on Hopper, with a known Gluon, and 1 <= K < 2**24."""
     x = problem.x
-    # the second axis of a grid ends at 65535 programs, and each permutes 256 columns
+    # a grid's second axis is limited to 65535 programs, and each permutes 256 columns
     return AVAILABLE and x.is_cuda and 0 < x.shape[1] <= 65535 * 256 and gpu(x.device).capability == (9, 0)
 
 

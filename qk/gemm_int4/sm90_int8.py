@@ -205,7 +205,7 @@ def _sum_steps(
                 else:
                     product = warpgroup_mma(codes[0], x, product, use_acc=never, is_async=True)
                 if d == DOTS - 1 and i == 0:
-                    # while this goes on, load the next step's words (the last step's own once more)
+                    # meanwhile, load the next step's words (in the last step, the same words again)
                     mbarrier.wait(full.index(ahead), gl.where(last, phase, next_phase))
                     words = _stage_words(w_bufs, ahead, WG, DOT_K, PIECES, DOTS, WGS)
                 if WHOLE:
@@ -345,7 +345,7 @@ def _choose(p):
     """Choose a config. All give the same bits.
 
     The wide tile where nothing is rescaled, unless it would leave more of the GPU idle. Otherwise, the tile with the
-    least time: rounds times what one took on an H100. Three consumers took too long with scales of blocks.
+    least time: rounds times the time of one on an H100. Three consumers were too slow with scales of blocks.
     """
 
     def rounds(tokens, rows):

@@ -11,7 +11,7 @@ An int4 row is packed into D / 2 bytes, as by `quantize_int4`. absmax is one of 
 the same dtype hold it exactly, in half the bytes of a float32 scale. With D = 128, a key or a value takes 66 bytes in
 int4, 130 in int8 and 256 in 16 bits.
 
-The cache is contiguous, with no table of pages. A head's tokens are read in one stream, and only the lengths change
+The cache is contiguous rather than paged. A head's tokens are read in one stream, and only the lengths change
 from step to step. They stay on the GPU, so a CUDA graph can replay a step. The price is memory for `capacity` tokens in
 every sequence.
 
@@ -56,7 +56,7 @@ def _check_cache(like, keys, values, absmax, D):
 
 # torch.compile and torch.export don't trace this
 def _check_memory(keys, values, absmax):
-    """Check that kernels can take a cache where it is: a copy wouldn't do."""
+    """Check that kernels can use a cache in place: it must not be copied."""
     for name, x in (("keys", keys), ("values", values), ("absmax", absmax)):
         if x is not None and not (x.is_contiguous() and x.storage_offset() * x.itemsize % 4 == 0):
             raise ValueError(f"{name} isn't contiguous; expected a contiguous tensor, at a multiple of 4 bytes")
@@ -92,8 +92,8 @@ def write_kv(k, v, keys, values, absmax, lengths, counts=None):
         counts: int32 [B], how many of the tokens are new in each sequence, from the first one on; None for all.
 
     Returns:
-        The new lengths, int32 [B]. Of a sequence whose tokens don't fit, nothing is written, and its new length is -1,
-        for which `decode_attention` returns NaN: checking the lengths here would have to wait for the GPU.
+        The new lengths, int32 [B]. If a sequence's new tokens don't fit, none are written and its new length is -1, for
+        which `decode_attention` returns NaN. Raising an error instead would mean waiting for the GPU.
 
     Raises:
         ValueError: for a bad dtype, shape or device, or if the cache isn't contiguous.
@@ -135,11 +135,11 @@ def decode_attention(q, keys, values, absmax, lengths, scale=None, out_dtype=Non
     """Attend to a cache with one query per sequence and head: softmax(scale * q @ key.T) @ value.
 
     Args:
-        q: float16 or bfloat16 [B, n * kv_heads, D], any strides, D 64 or 128. n heads in a row share a KV head.
+        q: float16 or bfloat16 [B, n * kv_heads, D], any strides, D 64 or 128. n consecutive heads share a KV head.
         keys, values, absmax: a cache, as in `write_kv`.
-        lengths: int32 [B]. What the cache holds beyond a sequence's length has no influence.
-        scale: of the scores; None is 1 / sqrt(D).
-        out_dtype: float16, bfloat16 or float32; None is q's dtype.
+        lengths: int32 [B]. What the cache holds beyond a sequence's length is ignored.
+        scale: the factor of the scores; None means 1 / sqrt(D).
+        out_dtype: float16, bfloat16 or float32; None means q's dtype.
 
     Returns:
         [B, heads, D], the same bits in every run; 0 for length 0, NaN for lengths below 0 or above the capacity. A

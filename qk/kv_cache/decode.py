@@ -2,8 +2,8 @@
 
     out = sum over tokens of softmax(scale * q . key) * value
 
-Decoding moves the cache and does little else. A program of `_decode_attention_kernel` has some of the tokens of one key
-head (a split), and each of its warps has its own tokens in every tile, so that the warps meet only at the end:
+Decoding reads the cache and does little else. A program of `_decode_attention_kernel` handles some of the tokens of one
+key head (a split), and each of its warps has its own tokens in every tile, so the warps meet only at the end:
 
     16 rows     |  8 query heads that share the key head  |  the same 8 again       |
     scores      =  rows @ codes.T * absmax of the key        of rows 0 to 7; codes are exact in 16 bits
@@ -36,9 +36,9 @@ _CONFIGS = {4: (32, 4, 3), 8: (16, 4, 3), 16: (16, 4, 3), "float": (32, 8, 1), "
 def _unpacking(bits, kind, mask, one, offset, magic, sign=None):
     """PTX that turns a word of codes into pairs of 16-bit numbers: codes i and i + half of them become pair i.
 
-    With its sign bit flipped, a code becomes the low bits of 1024 (float16) or 128 (bfloat16), from which that and the
-    flipped bit's value are subtracted: all is exact. bfloat16 has too few bits for int8. There, the low seven become
-    bits of 128, and the sign bit, which is 128, is added to the 128 that is subtracted.
+    With its sign bit flipped, a code becomes the low bits of 1024 (float16) or 128 (bfloat16). Then that number and the
+    flipped bit's value are subtracted, all exactly. bfloat16 has too few bits for int8: there, the low seven become
+    bits of 128, and the sign bit, worth 128, is added to the 128 that is subtracted.
     """
     pairs = 16 // bits
     # tables of (s & mask) | magic, and of (s & mask) ^ magic
@@ -107,9 +107,9 @@ def _column(order, lane, LANES: tl.constexpr, WORDS: tl.constexpr, BITS: tl.cons
 
 @triton.jit
 def _in_key_order(x, WARPS: tl.constexpr):
-    """Reorder the rows of a tile [tokens, X]: of each sixteen tokens 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, ...
+    """Reorder the rows of a tile [tokens, X], every sixteen tokens as 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, ...
 
-    Of the scores of keys in this order, a thread holds those of tokens 4 i to 4 i + 3, whose values it reads.
+    With keys in this order, a thread holds the scores of tokens 4 i to 4 i + 3, whose values it reads.
     """
     tiles = tl.reshape(x, (x.shape[0] // 16, 4, 2, 2, x.shape[1]))
     return tl.reshape(tl.permute(tiles, (0, 2, 1, 3, 4)), (WARPS, x.shape[0] // WARPS, x.shape[1]))
@@ -163,13 +163,13 @@ def _both_parts(weights, dtype: tl.constexpr, FLOAT: tl.constexpr):
     return tl.reshape(tl.permute(tiles, (0, 1, 2, 4, 3, 5)), (weights.shape[0], 16, weights.shape[2]))
 
 
-@triton.jit(do_not_specialize=["splits"])  # not compiled anew for each kind of number
+@triton.jit(do_not_specialize=["splits"])  # don't recompile depending on its value
 def _decode_attention_kernel(
     q_ptr,  # [B, heads, D]
     keys_ptr, values_ptr, absmax_ptr,  # in words of 32 bits; absmax_ptr: None for 16-bit caches
     lengths_ptr,
-    out_ptr,  # [B, heads, D]; of several splits [B, heads, splits, D]
-    weights_ptr,  # log2 of their sums of weights [B, heads, splits]; None: there is one split
+    out_ptr,  # [B, heads, D]; with several splits [B, heads, splits, D]
+    weights_ptr,  # log2 of each split's sum of weights [B, heads, splits]; None: there is one split
     kv_heads, capacity, splits, stride_qb, stride_qh, score_scale, value_scale,
     GROUP: tl.constexpr,  # query heads that share a key head
     D: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr, TOKENS: tl.constexpr,
@@ -258,7 +258,7 @@ def _combine_kernel(
 ):
     wait_if_early(EARLY)
     row, offs = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS)
-    columns = tl.program_id(1) * 32 + tl.arange(0, 32)  # not the whole row: few programs would each load much
+    columns = tl.program_id(1) * 32 + tl.arange(0, 32)  # with whole rows, few programs would each load much
     mask = offs < splits
     weights = tl.load(weights_ptr + row * splits + offs, mask=mask, other=float("-inf"))
     parts = tl.load(parts_ptr + (row * splits + offs)[:, None] * D + columns[None, :], mask=mask[:, None], other=0.0)
@@ -274,7 +274,7 @@ def launch_decode_attention(q, keys, values, absmax, lengths, out, bits, qmax, s
     unable = gpu(device).arch < 80
     tokens, warps, stages = _CONFIGS["interpreted" if INTERPRETING else "float" if unable else bits]
     programs = B * kv_heads * cdiv(heads // kv_heads, 8)
-    # that share the tokens of a key head: a program for each multiprocessor, if there is work for it
+    # programs that share the tokens of a key head: enough for all multiprocessors, if there is work for them
     splits = max(min(gpu(device).multiprocessors // programs, cdiv(capacity, tokens * warps), 128), 1)
     parts, weights = out, None
     if splits > 1:

@@ -1,4 +1,4 @@
-"""Quantize the rows of new keys and values, and write them behind those that a cache holds.
+"""Quantize the rows of new keys and values, and append them to a cache.
 
 A program has some tokens of one head. It reads their keys and values, finds the absmax of each, and writes codes and
 absmax to the places that follow the sequence's length, which it reads on the GPU.

@@ -58,7 +58,7 @@ class SlideWeight(NamedTuple):
     compressed: bool  # whether by cuSPARSELt
 
 
-# torch.export can save it
+# lets torch.export save it
 torch.utils._pytree._register_namedtuple(SlideWeight, serialized_type_name=f"{__name__}.SlideWeight")
 
 
@@ -114,7 +114,7 @@ def _multiply(a, b):
 
 
 def _empty_dense_mm(a, b, sums_dtype):
-    # cuBLASLt writes a multiple of 16 columns, and the row stride stays
+    # cuBLASLt writes a multiple of 16 columns, and the output keeps that row stride
     return a.new_empty((a.shape[0], _multiple(b.shape[0], 16)), dtype=sums_dtype)[:, : b.shape[0]]
 
 
@@ -152,11 +152,11 @@ def _sparse_mm(
     with torch.cuda.device(a.device):
         problem = codes, a.t()
         options = {"out_dtype": sums_dtype, "transpose_result": True}
-        # The search runs the GEMM and waits for it. So not for every number of rows, and not in a capture.
+        # The search runs the GEMM and waits for it, so skip it for most numbers of rows and during a capture.
         key = a.device, next_power_of_2(a.shape[0]), a.shape[1], N, a.dtype, sums_dtype
         if key not in _ALGORITHMS and not torch.cuda.is_current_stream_capturing():
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # it warns of its new name, which is a private part of torch
+                warnings.simplefilter("ignore")  # it warns that it was renamed; the new name is private to torch
                 _ALGORITHMS[key] = torch._cslt_sparse_mm_search(*problem, **options)
         return torch._cslt_sparse_mm(*problem, **options, alg_id=_ALGORITHMS.get(key, 0))[:M, :N]
 
@@ -191,7 +191,7 @@ def dense_linear(x, w, w_scale, bias=None, out_dtype=None, gemm_dtype=None):
         bias: [N] float16, bfloat16, float32, or None.
         out_dtype: float16, bfloat16, float32, or None for x's dtype.
         gemm_dtype: the dtype that the GEMM writes: torch.int32, which is exact, for int8; torch.bfloat16 or
-            torch.float32 for FP8. None is the first of these.
+            torch.float32 for FP8. None means the first of these.
 
     Returns:
         The output, [..., N] in out_dtype.

@@ -36,8 +36,8 @@ _WIDE = 2**30  # elements: far enough below 2**31 for the rows and columns of a 
 
 
 # Tuning table. "small" is up to 2**14 elements, "medium" up to 2**22; "columns" is for a gemm_output whose columns are
-# contiguous, as in a transposed matrix. NVIDIA H200, 2026-11; "columns" wasn't timed. The tiles of a program lie one
-# below the other.
+# contiguous, as in a transposed matrix. NVIDIA H200, 2026-11; "columns" wasn't timed. A program's tiles are stacked
+# vertically.
 _CONFIGS = {
     "small": TileConfig(elements=512, columns=512, thread=2),
     "medium": TileConfig(elements=1024, columns=512, thread=4, held=2),
@@ -80,9 +80,9 @@ def _load_factor(ptr, number, offs, stride, mask):
 @triton.jit
 def _dequant_bias_kernel(
     g_ptr,
-    scale_a_ptr,  # None: scale_a
+    scale_a_ptr,  # None: use scale_a
     scale_a,
-    scale_b_ptr,  # None: scale_b
+    scale_b_ptr,  # None: use scale_b
     scale_b,
     bias_ptr,  # None: no bias
     out_ptr,
@@ -168,8 +168,8 @@ def _dequant_bias(
 def dequant_bias(gemm_output, scale_a, scale_b, bias=None, out_dtype=torch.bfloat16):
     """Compute gemm_output * scale_a * scale_b + bias in float32, the steps that follow a GEMM of codes.
 
-    The result is rounded to out_dtype, to nearest even. Bit-equal to `dequant_bias_ref`, on the GPU and interpreted,
-    except that a NaN may have other bits.
+    The result is rounded to out_dtype, to nearest even. Bit-equal to `dequant_bias_ref`, on the GPU and in the
+    interpreter, except that a NaN may have other bits.
 
     Args:
         gemm_output: [M, N] bfloat16, float16, float32 or int32 (rounded to float32, to nearest even), any strides.

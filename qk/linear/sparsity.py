@@ -1,6 +1,6 @@
 """(L-2):L sparsity as 2:4 windows: prune a weight, slide it, and quantize and slide activations in one kernel.
 
-Sparse tensor cores need weights with at most 2 nonzero values in every 4 neighbours along K. A weight with more, L-2 of
+Sparse tensor cores need weights with at most 2 nonzero values in every 4 columns along K. A weight with more, L-2 of
 every L (6 of 8, say), is rearranged into windows that overlap by two columns, and x is rearranged to match:
 
     a group of L = 8 columns   0 1 2 3 4 5 6 7
@@ -256,7 +256,7 @@ def _quant_slide(
 def quant_slide(x, L=8, dtype=torch.int8, *, row_multiple=1):
     """Quantize activations with one scale per row and slide the codes, in one kernel.
 
-    Zero, NaN and Inf as in `quantize_per_token`. Bit-equal to `quant_slide_ref`, on the GPU and interpreted.
+    Zero, NaN and Inf as in `quantize_per_token`. Bit-equal to `quant_slide_ref`, on the GPU and in the interpreter.
 
     Args:
         x: [M, K] float16, bfloat16 or float32, any strides. It is copied first if its rows aren't contiguous.

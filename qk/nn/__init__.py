@@ -1,4 +1,4 @@
-"""Quantized layers, their replacement in a model, calibration, training in int8, and several GPUs."""
+"""Quantized layers, replacing a model's layers with them, calibration, training in int8, and parallel layers."""
 
 import importlib
 

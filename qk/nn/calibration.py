@@ -29,12 +29,12 @@ from .weights import check_model, linear_kinds, weight_shape
 
 __all__ = ["LayerStatistics", "clip", "collect", "gptq", "quantize_weight", "rotate_moment"]
 
-_DAMPING = 0.1  # times the mean of S's diagonal: the least error on sentences that S was not made from
+_DAMPING = 0.1  # times the mean of S's diagonal: gave the least error on held-out sentences
 _FRACTIONS = torch.linspace(1, 0.3, 36).tolist()  # of a group's largest magnitude, which are tried as its absmax
 _COLUMNS = 32  # columns that GPTQ processes before it updates all others
 _TOKENS = 4096  # tokens converted to float64 at a time
 _ELEMENTS = 2**18  # elements clipped at a time, few enough for a CPU's cache
-_PATIENCE = 1  # seconds without a progress bar
+_PATIENCE = 1  # seconds before a progress bar appears
 
 
 class LayerStatistics(NamedTuple):
@@ -43,7 +43,7 @@ class LayerStatistics(NamedTuple):
     Attributes:
         second_moment: float64 [K, K], the sum of x^T x over tokens.
         absmax: float32 [K], the largest magnitude in each column.
-        tokens: their number.
+        tokens: the number of tokens.
     """
 
     second_moment: torch.Tensor
@@ -56,7 +56,7 @@ def progress_bar(items, what, progress):
 
     Args:
         what: the bar's label.
-        progress: False for no bar. There is none either in a file or without tqdm.
+        progress: False for no bar. There is also none without tqdm, or if the output goes to a file.
     """
     try:
         from tqdm.auto import tqdm
@@ -88,7 +88,7 @@ def _named(model, names):
 
 
 def _shared(layer):
-    """The key of layers that share a weight. A computed weight is another tensor at each call, so it is no key."""
+    """The key of layers that share a weight. A computed weight is a new tensor at each call, so it can't be a key."""
     return layer._parameters.get("weight", layer)
 
 
@@ -97,7 +97,7 @@ def _no_statistics(x, K):
     return LayerStatistics(x.new_zeros(K, K, dtype=torch.float64), x.new_zeros(K, dtype=torch.float32), 0)
 
 
-@torch.inference_mode(False)  # sums of batches within it and without could not be joined
+@torch.inference_mode(False)  # sums made inside and outside inference mode couldn't be added
 @torch.no_grad()
 def _hear(found, shared, layer, args, kwargs):
     """Add a call's inputs to the statistics of the layers with this key."""
@@ -114,12 +114,12 @@ def _hear(found, shared, layer, args, kwargs):
 
 @torch.no_grad()
 def collect(model, batches, names=None, call=None, progress=True):
-    """Run a model and gather the second moments of what enters its linear layers, batch by batch.
+    """Run a model and gather the second moments of its linear layers' inputs, batch by batch.
 
     Linear layers are torch.nn.Linear and transformers' Conv1D.
 
     The model runs in eval mode, and its own modes are restored afterwards. Padding counts as tokens, so batches without
-    padding serve better.
+    padding work better.
 
     Args:
         batches: an iterable of inputs.
@@ -134,8 +134,8 @@ def collect(model, batches, names=None, call=None, progress=True):
         so do all names of one layer.
 
     Raises:
-        ValueError: for bad arguments, if there is no batch, and if an input holds NaN or Inf. Errors of the model pass
-            through.
+        ValueError: for bad arguments, if there is no batch, and if an input holds NaN or Inf. The model's own errors
+            pass through.
     """
     check_model(model)
     # not iter(batches), which would start a DataLoader's processes
@@ -197,14 +197,14 @@ def rotate_moment(second_moment):
     H = hadamard_ref(torch.eye(size, device=S.device)).sign().double() * size**-0.5
     half = (S.unflatten(1, (-1, size)) @ H).flatten(1)
     rotated = (half.T.unflatten(1, (-1, size)) @ H).flatten(1)
-    rotated.diagonal().clamp_(min=0)  # if a rotation brings inputs to few columns, rounding may leave others below 0
+    rotated.diagonal().clamp_(min=0)  # if a rotation moves inputs into a few columns, rounding may push others below 0
     return rotated
 
 
 def check_moment(second_moment, K=None, name="second_moment"):
     """Returns a second moment as float64. Raises ValueError unless it is symmetric, finite and [K, K].
 
-    A negative eigenvalue is noticed only by `_inverse_factor`.
+    Only `_inverse_factor` notices a negative eigenvalue.
     """
     check_data(name, second_moment, (torch.float32, torch.float64), "[K, K]" if K is None else (K, K))
     if second_moment.shape[0] != second_moment.shape[1]:
@@ -234,7 +234,7 @@ def _check(w, group_size, second_moment, damping):
 
 
 def _groups(x, group_size):
-    """View [R, C] as [R, groups, group], filled up with zeros."""
+    """View [R, C] as [R, groups, group], padded with zeros."""
     R, C = x.shape
     group = group_size or max(C, 1)
     groups = cdiv(C, group) if group_size else 1
@@ -275,14 +275,14 @@ def _least_squares(x, weight):
 
 
 def clip(w, group_size=None, second_moment=None, damping=_DAMPING, progress=True):
-    """Choose the absmax of each group by least squares, among 36 from 0.3 to 1 of the group's largest magnitude.
+    """Choose each group's absmax by least squares, from 36 candidates of 0.3 to 1 times its largest magnitude.
 
     Each candidate is rounded to float16 before it is tried.
 
     Args:
         w: [N, K] float16, bfloat16 or float32, any strides, on any device.
         group_size: as for `quantize_int4`.
-        second_moment: [K, K], as `collect` gathers it: S[k, k] weights the square error of column k. None weights all
+        second_moment: [K, K], as `collect` gathers it: S[k, k] weights the squared error of column k. None weights all
             columns alike.
         damping: above 0. Its product with the mean of all S[k, k] is added to each weight, so that columns without
             input count a little.
@@ -308,7 +308,7 @@ def _clip(w, group_size, second_moment, damping, progress):
     rows = max((_ELEMENTS if w.device.type == "cpu" else 256 * _ELEMENTS) // x[0].numel(), 1)
     absmax = x.new_empty(x.shape[:2], dtype=torch.float16)
     parts = progress_bar(x.split(rows), "clipping", progress)
-    for part, found in zip(parts, absmax.split(rows), strict=True):  # autocast to bfloat16 has no cat of float16
+    for part, found in zip(parts, absmax.split(rows), strict=True):  # under bfloat16 autocast, cat rejects float16
         found.copy_(_least_squares(part, weight))
     return absmax
 
@@ -337,9 +337,9 @@ def gptq(w, second_moment, group_size=None, absmax=None, damping=_DAMPING, progr
         w: [N, K] float16, bfloat16 or float32, any strides, on any device.
         second_moment: [K, K], as `collect` gathers it.
         group_size: as for `quantize_int4`.
-        absmax: a float for each group, [N, ceil(K / group_size)]. None: `clip`'s.
+        absmax: a float for each group, [N, ceil(K / group_size)]. None: `clip` chooses it.
         damping: above 0. Its product with the diagonal's mean is added to the diagonal, so that a few tokens don't
-            decide everything.
+            dominate.
         progress: whether to show a progress bar, if it takes longer than a second.
 
     Returns:
@@ -391,7 +391,7 @@ def _nearest(w, absmax, group_size):
     """Codes by rounding to nearest, int8 [N, K]."""
     inverse, _ = _inverse_and_scale(absmax[..., None])
     x = _groups(w.detach().float(), group_size)
-    # not a multiplication by 0, which leaves NaN
+    # where, not a multiplication by 0, which would keep NaN
     return _codes(x.where(inverse > 0, 0), inverse).to(torch.int8).flatten(1)[:, : w.shape[1]]
 
 
@@ -399,7 +399,7 @@ def quantize_weight(
     w, group_size=None, second_moment=None, clipping=True, compensate=True, packing="uint8", damping=_DAMPING,
     progress=True,
 ):  # fmt: skip
-    """Quantize a weight to packed int4 with a small error of the layer's output.
+    """Quantize a weight to packed int4, keeping the error of the layer's output small.
 
     Args:
         w, group_size, second_moment, damping, progress: as for `gptq`, but second_moment may be None.
@@ -408,8 +408,8 @@ def quantize_weight(
         packing: "uint8" or "int32".
 
     Returns:
-        packed and absmax, as `quantize_int4` returns them; absmax is float16. `int4_gemm` and `dequantize_int4` take
-        both.
+        packed and absmax, as `quantize_int4` returns them; absmax is float16. Pass both to `int4_gemm` or
+        `dequantize_int4`.
 
     Raises:
         ValueError: for bad arguments.

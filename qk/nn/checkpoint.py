@@ -1,7 +1,7 @@
 """Open checkpoints without trusting them: safetensors, in one file or several, and GGUF.
 
-Only headers are read at first, and what they claim is checked: a corrupted file is a ValueError here, before a model is
-touched. Pickles, which can run code, are never opened.
+Only headers are read at first, and what they claim is checked: a corrupted file raises ValueError here, before a model
+is touched. Pickles, which can run code, are never opened.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _DTYPES = {
     "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "C64": torch.complex64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-# GGUF's types of tensors: a name or a torch dtype, elements in a block, and bytes
+# GGUF's tensor types: a name or a torch dtype, then elements and bytes per block
 _GGUF_TYPES = {
     0: (torch.float32, 1, 4), 1: (torch.float16, 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
     7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
@@ -37,15 +37,15 @@ _GGUF_TYPES = {
 _GGUF_VALUES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _HUGE = 2**21  # bytes of a huge page
-_PIECE = 2**21  # bytes of a file for which another thread pays off
+_PIECE = 2**21  # bytes of a file that are worth another thread
 _ADVICE = 2**19  # bytes that Linux agrees to read ahead at a time
 
 
 def new_memory(size, device="cpu"):
     """Returns new memory, uint8 [size].
 
-    On a CPU it consists of huge pages where Linux has them: to provide as many bytes in small ones takes the system
-    longer than to copy them from a file in its cache.
+    On a CPU it consists of huge pages where Linux has them: providing the same memory in small pages takes longer than
+    copying a file into it from the page cache.
     """
     if torch.device(device).type != "cpu" or size < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(size, dtype=torch.uint8, device=device)
@@ -56,7 +56,7 @@ def new_memory(size, device="cpu"):
 
 
 class Entry(NamedTuple):
-    """A tensor of a checkpoint that wasn't read yet.
+    """A tensor of a checkpoint, not read yet.
 
     Attributes:
         dtype: a torch.dtype, or the file's name for it where torch has none.
@@ -73,7 +73,7 @@ class Entry(NamedTuple):
 
     def fill(self, memory, after=0):
         """Read bytes into memory, uint8 on the CPU. after: how many of the tensor's bytes come before them."""
-        # not through a map of the file: if the file shrinks, that would end the process
+        # not memory-mapped: if the file shrank, that would kill the process
         try:
             with open(self.file, "rb", buffering=0) as opened:
                 _read(opened.fileno(), memoryview(memory.numpy()), self.start + after)
@@ -81,17 +81,17 @@ class Entry(NamedTuple):
             raise ValueError(f"{self.name} can't be read: {error}") from None
 
     def read(self, memory=None):
-        """Read the tensor to the CPU. Of a dtype without a torch.dtype it returns the bytes, uint8 [size].
+        """Read the tensor to the CPU. If torch lacks its dtype, return the bytes, uint8 [size].
 
         Args:
-            memory: uint8 [size] on the CPU, where the tensor is read. None: new memory.
+            memory: uint8 [size] on the CPU, to read the tensor into. None: new memory.
         """
         memory = new_memory(self.size) if memory is None else memory
         self.fill(memory)
         return self.of_bytes(memory)
 
     def read_ahead(self):
-        """Ask the system to bring the tensor from its disk to the file cache, and don't wait for it."""
+        """Ask the system to read the tensor from disk into the page cache, and don't wait for it."""
         if hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError), open(self.file, "rb", buffering=0) as opened:
                 for at in range(self.start, self.start + self.size, _ADVICE):
@@ -169,7 +169,7 @@ def _file_of(folder):
 
 
 def _config(folder):
-    """config.json, with quantize_config.json in it where older tools wrote the quantization's settings to that file."""
+    """config.json, merged with quantize_config.json, to which older tools wrote the quantization settings."""
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     other = folder / "quantize_config.json"
     if "quantization_config" not in config and other.is_file():
@@ -337,7 +337,7 @@ def _open_gguf(file):
 
 
 def _gguf_info(source):
-    """Take what a GGUF file says about a tensor: name, shape, dtype, offset and size."""
+    """Read what a GGUF file says about a tensor: name, shape, dtype, offset and size."""
     name, dims = source.string(), source.take("I")
     if dims > 4:
         raise ValueError(f"{source.file.name} is damaged: {name} has {dims} dimensions")

@@ -1,6 +1,6 @@
 """Experts of a mixture-of-experts layer, quantized: two linear layers for each.
 
-transformers keeps the experts of a layer in two tensors, and every token goes through a few of them:
+transformers keeps a layer's experts in two tensors, and every token goes through a few of the experts:
 
     gate_up_proj  [E, 2 I, H]     h = act(gate) * up,  where gate and up are the halves of x @ gate_up_proj[e].T
     down_proj     [E, H, I]       out = sum of weight[e] * (h @ down_proj[e].T) over the token's experts e
@@ -10,8 +10,8 @@ transformers keeps the experts of a layer in two tensors, and every token goes t
               |
             a a b b e e        their outputs go back to the order of tokens, and are added in a fixed order
 
-Classes differ in where biases and transposes are, and in how gate and up are combined. They say so in attributes that
-transformers gives all of them. A checkpoint has the layers of each expert:
+Classes differ in where they have biases and transposes, and in how they combine gate and up. Attributes that
+transformers sets on all of them tell which. A checkpoint holds each expert's layers separately:
 
     others'  experts.3.gate_proj, experts.3.up_proj, experts.3.down_proj (or w1, w3, w2), each with its own codes
     ours     experts.gate_up.3, experts.down.3, as in `QuantizedExperts`
@@ -68,12 +68,12 @@ class QuantizedExperts(torch.nn.Module):
 
     A call takes what the float module takes: hidden states [tokens, H], the experts of each token [tokens, k], and
     their weights [tokens, k]. It returns [tokens, H]; a token's outputs are added in float32. It runs one GEMM after
-    the other, and the CPU has to know how many tokens each expert has. So a CUDA graph can't capture it, and
+    the other, and the CPU has to know how many tokens each expert gets. So a CUDA graph can't capture it, and
     torch.compile breaks its graph there.
 
     Args:
         experts: the float module, which stays as it is.
-        quantize: a function that makes an `Int8Linear` or an `Int4Linear` of a torch.nn.Linear.
+        quantize: a function that turns a torch.nn.Linear into an `Int8Linear` or an `Int4Linear`.
 
     Attributes:
         gate_up, down: the layers of all experts, torch.nn.ModuleLists.
@@ -156,7 +156,7 @@ def plan_experts(old, layers, plan_one):
         plan_one: plans a layer, given its name, a float layer of its shape, and its parts.
 
     Returns:
-        A function of a device and a Scratch that reads them, as `plan.Layer` has it.
+        A function of a device and a Scratch that reads them, like `plan.Layer.read`.
     """
     count, linears = len(old.gate_up_proj), [*linears_of(old)]
     fused = any(key.startswith("gate_up.") for key in layers)

@@ -1,6 +1,6 @@
 """Quantized weights as other libraries store them, converted to what `Int4Linear` and `Int8Linear` hold.
 
-A weight is [N, K], and q is a code without sign, 0 .. 15. In a word of 32 bits the first of eight codes is lowest.
+A weight is [N, K], and q is an unsigned code, 0 .. 15. The first of a 32-bit word's eight codes is in its low bits.
 
     pack-quantized   weight_packed [N, K / 8], eight columns in a word; weight_scale [N, groups];
                      weight_zero_point [N / 8, groups], eight rows in a word; weight_g_idx [K]
@@ -35,7 +35,7 @@ _STEP = 256  # bytes of each row that are converted at a time: on a CPU, they st
 
 
 class Refused(ValueError):
-    """A weight for which there is no layer, though nothing is wrong with it."""
+    """Raised for a weight that is valid, but that no layer supports."""
 
 
 def check_entry(entry, dtypes, *shapes):
@@ -84,7 +84,7 @@ def _even(packed, columns):
 
 
 def _int4(packed, scale, zero, order=None):
-    """The buffers of an `Int4Linear`, and a remark. zero: int8 [N, groups], 0 .. 15, or None, where it is 8.
+    """The buffers of an `Int4Linear`, and a remark. zero: int8 [N, groups], 0 .. 15, or None for 8.
 
     scale and zero may be views of their transposes.
     """
@@ -101,24 +101,24 @@ def _int4(packed, scale, zero, order=None):
 
 
 def _pinned(entry, start):
-    """Read a piece of a tensor to pinned memory, which torch uses again once a GPU has copied it."""
+    """Read a piece of a tensor to pinned memory, which torch reuses once a GPU has copied it."""
     memory = torch.empty(min(_PIECE, entry.size - start), dtype=torch.uint8, device="cpu", pin_memory=True)
     entry.fill(memory, start)
     return memory
 
 
 class Scratch:
-    """Reads tensors, in memory that serves one after the other.
+    """Reads tensors into memory that is reused from one to the next.
 
     On a CPU, getting new memory takes longer than a copy. A GPU copies from pinned memory several times as fast, and
-    meanwhile the next bytes are read.
+    the next bytes are read meanwhile.
     """
 
     def __init__(self):
         self._memory = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
         self._early = {}  # the first piece of a tensor, as a future, by entry
-        # glibc keeps freed memory for later, up to twice the largest block freed so far: without this line, the memory
-        # of each piece below would be new
+        # glibc keeps freed memory for later, up to twice the largest block freed so far: without this line, each piece
+        # below would need new memory
         torch.empty(2**25 - 2**16, dtype=torch.uint8, device="cpu")
 
     def _bytes(self, number, size):
@@ -133,7 +133,7 @@ class Scratch:
                 entry.read_ahead()
         elif entries:
             entry = max(entries, key=lambda entry: entry.size)
-            # what is older than the tensor before this one isn't asked for any more
+            # keep only the last entry and this one: older ones won't be asked for
             self._early = dict([*[*self._early.items()][-1:], (entry, in_background(_pinned, entry, 0))])
 
     def _to_gpu(self, entry, device):
@@ -149,13 +149,13 @@ class Scratch:
         return self._to_gpu(entry, device) if torch.device(device).type == "cuda" else entry.read().to(device)
 
     def lend(self, entry, device):
-        """Read a tensor that the caller may overwrite. On a CPU, it is gone when the next one is lent."""
+        """Read a tensor that the caller may overwrite. On a CPU, the next one lent overwrites it."""
         if torch.device(device).type == "cpu":
             return entry.read(self._bytes(0, entry.size))
         return self.read(entry, device)
 
     def empty(self, shape, device):
-        """Memory for uint8 codes. On a CPU, it is gone when the next one is asked for."""
+        """Memory for uint8 codes. On a CPU, the next call reuses it."""
         if torch.device(device).type == "cpu":
             return self._bytes(1, math.prod(shape)).view(shape)
         return torch.empty(shape, dtype=torch.uint8, device=device)
@@ -226,13 +226,13 @@ def _ordered(codes, order, out):
     """Fill out, uint8 [N, ceil(K / 2)], with signed codes in another order of columns.
 
     Args:
-        codes: uint8 [2, K / 2 or more, N], for even and for odd columns: whole rows can be gathered, like copies.
+        codes: uint8 [2, K / 2 or more, N], for even and for odd columns, so that gathering copies whole rows.
         order: int64 [K].
     """
     at = torch.nn.functional.pad(order // 2 + order % 2 * codes.shape[1], (0, len(order) % 2))
 
     def rows(start, end):
-        # index_select, and not an index: that one moves single bytes
+        # index_select rather than indexing, which moves single bytes
         low, high = (codes.flatten(0, 1).index_select(0, at[2 * start + i : 2 * end : 2]) for i in (0, 1))
         return _signed(low.add_(high, alpha=16))
 
@@ -286,7 +286,7 @@ def _check_words(method, parts, shape, words, config):
     N, K = shape
     size, groups = _groups(config.get("bits"), config.get("group_size"), K)
     if K % 8 or N % 8:
-        raise ValueError(f"is [{N}, {K}]; {method} has rows and columns in eights")
+        raise ValueError(f"is [{N}, {K}]; {method} needs rows and columns in multiples of 8")
     check_entry(parts["qweight"], (torch.int32,), words)
     check_entry(parts["scales"], _SCALES, (groups, N))
     if "qzeros" in parts:
@@ -366,7 +366,7 @@ def _int_quantized(parts, shape, config):
         raise Refused("has activations with zero points; expected symmetric ones")
     check_entry(parts["weight"], (torch.int8,), shape)
     check_entry(parts["weight_scale"], _SCALES, (N, 1), (N,), (1,), ())
-    note = "" if inputs.get("dynamic") else "its activations are quantized by token all the same"
+    note = "" if inputs.get("dynamic") else "its activations are quantized per token anyway"
 
     def read(device, scratch):
         scale = scratch.read(parts["weight_scale"], device).float().reshape(-1, 1).expand(N, 1).contiguous()
@@ -410,7 +410,7 @@ def _gguf_q4_0(parts, shape, config):
     """GGUF's Q4_0."""
     N, K = shape
     if K % 32:
-        raise ValueError(f"is [{N}, {K}]; Q4_0 has columns in 32s")
+        raise ValueError(f"is [{N}, {K}]; Q4_0 needs columns in multiples of 32")
     check_entry(parts["weight"], ("Q4_0",), shape)
 
     def read(device, scratch):
@@ -446,8 +446,8 @@ class Format(NamedTuple):
         required, optional: the parts that a layer has, besides its bias.
         plan: takes these parts as a dict of `Entry`, the weight's shape [N, K] and the format's settings, and checks
             them. It returns the layer's block or group size, and a function of a device and a `Scratch` that reads
-            the parts and returns the layer's buffers and a remark. It raises Refused where no layer has such a weight,
-            and ValueError where something is wrong with it.
+            the parts and returns the layer's buffers and a remark. It raises Refused if no layer supports such a
+            weight, and ValueError if something is wrong with it.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What a file or a config says about a model's quantized layers, so that they can be made again.
+"""What a file or a config says about a model's quantized layers, so that they can be rebuilt.
 
 {"version": 1,
  "layers": {name: {"kind": "Int4Linear", "dtype": "float16", "in_features": 64, ...}},

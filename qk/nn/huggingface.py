@@ -26,7 +26,7 @@ from .replace import check_options, checked_skip, dequantize_, quantize_, replac
 
 __all__ = ["QkConfig", "QkQuantizer"]
 
-_NEVER = {"model", "statistics", "measure", "progress"}  # of quantize_, what a config can't say
+_NEVER = {"model", "statistics", "measure", "progress"}  # arguments of quantize_ that a config can't hold
 _OPTIONS = {
     name: value.default for name, value in inspect.signature(quantize_).parameters.items() if name not in _NEVER
 }
@@ -120,7 +120,7 @@ class QkQuantizer(HfQuantizer):
 
 
 def _is_unfilled(module):
-    """Whether transformers found no values for a quantized layer, or those of another one."""
+    """Whether transformers found no values for a quantized layer, or another layer's values."""
     return isinstance(module, QuantizedModule) and module.format.tolist() != module.format_numbers
 
 

@@ -12,7 +12,7 @@ columns.
 Codes and scales are buffers, and they keep their dtypes under .half() and .to(dtype). The bias is a parameter. The
 buffer `format` describes the others in three integers: kind, block size, and flags (1 rotated, 2 zero points, 4 another
 order of columns, 8 absmax in float32, 16 inputs in int8). A state in another format, or with codes and no format, is
-refused. A bias in another dtype is converted, as torch.nn.Linear does it.
+refused. A bias in another dtype is converted, as in torch.nn.Linear.
 
 The weights are frozen, but gradients pass through them: the gradient of x is g @ w, where w is the dequantized weight,
 as if x had not been quantized. The bias gets a gradient if it requires one.
@@ -48,7 +48,7 @@ __all__ = ["Int4Linear", "Int8Embedding", "Int8Linear"]
 
 _KINDS = {1: "int8 codes in blocks of {}", 2: "int4 codes in groups of {}", 3: "int8 codes in groups of {}"}
 _FLAGS = "rotated", "with zero points", "with an order of columns", "with float32 absmax", "with inputs in int8"
-# settings that a layer's text leaves out
+# settings that a layer's repr leaves out
 _USUAL = {"zero_point": False, "order": False, "absmax_dtype": torch.float16, "activations": "float"}.items()
 _HOOKS = [name for name in vars(torch.nn.Module()) if "hooks" in name]
 # A hook's handle keeps a reference to the dict itself, and removes the hook from there.
@@ -227,7 +227,7 @@ def output_dtype(x, columns):
 
 
 def check_parameters(prefix, weight, bias):
-    """Raise ValueError unless a layer can be made from weight and bias. prefix: what error messages put before them."""
+    """Raise ValueError unless a layer can be made from weight and bias. prefix: what error messages start with."""
     check_data(f"{prefix}weight", weight, FLOATS, "[N, K]")
     if bias is not None:
         check_data(f"{prefix}bias", bias, FLOATS, weight.shape[:1])
@@ -252,7 +252,7 @@ def _input_gradient(
 
 
 def _quantize_input(x, block_size, rotate):
-    """Quantize x as an Int8Linear does, rotated first if it is a rotated layer."""
+    """Quantize x as an Int8Linear does, rotating it first in a rotated layer."""
     if block_size is None:
         return quantize_per_token(hadamard(x, torch.float32) if rotate else x)
     return (hadamard_quant if rotate else act_quant)(x, block_size, scale_layout="column")
@@ -263,7 +263,7 @@ def _empty_linear(x, weight, scale, bias, block_size, rotate, dtype):
 
 
 # A layer's call is one operator, and replayed as a whole: for a few tokens the Python around the kernels takes longer
-# than they do. The inner `replayed` serves those who come through the dispatcher, as torch.compile's code does.
+# than they do. The inner `replayed` serves calls that come through the dispatcher, as torch.compile's code does.
 @replayed(asked_path)
 @operator(_empty_linear, fills=False)
 @replayed(asked_path, passed_by=lambda: False)
@@ -294,7 +294,7 @@ class _Frozen(torch.autograd.Function):
 class QuantizedLinear(QuantizedModule):
     """What Int8Linear and Int4Linear share: sizes, the bias, and the steps of a call.
 
-    A subclass has `operands`, and the halves of a call, `prepare` and `multiply`. Layers that are cut up for several
+    A subclass has `operands` and the two halves of a call, `prepare` and `multiply`. Layers that are split across
     GPUs exchange activations between the two.
     """
 
@@ -340,9 +340,9 @@ class QuantizedLinear(QuantizedModule):
         raise NotImplementedError
 
     def quantization(self, device):
-        """Options with which `rms_norm_quant` and `swiglu_quant` return what `multiply` takes on this device.
+        """Options with which `rms_norm_quant` and `swiglu_quant` return what `multiply` needs on this device.
 
-        A kernel that computes the layer's input can then quantize it, too. None: `prepare` has to do more, or nothing.
+        A kernel that computes the layer's input can then also quantize it. None if `prepare` does more, or nothing.
         """
         return None
 
@@ -377,7 +377,7 @@ class QuantizedLinear(QuantizedModule):
         return as_conv1d(new) if self.transposed else new
 
     def settings(self):
-        """What the class takes to make a layer like this one, besides device and dtype."""
+        """The arguments that make a layer like this one, besides device and dtype."""
         block = "block_size" if hasattr(self, "block_size") else "group_size"
         sizes = {"in_features": self.in_features, "out_features": self.out_features, "bias": self.bias is not None}
         return sizes | {block: self.block, "rotate": self.rotate}
@@ -408,8 +408,8 @@ class Int8Linear(QuantizedLinear):
 
     It is filled with zeros until a state is loaded; `from_linear` converts a float layer. A call takes float16,
     bfloat16 or float32 [..., in_features] with any strides. It returns [..., out_features] in the input's dtype, or in
-    autocast's: to the bit what `int8_addmm` makes of `act_quant(x, block_size)`, or of `quantize_per_token(x)` if
-    block_size is None. Gradients: see the top of the file.
+    autocast's, bit-equal to `int8_addmm` of `act_quant(x, block_size)`, or of `quantize_per_token(x)` if block_size is
+    None. Gradients: see the top of the file.
 
     Args:
         block_size: 32, 64, 128 or 256. Square blocks of the weight share a scale, and so do that many columns of x.
@@ -418,7 +418,7 @@ class Int8Linear(QuantizedLinear):
         dtype: the bias's. None is torch.get_default_dtype().
 
     Attributes:
-        codes: int8 [out_features, in_features], as `weight_quant` makes them, or `quantize_per_token`.
+        codes: int8 [out_features, in_features], as `weight_quant` or `quantize_per_token` makes them.
         scale: float32 [ceil(out_features / block_size), ceil(in_features / block_size)]; [out_features, 1] for rows.
         bias: a parameter [out_features], or None.
         format: int32 [3]: kind, block size (0 for a row), flags.
@@ -445,7 +445,7 @@ class Int8Linear(QuantizedLinear):
         """Convert a torch.nn.Linear, or a Conv1D of transformers, which stays as it is.
 
         Args:
-            linear: its weight and bias are float16, bfloat16 or float32. On the meta device, so is the new layer.
+            linear: its weight and bias are float16, bfloat16 or float32. If it is on the meta device, so is the result.
             block_size, rotate: as for the class.
 
         Raises:
@@ -456,7 +456,7 @@ class Int8Linear(QuantizedLinear):
         return new.fill(linear, w.device, linear.bias, codes=codes, scale=scale)
 
     def operands(self):
-        return self._buffers["codes"], self._buffers["scale"], None  # by attribute, they take nn.Module's slow path
+        return self._buffers["codes"], self._buffers["scale"], None  # attribute access would take nn.Module's slow path
 
     def compute(self, x, bias, dtype):
         return _int8_linear(x, *self.operands()[:2], bias, self.block_size, self.rotate, dtype)
@@ -482,8 +482,8 @@ class Int4Linear(QuantizedLinear):
 
     It is filled with zeros until a state is loaded; `from_linear` converts a float layer. A call takes float16,
     bfloat16 or float32 [..., in_features] with any strides. It returns [..., out_features] in the input's dtype, or in
-    autocast's: to the bit what `int4_gemm` makes of x, or of its codes from `quantize_per_token`. A float32 x is first
-    rounded to bfloat16, or to autocast's dtype, unless it is quantized. Gradients: see the top of the file.
+    autocast's, bit-equal to `int4_gemm` of x, or of its codes from `quantize_per_token`. A float32 x is first rounded
+    to bfloat16, or to autocast's dtype, unless it is quantized. Gradients: see the top of the file.
 
     Args:
         group_size: 32, 64, 128 or 256 columns of a row that share an absmax. None: the whole row does.
@@ -496,7 +496,7 @@ class Int4Linear(QuantizedLinear):
     Attributes:
         packed: uint8 [out_features, ceil(in_features / 2)], as `quantize_int4` makes it from a float16 weight.
         absmax: float16 or float32 [out_features, ceil(in_features / group_size)].
-        zero_point: int8, of absmax's shape, or None, where it is 0. The weight is (code - zero_point) * absmax / 7.
+        zero_point: int8, of absmax's shape, or None for 0. The weight is (code - zero_point) * absmax / 7.
         order: int64 [in_features], or None: which column of x and of the weight each column of codes stands for.
         bias: a parameter [out_features], or None.
         format: int32 [3]: kind, block size (0 for a row), flags.
@@ -538,7 +538,7 @@ class Int4Linear(QuantizedLinear):
         A group with a value beyond 65504, float16's largest, becomes NaN.
 
         Args:
-            linear: its weight and bias are float16, bfloat16 or float32. On the meta device, so is the new layer.
+            linear: its weight and bias are float16, bfloat16 or float32. If it is on the meta device, so is the result.
             group_size, rotate, activations: as for the class.
             second_moment: the sum of x^T x over inputs of the layer, [in_features, in_features], not rotated, as
                 `calibration.collect` gathers it. Codes are then chosen by `calibration.quantize_weight`. None: by
@@ -636,7 +636,7 @@ class Int8Embedding(QuantizedModule):
         return (rows * torch.nn.functional.embedding(input, self.scale)).to(self.dtype)
 
     def settings(self):
-        """What the class takes to make a table like this one, besides device and dtype."""
+        """The arguments that make a table like this one, besides device and dtype."""
         return {name: getattr(self, name) for name in ("num_embeddings", "embedding_dim", "padding_idx")}
 
     def dequantize(self):
@@ -656,7 +656,7 @@ class TiedInt8Linear(Int8Linear):
     """A linear layer whose weight is an embedding table. Both are one `Int8Embedding`, wherever the model is moved.
 
     Args:
-        table: the `Int8Embedding`, a scale for each of whose rows suits `block_size=None`.
+        table: the `Int8Embedding`. Its one scale per row is what `block_size=None` expects.
         linear: the torch.nn.Linear that it is made from.
         bias: a tensor of which it keeps a copy, or None.
     """

@@ -1,6 +1,6 @@
 """Save quantized models, and load them: our own, and checkpoints that other libraries made.
 
-`load` works in four steps. Nothing of the model changes before the last one:
+`load` works in four steps, and changes the model only in the last one:
 
     open     headers and config.json                                    checkpoint.py
     plan     what each tensor becomes, and every check                  plan.py, and formats.py for others' layers
@@ -30,7 +30,7 @@ __all__ = ["load", "save"]
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Put what torch.empty makes on the meta device: weights to be, but not what a model computes, such as angles."""
+    """Put what torch.empty makes on the meta device: weights to load, but not what a model computes, such as angles."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -45,7 +45,7 @@ def _read_slot(slot, device, scratch):
     tensor = scratch.read(first, device).to(slot.tensor.dtype)
     for other in others:
         if not torch.equal(scratch.read(other, device).to(tensor.dtype), tensor):
-            raise ValueError(f"{first.name} and {other.name} differ, and in the model they are one")
+            raise ValueError(f"{first.name} and {other.name} differ, but are one tensor in the model")
     if isinstance(slot.tensor, torch.nn.Parameter):
         return torch.nn.Parameter(tensor, slot.tensor.requires_grad)
     return tensor
@@ -55,7 +55,7 @@ def _settings(value, most):
     """What config.json says about a model, with numbers such as infinity in the form that transformers gives them.
 
     What would run other code is left out, as is how the model was quantized. most: the layers that it may have. A model
-    with more layers than tensors doesn't fit; to find that out by building it could take forever.
+    with more layers than tensors can't fit, and finding that out by building it could take forever.
     """
     if isinstance(value, list):
         return [_settings(each, most) for each in value]
@@ -108,12 +108,12 @@ def load(path, model=None, *, rename=None, device=None, progress=True):
         path: a folder, a .safetensors file, the index of several, or a .gguf file. config.json is looked for next to
             it. It isn't needed for what `save` wrote.
         model: the torch.nn.Module to fill, in place, with float layers where the checkpoint has quantized ones. Its
-            layers have the names and shapes of the checkpoint's. Made on the meta device, it needs no memory before.
+            layers have the names and shapes of the checkpoint's. On the meta device, it needs no memory until then.
             None: the transformers model that config.json names.
         rename: a function that turns a tensor's name in the file into its name in the model, or into None to leave the
             tensor out. In GGUF files, llama.cpp changes the order of rows of Llama's and Mistral's q and k, which isn't
             undone: the model must expect it.
-        device: where tensors go, and are converted. None: to where the model's are, or to torch's default device if the
+        device: where tensors are converted and stay. None: where the model's are, or torch's default device if the
             model is None or on the meta device.
         progress: whether to show a progress bar, if it takes longer than a second.
 
@@ -121,8 +121,8 @@ def load(path, model=None, *, rename=None, device=None, progress=True):
         The model, and a `Report`: bytes before are the file's.
 
     Raises:
-        ValueError: there is no checkpoint, or something about it is wrong, or doesn't fit the model or any layer that
-            there is. The model is then unchanged.
+        ValueError: there is no checkpoint, or something about it is wrong, or doesn't fit the model or any of qk's
+            layers. The model is then unchanged.
     """
     if model is not None and not isinstance(model, torch.nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; expected a torch.nn.Module or None")
@@ -195,13 +195,13 @@ def _moved(model, made, slots, device):
 def save(model, path):
     """Save a model with quantized layers, so that `load` needs no arguments of `quantize_` again.
 
-    The file's header says how each layer was quantized. It is written under another name first: an interrupted save
-    leaves an older file whole.
+    The file's header says how each layer was quantized. The file is written under another name first, so an interrupted
+    save leaves an older file intact.
 
     Args:
         model: a torch.nn.Module.
-        path: a .safetensors file, or a folder: there goes model.safetensors, and for a transformers model config.json,
-            so that `load` can build the model, too.
+        path: a .safetensors file, or a folder for model.safetensors and, for a transformers model, config.json, so that
+            `load` can build the model too.
 
     Raises:
         ValueError: for bad arguments, or a quantized layer of a kind that can't be saved.

@@ -7,10 +7,10 @@
     parallelize_module(model, mesh, {"up": ColwiseQuantized(), "down": RowwiseQuantized()})
 
 They take the same arguments as torch's ColwiseParallel and RowwiseParallel, which split nn.Linear. Cuts fall between
-blocks and groups, so every code and scale is one of the whole layer's, and so are those of the activations (but where a
-token has one scale and the weight is cut by columns, each rank quantizes its columns with a scale of their own). Ranks
-get equal shares as far as possible: 5 blocks on 3 ranks are cut into 2, 2 and 1. A part may be empty. Parts don't pass
-gradients on.
+blocks and groups, so every code and scale equals the whole layer's. That holds for activations too, with one exception:
+if each token has one scale and the weight is cut by columns, each rank's columns get their own scale. Ranks get equal
+shares as far as possible: 5 blocks on 3 ranks are cut into 2, 2 and 1. A part may be empty. Parts don't propagate
+gradients.
 
 The sums of row-parallel parts are float32 (reduce_dtype) and are added in the order of ranks, so every run gives the
 same bits. Small sums go to all ranks, 4 (R - 1) bytes for each value of out on R ranks. Large ones are split by rows:
@@ -40,7 +40,7 @@ __all__ = ["ColwiseQuantized", "RowwiseQuantized"]
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the latter: before torch 2.13
 
-# Columns of packed int4 that fill 16 bytes (of int8, 32): where a row has one scale, parts begin at multiples of it.
+# Columns that take 16 bytes in packed int4, or 32 in int8. With one scale per row, parts begin at multiples of it.
 _ALIGNED = 32
 # Up to this many bytes, sums go to all ranks at once. Beyond that, two collectives with less traffic are faster (two
 # H200s with NVLink, 2026-11-23).
@@ -65,7 +65,7 @@ class _Buffer(NamedTuple):
     """How a buffer is split."""
 
     dim: int
-    per: int  # the rows or columns of the weight that one element is for
+    per: int  # the rows or columns of the weight that one element covers
 
     def span(self, begin, end):
         return cdiv(begin, self.per), cdiv(end, self.per)
@@ -102,9 +102,7 @@ class _Style(ParallelStyle):
         spans, buffers = self._cut(module, device_mesh.size()), kind.cuts_of(module)
         even = self._as_dtensors(spans, buffers, module)
         if not (self.use_local_output or even or self.dim == 1 or isinstance(self.output_layouts[0], Replicate)):
-            raise ValueError(
-                "use_local_output is False; expected True where parts are uneven or fused, and no DTensors"
-            )
+            raise ValueError("use_local_output is False; expected True, since uneven or fused parts can't be DTensors")
         module.__class__ = kind
         module._become_part(self, device_mesh, spans, buffers, even)
         return module
@@ -147,14 +145,14 @@ class _Style(ParallelStyle):
 class ColwiseQuantized(_Style):
     """Cut an Int8Linear or an Int4Linear by rows of its weight.
 
-    The output is bit-equal to that of one GPU, with one exception: int4 with up to some hundred tokens on GPUs other
+    The output is bit-equal to that of one GPU, with one exception: int4 with up to a few hundred tokens on GPUs other
     than Hopper. There, how K is split among programs or warps depends on the weight's rows, and so does the order in
     which float32 sums are added.
 
     Args:
-        input_layouts: Replicate() (None), or Shard(d), which is gathered. Where d is not the last dimension, what is
-            gathered is what the GEMM takes, for Int8Linear int8 codes and scales. A tensor that isn't a DTensor is cut
-            evenly along d, as torch does it; along the last dimension, as `RowwiseQuantized` would cut the layer.
+        input_layouts: Replicate() (None), or Shard(d), which is gathered: if d is not the last dimension, in the form
+            that the GEMM reads (for Int8Linear, int8 codes and scales). A tensor that isn't a DTensor is assumed to be
+            cut evenly, as in torch, or along the last dimension as `RowwiseQuantized` would cut the layer.
         output_layouts: Shard(-1) (None), or Replicate().
         use_local_output: False returns a DTensor.
         fused: a list of the sizes of fused parts of out (q, k and v, say), each of which is cut: a rank's columns are
@@ -406,7 +404,7 @@ class _Rowwise(_Part):
             x = x[..., slice(*self._span)]
         elif cut != x.ndim - 1:
             raise ValueError(f"input is {layout}; expected Shard({x.ndim - 1}) or Replicate()")
-        elif sizes not in (None, self._sizes):  # on some ranks x would fit, and wait for the others
+        elif sizes not in (None, self._sizes):  # otherwise, ranks whose x fits would wait for the others
             raise ValueError(f"input has {sizes} columns on the ranks; expected {self._sizes}")
         dtype = output_dtype(x, self.in_features)
         dim = _dim("output_layouts", self._style.output_layouts[0], x)

@@ -147,7 +147,7 @@ def table_of(old, settings, tables):
 
 
 def _plan_tied(old, parts, settings, tables):
-    """Plan a head that has an embedding's table."""
+    """Plan a head that shares an embedding's table."""
     table = table_of(old, settings, tables)
     if parts.keys() - {"bias"} != {"format"}:
         raise ValueError(f"has {sorted(parts)}; expected format and maybe bias")
@@ -183,7 +183,7 @@ def plan_layers(model, quantized, plan_one):
 
     Args:
         quantized: for each name of a quantized layer in the file, its parts.
-        plan_one: takes a name, the model's layer and its parts; returns a function as `Layer.read`.
+        plan_one: takes a name, the model's layer and its parts; returns a function like `Layer.read`.
 
     Returns:
         A list of `Layer`, and what is wrong with others.
@@ -251,7 +251,7 @@ def _plan_slots(model, entries, replaced):
 
 
 def _own_layers(checkpoint):
-    """What `save` wrote about the layers of a checkpoint, or None if it is another's."""
+    """What `save` wrote about the layers of a checkpoint, or None if another library wrote it."""
     own = checkpoint.metadata.get("qk")
     if own is None:
         settings = checkpoint.config.get("quantization_config")
@@ -305,7 +305,7 @@ def _plan_of_own(own, entries):
 
 
 def _plan_of_gguf(model, entries):
-    """As `_plan_of_own`, for a GGUF file. Embeddings are dequantized."""
+    """Like `_plan_of_own`, for a GGUF file. Embeddings are dequantized."""
     modules, entries, quantized = dict(model.named_modules(remove_duplicate=False)), dict(entries), {}
     for layer, parts in _by_layer(entries).items():
         weight = parts.get("weight")
@@ -319,7 +319,7 @@ def _plan_of_gguf(model, entries):
 
 
 def _plan_of_others(config, entries):
-    """As `_plan_of_own`, for safetensors of other libraries."""
+    """Like `_plan_of_own`, for safetensors of other libraries."""
     format_of = _layers_of(config)
     quantized = {layer: parts for layer, parts in _by_layer(entries).items() if MARKS & parts.keys()}
     return entries, quantized, lambda name, old, parts: _plan_foreign(old, parts, *format_of(name))

@@ -43,12 +43,12 @@ from .weights import as_linear, check_model, linear_kinds, weight_of, weight_sha
 __all__ = ["dequantize_", "int8_train_", "quantize_", "warm_up"]
 
 _TOKENS = 256  # rows that measure=True gives a layer
-# Each power of two, and a number below it that neither 16 nor a tile divides: kernels are chosen and compiled by these.
+# Each power of two, and a number below it that neither 16 nor a tile divides: both affect which kernels get compiled.
 _SERVED = (1, 2, *itertools.chain(*((2**k - 1, 2**k) for k in range(3, 13))))
 
 
-# Modules that compute with a child's weight instead of calling it, so that a new layer gains nothing. By package and
-# class, the children. `force` replaces the child anyway, but not in our own.
+# Modules that compute with a child's weight instead of calling the child, so that a new layer gains nothing: their
+# children by package and class. `force` replaces such a child anyway, except in our own modules.
 _READERS = {
     ("torch", "MultiheadAttention"): ("out_proj",),
     ("transformers", "MambaMixer"): ("x_proj", "dt_proj", "out_proj"),
@@ -118,7 +118,7 @@ def _alike(layer, users):
 
 
 def _partner(layer, users):
-    """Returns the other one of an embedding and a linear layer that alone share a weight, or None."""
+    """If only an embedding and a linear layer share a weight, returns the other one; else None."""
     pair, layers = (torch.nn.Embedding, torch.nn.Linear), [module for module, _ in users]
     kinds = {type(module) for module in layers}
     if len(layers) != 2 or kinds != set(pair) or any(why_unfit(each) or why_unusual(each, pair) for each in layers):
@@ -347,7 +347,7 @@ def _on_gpu(layer):
 
 
 def _also(names):
-    """What a row's note says of all names of a layer but the first."""
+    """What a row's note says about a layer's names after the first."""
     return f"also {', '.join(names[1:])}" if len(names) > 1 else ""
 
 
@@ -378,7 +378,7 @@ def _quantized(job, make, tokens, times, found):
                 new, notes = None, [problem, *notes]
     if new is not None:
         error = _relative_error(new, here)
-        if tokens and not is_experts(layer):  # which take more than tokens
+        if tokens and not is_experts(layer):  # experts take more inputs than tokens
             if alike not in times:
                 example = _example(layer, tokens)
                 times[alike] = _microseconds(layer, example), _microseconds(new, example)
@@ -421,10 +421,10 @@ def quantize_(
 ):  # fmt: skip
     """Replace a model's linear layers with quantized ones, in place.
 
-    Linear layers are torch.nn.Linear, and of transformers, Conv1D and the experts of most mixtures of experts, which
-    become `QuantizedExperts`. What is replaced depends only on the model, so a state saved on one machine loads on any
-    other. A module in several places becomes one new module, and so do layers that share weight and bias. Forward hooks
-    move to the new layer. An optimizer made before still has the old parameters.
+    Linear layers are torch.nn.Linear, transformers' Conv1D, and the experts of most mixture-of-experts models there,
+    which become `QuantizedExperts`. What is replaced depends only on the model, so a state saved on one machine loads
+    on any other. A module in several places becomes one new module, and so do layers that share weight and bias.
+    Forward hooks move to the new layer. An optimizer made before still has the old parameters.
 
     Some layers stay as they are, and the report says why:
 
@@ -466,7 +466,7 @@ def quantize_(
             on the CPU and partly on a GPU.
 
     After an error or interrupt the model is unchanged. So old and new layers are in memory together until the end; if
-    that is too much, quantize one part of the model after another. If kernels are compiled, a model on the CPU is
+    that is too much, quantize the model part by part. If kernels are compiled, a model on the CPU is
     quantized on the GPU, layer by layer.
     """
     check_options(to, block_size, group_size, embeddings, rotate, activations)
@@ -520,7 +520,7 @@ def replacements(model, made):
         parent, _, key = name.rpartition(".")
         if old in made and modules[parent] not in made:
             yield modules[parent]._modules, key, made[old]
-            for hooks in FORWARD_HOOKS:  # the dict itself: a hook's handle knows it
+            for hooks in FORWARD_HOOKS:  # move the dict itself: a hook's handle refers to it
                 yield made[old].__dict__, hooks, getattr(old, hooks)
 
 
@@ -528,7 +528,7 @@ def replacements(model, made):
 def changed(model, changes):
     """Set values, as (dict, key, value). If the body fails or is interrupted, set what was there before.
 
-    A transformers model's config says what is quantized.
+    A transformers model's config is updated to match.
     """
     changes = list(changes)
     before = [settings[key] for settings, key, _ in changes]
@@ -548,9 +548,9 @@ def changed(model, changes):
 def dequantize_(model, progress=True):
     """Undo `quantize_`: replace quantized layers with float ones of the kinds that they were made from, in place.
 
-    The weights are what the codes stand for, so the rounding stays: quantizing lost it for good. They have the dtype
-    that the model has now. What `quantize_` made one module of (layers that shared a weight) stays one. Biases stay the
-    same parameters, except those of experts, and forward hooks move to the new layers.
+    The weights are the dequantized codes: what rounding lost doesn't come back. They have the dtype that the model has
+    now. Layers that `quantize_` merged into one module, because they shared a weight, stay one. Biases stay the same
+    parameters, except those of experts, and forward hooks move to the new layers.
 
     Args:
         model: what `quantize_` made, on any device.

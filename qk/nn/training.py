@@ -100,7 +100,7 @@ def _backward(operator, ctx, g, *_):
     gradients = [None] * len(ctx.needs_input_grad)
     if g is None:
         return tuple(gradients)
-    if torch.is_grad_enabled() and not g.requires_grad:  # create_graph=True: a second derivative is to raise an error
+    if torch.is_grad_enabled() and not g.requires_grad:  # create_graph=True: a second derivative must raise an error
         g = g.detach().requires_grad_()
     found = operator(g, *ctx.saved_tensors, *ctx.how, *ctx.dtypes)
     for i, dtype in enumerate(ctx.dtypes):
@@ -118,7 +118,7 @@ def _no_second_derivative(ctx, *grads):
 
 def _empty_linear_backward(g, x_t, x_scale, w_t, w_scale, seed, block_size, x_dtype, w_dtype, bias_dtype):
     M, N = _rows(g), g.shape[-1]
-    # where codes weren't kept, no gradient has their columns
+    # codes that weren't kept belong to a gradient that isn't needed
     dx, dw = _empty(g, M, w_t.shape[0], dtype=x_dtype), _empty(g, N, x_t.shape[0], dtype=w_dtype)
     return dx, dw, _empty(g, N, dtype=bias_dtype)
 
@@ -168,7 +168,7 @@ def _empty_feed_forward_backward(
     g, x_t, x_scale, z, z_scale, w1_t, w1_scale, w2_t, w2_scale, seed, block_size, activation,
     x_dtype, w1_dtype, b1_dtype, w2_dtype, b2_dtype,
 ):  # fmt: skip
-    M, width, inner = _rows(g), g.shape[-1], z.shape[-1]  # where codes weren't kept, no gradient has their columns
+    M, width, inner = _rows(g), g.shape[-1], z.shape[-1]  # codes that weren't kept belong to gradients not needed
     dx, dw1 = _empty(g, M, w1_t.shape[0], dtype=x_dtype), _empty(g, inner, x_t.shape[0], dtype=w1_dtype)
     db1, dw2 = _empty(g, inner, dtype=b1_dtype), _empty(g, width, inner, dtype=w2_dtype)
     return dx, dw1, db1, dw2, _empty(g, width, dtype=b2_dtype)
@@ -252,12 +252,12 @@ class Int8TrainLinear(torch.nn.Linear):
 
     Parameters, initialization and state_dict are torch.nn.Linear's, so optimizers, FSDP2 and DDP treat it as one. The
     input is [..., in_features] in float16, bfloat16 or float32, with any strides. The output is [..., out_features] in
-    the input's dtype, or in autocast's under torch.autocast. Gradients have the dtypes of what they belong to.
+    the input's dtype, or in autocast's under torch.autocast. Each gradient has its tensor's dtype.
 
     Every forward pass quantizes the weight, also in eval mode. On an H100, that is 2 to 4% of the time of a forward
     and backward pass over 8192 tokens, and 6 to 14% over 2048. To serve a trained model, replace its layers with
     `qk.nn.quantize_`, which quantizes once. A weight that is used several times before the backward pass is quantized
-    for each use, and its codes are kept as often.
+    for each use, and its codes are kept once per use.
 
     A NaN or Inf spreads to its square block. If it is in the input, the block's rows of the output and its columns of
     the weight's gradient become NaN. If it is in the output's gradient, the block's rows of the input's gradient and

@@ -3,8 +3,8 @@
 torch.nn.Linear        x @ weight.T + bias      weight [out, in]
 transformers' Conv1D   x @ weight + bias        weight [in, out], in GPT-2
 
-On the CPU kernels are interpreted, and the references compute the same bits in a fraction of the time. So a weight is
-quantized by kernels on a GPU, and by references on the CPU and on the meta device, where they find shapes and dtypes. A
+On the CPU kernels are interpreted, and the references compute the same bits in a fraction of the time. So kernels
+quantize a weight on a GPU, and references do on the CPU and on the meta device, where they yield shapes and dtypes. A
 layer's call runs kernels everywhere.
 """
 
@@ -20,7 +20,7 @@ from ..hadamard import hadamard, hadamard_ref
 
 
 def linear_kinds():
-    """The classes of linear layers that can be replaced. A model has a Conv1D only once its module was imported."""
+    """The classes of linear layers that can be replaced. Includes Conv1D only once its module was imported."""
     module = sys.modules.get("transformers.pytorch_utils")
     return torch.nn.Linear, *(() if module is None else (module.Conv1D,))
 
@@ -50,20 +50,20 @@ def as_conv1d(linear):
     library = importlib.import_module("transformers.pytorch_utils")  # which the float layer came from
     with torch.device("meta"):
         layer = library.Conv1D(linear.out_features, linear.in_features)
-    weight = linear.weight.detach().t().contiguous()  # safetensors saves no other
+    weight = linear.weight.detach().t().contiguous()  # safetensors saves only contiguous tensors
     layer.weight, layer.bias = torch.nn.Parameter(weight, linear.weight.requires_grad), linear.bias
     return layer.train(linear.training)
 
 
 def weight_of(layer):
-    """The weight of a layer; of experts, the first of two."""
+    """The weight of a layer; for experts, the first of two."""
     return layer.gate_up_proj if "gate_up_proj" in layer._parameters else layer.weight
 
 
 def weight_shape(layer):
     """The shape [out, in] of the weight that a linear layer has or stands for.
 
-    Of an embedding, it is [rows, columns]; of experts, gate_up_proj's, which has three dimensions.
+    For an embedding it is [rows, columns]; for experts it is gate_up_proj's, which has three dimensions.
     """
     if is_transposed(layer):
         return layer.nf, layer.nx
@@ -75,7 +75,7 @@ def weight_shape(layer):
 
 
 def _where(function, reference):
-    """Returns what calls the function, or its reference if the first argument is on the CPU or on the meta device."""
+    """Returns a function that calls `function`, or `reference` if the first argument is on the CPU or meta device."""
 
     def call(x, *args, **options):
         if not x.is_cpu and not x.is_meta:
@@ -87,7 +87,7 @@ def _where(function, reference):
 
 
 def _compact(x):
-    """Copy what is a part of padded memory, which it would keep, and safetensors doesn't save."""
+    """Copy a view of padded memory, which it would keep alive, and which safetensors can't save."""
     return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
 
 

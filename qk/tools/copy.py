@@ -1,7 +1,7 @@
 """Copy a kernel into a file of your own: `python -m qk copy act_quant --out act_quant.py`.
 
 The file is what you would write by hand: the kernel, the helpers that it uses, a checked function that launches it, and
-its reference. It imports torch and Triton only, runs compiled or with TRITON_INTERPRET=1, and gives the package's bits.
+its reference. It imports torch and Triton only, runs compiled or with TRITON_INTERPRET=1, with the package's bits.
 
     python -m qk copy --list                                  what can be copied
     python -m qk copy act_quant                               print it
@@ -122,7 +122,7 @@ def _needed(roots, read):
         first = where not in needed
         taken = needed.setdefault(where, set())
         for i, item in enumerate(module.items):
-            # what defines nothing, such as the check of Triton's version, belongs to all of its module
+            # a statement that defines nothing, such as the Triton version check, belongs to all of its module
             if i not in taken and (name in item.binds or (first and not item.binds)):
                 taken.add(i)
                 waiting.extend((where, use) for use in item.uses)
@@ -277,7 +277,7 @@ def full(*names):
 
 
 def to_hub(names, folder, force=False):
-    """Write a folder that Hugging Face `kernels` loads, with a full copy. See `hub.write`."""
+    """Write a folder that Hugging Face `kernels` can load, with a full copy. See `hub.write`."""
     return hub.write(folder, full(*names), public_functions(names, True), names, force)
 
 
@@ -286,7 +286,7 @@ _LAUNCH = '''
 def launch(device, kernel, grid, *args, **options):
     """Run a kernel on a GPU, or in Triton's interpreter, where numpy would warn of Inf - Inf."""
     with triton.runtime.interpreter.np.errstate(all="ignore") if INTERPRETED else torch.cuda.device(device):
-        # a product and a sum become an fma only where the kernel says so by name: the same bits on every GPU
+        # multiply and add are fused only where the kernel calls tl.fma, so every GPU returns the same bits
         kernel[grid](*args, enable_fp_fusion=False, **options)
 '''
 _TEMPORARY = """
@@ -314,7 +314,7 @@ def check_tensor(name, x, dtypes, shape=None, like=None):
 '''
 _CHECK_ONE_OF = '''
 def check_one_of(name, value, choices, note=""):
-    """Check that an argument is one of a few values, and of its type: True is 1 to Python."""
+    """Check that an argument is one of a few values, and of the same type: to Python, True == 1."""
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         raise ValueError(f"{name} is {value!r}; expected {' or '.join(map(repr, choices))}{note}")
 '''
@@ -331,10 +331,10 @@ _TEMPLATES = {
     ("core.checks",): _VERSION,
     ("gemm_int4", "_ACTIVATIONS"): "_ACTIVATIONS = (torch.float16, torch.bfloat16)\n",
 }
-# Written for faster launches. In a copy, what does the same in Triton will do.
+# Helpers written for faster launches. In a copy, Triton's own equivalents will do.
 _RENAMED = {"INTERPRETING": "INTERPRETED", "cdiv": "triton.cdiv", "next_power_of_2": "triton.next_power_of_2"}
 _CLEARER = {"divide": "div_rn_of_normals"}  # names that say more to a reader who sees one kernel only
-# Operators with one scale per row, which is there even if rows have no columns. Outputs of others are empty together.
+# Operators with one scale per row, which exists even if rows have no columns. Outputs of others are empty together.
 _PER_ROW = ("_quant_slide", "_rms_norm_quant", "_add_rms_norm_quant", "_swiglu_quant")
 
 
@@ -342,8 +342,8 @@ class _Plan(NamedTuple):
     """What a short copy of some functions leaves out."""
 
     pins: dict  # {parameter of a public function: its only value}
-    dropped: tuple = ()  # functions that only the left out modes call
-    word: str = ""  # docstrings lose the sentences that have it
+    dropped: tuple = ()  # functions that only the left-out modes call
+    word: str = ""  # docstrings lose the sentences that contain it
     elsewhere: dict = {}  # {arch: as `word`, about other GPUs}
     fields: bool = False  # whether attributes of these names, such as a problem's, have the same values
 
@@ -593,7 +593,7 @@ def short(*names, arch=None):
         words += [plan.elsewhere[target]] if target in plan.elsewhere else []
         parts = [_without_sentences(part, "|".join(words)) for part in parts]
         if arches(where):
-            # of those that have sm80's instructions, many have the shared memory of capability 8.6
+            # many GPUs with sm80's instructions have only the shared memory of capability 8.6
             capability = _capability(target.replace("80", "86"))
             pins |= {"capability": [capability], "arch": [10 * capability[0] + capability[1]]}
             pins |= {"scratch": [0]} if target == "sm80" else {}  # many tokens: one kernel, which unpacks in its loop
@@ -612,7 +612,7 @@ def short(*names, arch=None):
 
 
 def _without_sentences(text, words):
-    """Remove the sentences that have one of some words, except for those that begin a text."""
+    """Remove the sentences that match one of the words, except for those that begin a text."""
     if not words:
         return text
     inside = r"(?:[^.]|[.]\d)*"
@@ -624,7 +624,7 @@ def _without_sentences(text, words):
         indent, last = own + 4 * " " * bool(item), first + 1
         while last < len(lines) and re.match(rf"{indent}(?!\w+: )[^ \"#]", lines[last]):
             if '"""' in lines[last - 1].lstrip(' "'):
-                break  # the docstring's end; behind it there is code
+                break  # the docstring's end; code follows
             last += 1
         rest = " ".join(line.strip() for line in lines[first:last])
         lines[first:last] = textwrap.wrap(rest, WIDTH, initial_indent=own, subsequent_indent=indent) or [""]
@@ -632,9 +632,9 @@ def _without_sentences(text, words):
 
 
 def _without_stale_notes(text, before, words):
-    """Remove clauses of comments on parameters and fields about what the text no longer has.
+    """Remove clauses about what the text no longer has from comments on parameters and fields.
 
-    Clauses end with a semicolon. They are about some words, or about a name in capitals that the text had before.
+    Clauses end with a semicolon. A stale one has one of the words, or a name in capitals that the text had before.
     """
     had, has = ({*re.findall(r"\b[A-Z][A-Z_]+\b", _without_comments(each))} for each in (before, text))
     stale = "|".join(filter(None, (words, *(rf"\b{name}\b" for name in sorted(had - has)))))
@@ -851,7 +851,7 @@ def _parser():
         "--arch", choices=_all_arches(), help="for a GEMM: the kernel for one instruction set (default: sm80)"
     )
     parser.add_argument("--full", action="store_true", help="add operators, torch.compile support and the fast launch")
-    parser.add_argument("--hub", type=Path, metavar="DIR", help="write a folder that Hugging Face kernels loads")
+    parser.add_argument("--hub", type=Path, metavar="DIR", help="write a folder that Hugging Face's `kernels` can load")
     parser.add_argument("--force", action="store_true", help="overwrite FILE, or write into DIR, if it exists")
     parser.add_argument("--list", action="store_true", help="print what can be copied")
     return parser

@@ -7,7 +7,7 @@
       build/torch-cuda/  build/torch-cpu/             what kernel-builder would build: source, _ops.py, metadata.json
 
 Nothing is compiled before a kernel's first call, so the builds are ready to load, and to be uploaded. Operators are in
-a namespace that has a hash of the source in its name: several versions run side by side. The layout is that of kernels
+a namespace that has a hash of the source in its name, so versions run side by side. The layout is that of kernels
 0.17 (build.toml of edition 5); see https://huggingface.co/docs/kernels.
 """
 
@@ -144,7 +144,7 @@ def results(value):
 
 
 def alike(got, want):
-    """The same codes, but for one in a thousand that may differ by one; floats within half a percent."""
+    """The same codes, except one in a thousand that may differ by one; floats within half a percent."""
     assert got.shape == want.shape and got.dtype == want.dtype
     got, want = got.double(), want.double()
     if got.numel() and (got != got.round()).any():
@@ -235,7 +235,7 @@ def _speed(public):
     record, lines = recorded("h200"), []
     measured = [row for row in record["results"] if row["op"] in public and row["contender"] == "qk" and row.get("us")]
     if not measured:
-        return "The benchmark of qk doesn't time these functions alone."
+        return "qk's benchmark doesn't time these functions on their own."
     for row in measured:
         how = "".join(f", {key} {value}" for key, value in row["options"].items())
         over = ", ".join(f"{key} {value:.2f}" for key, value in row.get("speedup_over", {}).items())
@@ -244,7 +244,7 @@ def _speed(public):
     versions = sorted({f"torch {row['torch']} and Triton {row['triton']}" for row in measured})
     head = (
         f"Measured in qk on an {record['gpu']} with {' or '.join(versions)}. The time is the GPU's, for a call whose\n"
-        "inputs aren't in its caches. Where a speedup is below 1, the other way is faster. The kernels may have\n"
+        "inputs aren't in its caches. Where a speedup is below 1, the other one is faster. The kernels may have\n"
         "changed since that date.\n\n"
         "| function | case | microseconds | speedup over | date |\n|---|---|---|---|---|\n"
     )
@@ -265,7 +265,7 @@ def _files(name, text, public, names):
     if outside := [each for each in public if each not in EXAMPLES]:
         raise ValueError(f"{outside[0]} can't be a kernel of its own: it calls the libraries of a GPU's vendor")
     if text.count(_REGISTERED) != 1:
-        raise RuntimeError("qk/core/operators.py registers operators in another way than qk/tools/hub.py expects")
+        raise RuntimeError("qk/core/operators.py registers operators differently than qk/tools/hub.py expects")
     text = text.replace(_REGISTERED, _PREFIXED)
     if text.count("itertools.") == 0:
         text = text.replace("import itertools\n", "", 1)

@@ -2,7 +2,7 @@
 
     text       a Debian package -> the text of six novels, a tokenizer, and tokens
     train      tokens -> a float16 checkpoint and its losses, on a GPU
-    quantize   checkpoint -> the shipped int4 model, and a record: losses of training, perplexities and texts per format
+    quantize   checkpoint -> the shipped int4 model, and a record: training losses, perplexities and texts per format
 
 The text is Jane Austen's six novels, 4.1 MB, in the public domain, from the Debian package r-cran-janeaustenr 1.0.0-1
 (MIT; Ubuntu has it too). The last 30 KB or so of each novel are held out: the first half is for validation, which
@@ -48,7 +48,7 @@ SOURCES = {
     "df6bddf211906d1ff404f8ff662c21b34e6660e7f54a311084e749050c019c95": f"Jane Austen's novels, Debian {PACKAGE}"
 }
 PARTS = "training", "validation", "held_out"
-HELD_OUT = 15_000  # bytes of a book, twice
+HELD_OUT = 15_000  # bytes of a novel for each of the two held-out parts
 
 
 class Setting(NamedTuple):
@@ -98,7 +98,7 @@ def novels(package):
 
 
 def _member(archive, name):
-    """Return the file of an `ar` archive whose name starts so."""
+    """Return the file of an `ar` archive whose name starts with `name`."""
     place = 8
     while place < len(archive):
         size = int(archive[place + 48 : place + 58])
@@ -138,7 +138,7 @@ def parts_of(novel):
 
 
 def train_tokenizer(text, vocabulary):
-    """Train a byte-level BPE tokenizer with so many tokens."""
+    """Train a byte-level BPE tokenizer with a vocabulary of this size."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -216,7 +216,7 @@ def save_checkpoint(model, file, about):
 
 
 def read_checkpoint(file):
-    """Read what `save_checkpoint` wrote. Returns the model, in float32 on the CPU, and {} of what was recorded."""
+    """Read what `save_checkpoint` wrote. Returns the model, in float32 on the CPU, and what was recorded, as a dict."""
     with safe_open(file, "pt") as tensors:
         about = json.loads(tensors.metadata()["about"])
         model = LanguageModel(Shape(**about["shape"]))
@@ -230,8 +230,8 @@ def train(model, text, setting, seed, compiled, heard):
 
     Args:
         compiled: whether to use torch.compile for the steps.
-        heard: a function called at each validation with the step, the mean loss of training since, with dropout, and
-            the loss on the validation part.
+        heard: a function called at each validation with the step, the mean training loss (with dropout) since the last
+            one, and the loss on the validation part.
     """
     device, context = qk.device(), model.shape.context
     called = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
@@ -259,7 +259,7 @@ def train(model, text, setting, seed, compiled, heard):
 
 
 def run_training(args):
-    """Train a model and write its best checkpoint and its losses, at each validation, so that a stop loses little."""
+    """Train a model. Write its best checkpoint and its losses at each validation, so that a crash loses little."""
     text = Text.read(args.text)
     shape = Shape(**{name: getattr(args, name) for name in Shape._fields if name != "vocabulary"},
                   vocabulary=text.about["vocabulary"])  # fmt: skip
@@ -366,7 +366,7 @@ def _parser():
     train.add_argument("--out", type=pathlib.Path, required=True, help="write checkpoint and losses to this folder")
     train.add_argument("--int8", action="store_true", help="train all linear layers but the head in int8")
     train.add_argument("--eager", action="store_true", help="don't use torch.compile")
-    train.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (default: 0)")
+    train.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights and batches (default: 0)")
     defaults = {**Shape()._asdict(), **Setting()._asdict()}
     for name, what in OPTIONS.items():
         value = defaults[name]
@@ -378,7 +378,7 @@ def _parser():
     quantize = commands.add_parser("quantize", help="quantize the model in many formats, and measure each")
     quantize.add_argument("text", type=pathlib.Path, help="the folder that `text` wrote")
     quantize.add_argument("run_folder", metavar="run", type=pathlib.Path, help="the folder that `train` wrote")
-    quantize.add_argument("--int8", type=pathlib.Path, metavar="RUN", help="the folder of the same training in int8")
+    quantize.add_argument("--int8", type=pathlib.Path, metavar="RUN", help="the folder of the same run with --int8")
     quantize.add_argument("--out", type=pathlib.Path, required=True, help="write model and record to this folder")
     quantize.set_defaults(run=run_quantize)
     return parser

@@ -30,7 +30,7 @@ FORMATS = {  # options of quantize_; "calibrated" stands for statistics, and "bi
 }
 CALIBRATION = {"windows": 48, "seed": 0}
 SAMPLE = {"prompt": "Elizabeth could not help laughing.", "tokens": 60, "temperature": 0.7, "seed": 1}
-TOLD = FLOAT, "int8", "int4, groups of 128, rounded", SHIPPED  # formats that write a text
+TOLD = FLOAT, "int8", "int4, groups of 128, rounded", SHIPPED  # formats that write a sample
 
 
 @contextlib.contextmanager
@@ -72,7 +72,7 @@ def round_weights(weight, bits, group_size):
 
 @torch.no_grad()
 def simulate(model, bits, group_size=128):
-    """Round the weights to fewer bits than the package has, in place. They stay float, and the embedding as it is.
+    """Round the weights in place, to fewer bits than the package has. They stay floats; the embedding isn't rounded.
 
     Returns:
         The bytes that codes, a float16 absmax for each group, an int8 embedding and float32 norms would take.

@@ -1,4 +1,4 @@
-"""Partial evaluation: cut the source of kernels down to what a few of its functions need.
+"""Partial evaluation: cut the source of kernels down to what a few functions need.
 
 `simplified` repeats two steps until nothing changes:
 
@@ -26,7 +26,7 @@ _PURE_METHODS = {"stride", "to", "numel", "contiguous", "detach", "view", "expan
                  "get_device_capability"}  # fmt: skip
 _TENSOR_METHODS = _PURE_METHODS | {"reshape", "new_empty", "new_zeros", "t", "float", "double", "expand", "permute"}
 _TENSOR_ATTRIBUTES = {"shape", "dtype", "device", "ndim", "itemsize", "type"}
-_LONGEST = 14  # lines of a function that is put in the place of a call
+_LONGEST = 14  # lines of a function that may be inlined
 _SIZES = ("block_size", "group_size")  # parameters that are never 0
 _OPERATORS = {
     ast.Add: lambda a, b: a + b, ast.Sub: lambda a, b: a - b, ast.Mult: lambda a, b: a * b,
@@ -99,7 +99,7 @@ class _Site:
         self.positional, self.keywords, self.launched, self.spread = positional, keywords, launched, spread
 
     def argument(self, parameters, name):
-        """Find the argument for a parameter. Returns None if the call has none, UNKNOWN if stars hide which it is."""
+        """Find the argument for a parameter. Returns None if the call has none, UNKNOWN if stars hide it."""
         if name in self.keywords:
             return self.keywords[name].value
         index = parameters.index(name)
@@ -229,7 +229,7 @@ class _Pass(Places):
         self.roots = roots
         self.pins, self.facts, self.constants, self.dropped, self.verbatim = known
         self.parents = {child: node for node in _walk(self.tree) for child in ast.iter_child_nodes(node)}
-        # what stands in an f-string is left alone: before Python 3.12 it doesn't know its place
+        # f-strings are left alone: before Python 3.12, the nodes in them have no valid positions
         self.in_text = {each for node in _walk(self.tree) if isinstance(node, ast.JoinedStr) for each in _walk(node)}
         self.functions, self.classes, self.owner = {}, {}, {}
         for node in self.tree.body:
@@ -396,7 +396,7 @@ class _Pass(Places):
         return self.value(node.body if truth else node.orelse)
 
     def truth(self, node):
-        """Like _truth, for a node; and sizes of blocks are never 0."""
+        """Like _truth, but for a node, and block sizes are never 0."""
         value = self.value(node)
         if value is SOMETHING and getattr(node, "id", getattr(node, "attr", "")).endswith(_SIZES):
             return True
@@ -648,7 +648,7 @@ class _Pass(Places):
         return f"({text})" if isinstance(node, loose) and isinstance(parent, inside) else text
 
     def _put(self, node, part, text=None):
-        """Replace an expression by one of its parts, or by a text."""
+        """Replace an expression with one of its parts, or with a text."""
         start, end = self.at(node)
         text = self.segment(part) if text is None else text
         simple = (
@@ -720,7 +720,7 @@ class _Pass(Places):
             self._put(node, node.right, self._grouped(node.right, node))
 
     def _edit_Call(self, node):
-        """Remove what min or max gets twice, and look up table.get(key) of a known key."""
+        """Remove duplicate arguments of min and max, and evaluate table.get(key) for a known key."""
         if getattr(node.func, "attr", "") == "get":
             ok, value = _known(self.value(node))
             if ok and type(value) is int:
@@ -733,7 +733,7 @@ class _Pass(Places):
                 self.propose((*self.at(node), f"{node.func.id}({', '.join(dict.fromkeys(texts))})"))
 
     def _edit_Expr(self, node):
-        """Remove calls of functions that are empty by now, and assertions that hold."""
+        """Remove calls to functions that have become empty, and assertions that hold."""
         if getattr(getattr(node.value, "func", None), "attr", "") == "static_assert":
             if self.truth(node.value.args[0]):
                 self.propose(self.without(node))
@@ -759,7 +759,7 @@ class _Pass(Places):
                         self.propose((*self.at(node), value.id))
 
     def _constants_of(self, function, verbatim):
-        """Replace names that have one value by that value, also where the docstring is about a number in capitals."""
+        """Replace names that have only one value with it; in the docstring too, for numbers named in capitals."""
         numbers = {}
         for name, loads in function.loads.items():
             assigned = function.assigned.get(name, [])
@@ -867,11 +867,11 @@ class _Pass(Places):
                 continue
             nodes = [self._argument(function.node, name), *(self._element(each) for each in given)]
             self.propose(*map(self._element_edit, nodes))
-            if nodes[0] in function.node.args.kwonlyargs:  # one at a time: the last one takes the bare star along
+            if nodes[0] in function.node.args.kwonlyargs:  # one at a time: the last edit also removes the bare star
                 return
 
     def _inline(self, key, function):
-        """Replace the only call of a function by its body, if that is short and no two names clash."""
+        """Replace the only call to a function with its body, if that is short and no two names clash."""
         node, sites = function.node, self.sites[key]
         if key in self.roots or key in self.escaped or len(sites) != 1 or sites[0].launched or function.variadic:
             return
@@ -888,7 +888,7 @@ class _Pass(Places):
         both = isinstance(statement, ast.Assign) and alone and isinstance(body[-1].value, ast.Tuple)
         expression = alone and len(body) == 1 and not tail and not both
         if self._repeated(call, caller.node) and any(isinstance(each, ast.AnnAssign) for each in _walk(node)):
-            return  # a constexpr can't be defined again
+            return  # a constexpr can't be redefined
         if not (tail or expression or isinstance(statement, ast.Assign) and alone or
                 isinstance(statement, ast.Expr) and not returns):  # fmt: skip
             return
@@ -997,7 +997,7 @@ class _Pass(Places):
         return node
 
     def _about(self, function):
-        """Return the first sentence of a docstring as a comment, in a list; [] if there is none, or a long one."""
+        """Return the first sentence of a docstring as a comment, in a list; [] if there is none, or it is long."""
         if not _is_docstring(function.node.body[0]):
             return []
         paragraph = function.node.body[0].value.value.split("\n\n")[0].strip()
@@ -1139,7 +1139,7 @@ def _is_generator(node):
 
 
 class Known(NamedTuple):
-    """What is known about a text besides what it says itself."""
+    """What is known about a text beyond the text itself."""
 
     pins: dict  # {(function, parameter): [value]} for parameters that have one value only, and {attribute: [value]}
     given: set  # of (function, parameter) that isn't None

@@ -242,7 +242,7 @@ NUMBERS = [
     ("01_int4_packing", r"Eager torch takes about (\d+) to (\d+) times as long", lambda: int4("eager")),
     (
         "03_scaled_int8_gemm",
-        r"([\d.]+)x the speed of bf16",
+        r"([\d.]+)x bf16's speed",
         lambda: [1 / ratios("ladder", "4 warps", "bf16")[8192, 8192, 8192]],
     ),
     (
@@ -252,7 +252,7 @@ NUMBERS = [
     ),
     (
         "03_scaled_int8_gemm",
-        r"`qk` takes (\d+) to (\d+)% longer than a copy that moves as many bytes",
+        r"`qk` takes only (\d+) to (\d+)% longer than a copy that moves as many bytes",
         lambda: extremes(100 * ratios("int8_gemm", "qk", "copy")[m, 8192, 8192] - 100 for m in (1, 16)),
     ),
     (

@@ -50,7 +50,7 @@ GPUS = {
 # The environment of a process that compiles for absent GPUs: qk compiles its kernels, and no real GPU is visible.
 ENVIRONMENT = {"QK_BACKEND": "compile", "CUDA_VISIBLE_DEVICES": ""}
 
-# PTX instructions counted for a kernel. Of loads and stores, each width: "ld.global.128".
+# PTX instructions counted for a kernel. Loads and stores are counted by width: "ld.global.128".
 _INSTRUCTIONS = {
     "mma": r"mma\.sync\.",
     "wgmma": r"wgmma\.mma_async\.",
@@ -114,8 +114,8 @@ _compiled = []  # by the launches of this process
 
 def prepare():
     """Make launches compile only. Also start Triton and torch, so that child processes can be forked."""
-    # A tensor on the meta device has no data; modules, and only they, see it on a GPU. Allocators align to more than a
-    # kernel asks for, and a view is where its offset puts it.
+    # A tensor on the meta device has no data. qk's modules, and only they, see it on a GPU. Its address is its offset:
+    # real allocators align memory to more than a kernel asks for.
     gpu = torch.device("cuda", 0)
     seen = {True: lambda tensor: gpu, False: torch._C.TensorBase.device.__get__}
     torch.Tensor.device = property(lambda self: seen[sys._getframe(1).f_globals["__name__"].startswith("qk.")](self))
@@ -160,7 +160,7 @@ def _pretend(arch):
 
 
 class _RunOperators(TorchDispatchMode):
-    """Make qk's operators run their own code, which launches; without data, torch would call their fakes."""
+    """Make qk's operators run their own code, which launches kernels; without data, torch would call their fakes."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace != "qk":
@@ -190,7 +190,7 @@ def _matrix_instruction(counts, ttir):
 
 
 def _wanted(least, row):
-    """Return a case's least counts for one kernel, with alternatives and "tile" resolved."""
+    """Return a case's minimum counts for one kernel, with alternatives and "tile" resolved."""
     counts = {}
     for names, count in least.items():
         alternatives = names.split("|")
@@ -241,8 +241,8 @@ def _describe(kernel, arch, stem):
     }
     if row["shared"] > row["shared_limit"]:
         row["problems"].append(f"needs {row['shared']} bytes of shared memory, of {row['shared_limit']}")
-    # Launched before the previous kernel ends. int4_gemm's without PERMUTE follows one of the same call that has
-    # waited already: it waits for that one's output only.
+    # Launched before the previous kernel ends. int4_gemm's kernel without PERMUTE follows another kernel of the same
+    # call, which has already waited, so it waits only for that kernel's output.
     if row["constants"].get("EARLY") and row["constants"].get("PERMUTE") is not False:
         before, wait, _ = kernel.asm["ptx"].partition("griddepcontrol.wait")
         if not wait or _ACCESS.search(before):

@@ -53,7 +53,7 @@ def _every(cases, step):
 def _parser():
     parser = argparse.ArgumentParser(
         prog="python -m qk aot",
-        description="Compile every kernel for every GPU, ahead of time and on a machine without one. Prints each "
+        description="Compile every kernel for every GPU, ahead of time, on a machine that needs none. Prints each "
         "kernel's registers and spilled bytes per thread, shared memory and matrix instruction. Exits with 1 "
         "if a kernel doesn't compile, doesn't fit, spills, or lacks an instruction that it should have.",
     )

@@ -1,6 +1,6 @@
 """The cases of `python -m qk aot`: for each module and compute capability, calls of its functions.
 
-A case is a call as text, and the least count of each instruction that one of its kernels must have. The text is
+A case is a call as text, and the minimum count of each instruction that one of its kernels must have. The text is
 evaluated with the module's names, with f16(8192, 2048), bf16, f32, i8, i32, i64 and u8 for tensors, and with the GEMMs'
 Problem. The count "tile" is what the kernel's tile needs in one iteration of its loop. Of instructions separated by |,
 one is enough. "spilled" is how many bytes a thread may spill, 0 by default. The cases cover every config of the
@@ -18,7 +18,7 @@ from qk.gemm_int4 import sm90 as int4_sm90
 
 # 16 bytes at a time: how contiguous, aligned tensors are read and written
 _LOADS, _STORES = {"ld.global.128": 1}, {"st.global.128": 1}
-_TRITON = ".".join(triton.__version__.split(".")[:2])  # some spill where others don't
+_TRITON = ".".join(triton.__version__.split(".")[:2])  # some releases spill where others don't
 _STOCHASTIC = "rounding='stochastic', seed=i64(1)"
 
 
@@ -178,7 +178,7 @@ def _gemm_sm90_cases(arch):
             yield call(128, None, "f32(4096, 4096)", f", exact={exact}", True), least
             yield call(128, "f16(4096)", squares, f", 128, 128, 'gelu', {exact}", True), least
         yield call(None, "f16(4096)", squares, ", None, 128, 'gelu'"), least
-        if config == "narrow":  # the wide tile doesn't fit shared memory with its scales and those of a's rows
+        if config == "narrow":  # the wide tile, its scales and those of a's rows don't fit in shared memory
             yield call(128, "f16(4096)", squares, ", 128, 128, 'gelu'"), least
 
 

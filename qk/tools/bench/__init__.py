@@ -47,7 +47,7 @@ class Pace(NamedTuple):
     """Keeps processes that measure together in step."""
 
     clock: Callable = time.perf_counter  # the time, which is the same in all processes
-    meet: Callable = lambda: None  # queues a wait of the GPUs for each other
+    meet: Callable = lambda: None  # makes the GPUs wait for each other, in their queues
 
 
 ALONE = Pace()
@@ -60,7 +60,7 @@ class Case(NamedTuple):
     computes in plain torch what the call should return. bytes: what a call moves; None counts its inputs and outputs.
     flops: 0 if it isn't a GEMM. restored() turns a result into what is compared with the truth. activation_bytes: the
     bytes of the inputs without weights. If given, a row has `peak_bytes`, which adds the most that a call allocates.
-    limit: the largest error of qk that --correctness accepts. seconds: how long the rounds go on by default.
+    limit: the largest error of qk that --correctness accepts. seconds: how long the rounds take by default.
     worst: a contender with a larger error isn't timed. rates: units of work in a call, such as {"tokens_per_s": 64}.
     more(contender, outcome): more entries of its row; `bytes` among them are those that this contender moves.
     fresh: whether to drop what torch.compile made for this case before the next one.
@@ -107,7 +107,7 @@ def peak_bytes(call, tensors):
 def wall_us(call, sets, wait=torch.cuda.synchronize, clock=time.perf_counter):
     """Return the host's microseconds for one of 300 calls back to back: the median of up to 7 runs within 0.2 seconds.
 
-    If a call takes longer than half a millisecond, there are fewer of them. wait() returns when the GPU is done.
+    If a call takes longer than half a millisecond, fewer are made. wait() returns when the GPU is done.
     """
     turns = itertools.cycle(sets)
 
@@ -311,7 +311,7 @@ def time_rounds(replays, seconds, pace=ALONE):
 
 
 def rounds(once, seconds, clock=time.perf_counter):
-    """Call once(the rounds before) 5 to 50 times, until the seconds are over, after a warm-up. Return the results."""
+    """Call once(the rounds before) 5 to 50 times, until the time is up, after a warm-up. Return the results."""
     counted, deadline = [], clock() + seconds
     once(counted)
     while len(counted) < 5 or len(counted) < 50 and clock() <= deadline:

@@ -172,7 +172,7 @@ def _dtype(row):
 
 
 def merge(old, new, fields=("job", "dtype")):
-    """Add to a new report the old one's results that weren't measured again: those that differ from all in a field.
+    """Add an old report's results to a new one, except those that match a new result in all of these fields.
 
     Raises:
         ValueError: the reports are from different GPUs.
@@ -284,9 +284,9 @@ def _add_arguments(parser):
         "--tolerance",
         type=_share,
         metavar="SHARE",
-        help="with --check: how much slower is still acceptable (default 0.1: 10 percent)",
+        help="with --check: the slowdown that is still acceptable (default 0.1: 10 percent)",
     )
-    parser.add_argument("--gpus", type=int, metavar="N", help="under torchrun: the job `model`, split among N GPUs")
+    parser.add_argument("--gpus", type=int, metavar="N", help="under torchrun: run the job `model`, split among N GPUs")
 
 
 def _parse(argv, parser):
@@ -372,8 +372,8 @@ def main(argv=None, here=here, measure=bench.measure):
 def _main(argv, here, measure):
     parser = argparse.ArgumentParser(
         prog="python -m qk bench",
-        description="Time qk's kernels on this GPU next to PyTorch and other libraries, and print a table. A job is a "
-        "kernel, or several, with the shapes to time. Without --json, nothing is written.",
+        description="Time qk's kernels on this GPU next to PyTorch and other libraries, and print a table. A job is "
+        "one or more kernels and the shapes to time. Without --json, nothing is written.",
         epilog="Another benchmark trains a small model in int8: see python -m qk bench characters --help.",
     )
     args = _parse(argv, parser)

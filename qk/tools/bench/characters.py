@@ -15,7 +15,7 @@ machine without a network, --write-text writes the text to a file that --text re
     int8 nearest    float32          int8, the rest as in bf16          to nearest
 
 A run is a kind, a seed and a learning rate. Runs with the same seed start with the same weights and see the same
-batches. Each records `steps`, and at each of these the mean loss of the batches since (`training`, with dropout) and
+batches. Each records `steps`, and at each step the mean loss since the previous one (`training`, with dropout) and
 the loss on the held-out text (`validation`). Runs that --out already holds are skipped, so an interrupted command
 continues where it stopped. With --seconds, a run that would take longer than the time left isn't finished.
 
@@ -156,7 +156,7 @@ class CharacterModel(nn.Module):
         self.head = nn.Linear(setting.width, characters, bias=False)
         self.head.weight = self.embedding.weight
         for name, weight in self.named_parameters():
-            if weight.ndim == 2:  # as in GPT-2: the more layers add to x, the smaller what each adds
+            if weight.ndim == 2:  # as in GPT-2: the more layers there are, the less each adds to x
                 last = name.endswith(("attention.output.weight", "down.weight"))
                 nn.init.normal_(weight, std=0.02 / (2 * setting.layers) ** 0.5 if last else 0.02)
 
@@ -224,7 +224,7 @@ def train(kind, text, setting=FULL, seed=0, how=lambda model: model, seconds=mat
         heard: called with the unfinished run at each validation.
 
     Returns:
-        The run as it is recorded, or None if it would take longer than that.
+        The run as it is recorded, or None if it would take longer than `seconds`.
     """
     if seconds <= 0:
         return None

@@ -3,7 +3,7 @@
     tokens -> embedding -> layers -> RMSNorm -> head -> logits of the last token
               a layer:  x += update;  x += output(attention(qkv(norm(x))));  update = down(silu(gate) * up of norm(x))
 
-q, k and v are one matmul, and so are gate and up. The next layer adds a layer's update to x, in the kernel that
+q, k and v are one matmul, and so are gate and up. A layer's update is added to x by the next layer, in the kernel that
 normalizes.
 
 All operations except attention are in three functions (`Decoder.begin`, `Layer.forward`, `Decoder.end`). torch.compile
@@ -56,7 +56,7 @@ class Cache(NamedTuple):
 
     keys: list
     values: list
-    absmax: list  # None for each layer whose keys and values aren't quantized; int4 needs a step that is fused
+    absmax: list  # None for each layer whose keys and values aren't quantized; int4 needs a fused step
 
 
 class Place(NamedTuple):

@@ -193,7 +193,7 @@ class _Cache(NamedTuple):
 
 
 def _cache(B, tokens, bits, heads=32, kv_heads=8, D=128):
-    """bits: of the formats to make."""
+    """bits: which formats to make."""
     q, k, v = (randn(B, *shape, D, dtype=torch.bfloat16) for shape in ((heads,), *[(kv_heads, tokens)] * 2))
     lengths, caches = torch.full((B,), tokens, dtype=torch.int32, device=q.device), {16: (k, v, None)}
     for each in set(bits) - {16}:
@@ -297,7 +297,7 @@ def operands(M, N, K):
 
 
 def product(a, a_scale, b, b_scale):
-    """Dequantize both operands as the shapes of their scales tell, and multiply them in float32."""
+    """Dequantize both operands, with block sizes from the shapes of their scales, and multiply them in float32."""
 
     def dequantized(codes, scale):
         rows, columns = (size // blocks for size, blocks in zip(codes.shape, scale.shape, strict=True))
@@ -460,7 +460,7 @@ class _Layer(NamedTuple):
 
 def _layer(tokens, width, inner):
     x, b1, b2 = (randn(*shape, dtype=torch.bfloat16) for shape in ((tokens, width), (inner,), (width,)))
-    # their results are of x's size
+    # scaled so that outputs are about as large as x
     w1 = randn(inner, width, dtype=torch.bfloat16) / math.sqrt(width)
     w2 = randn(width, inner, dtype=torch.bfloat16) / math.sqrt(inner)
     return (_Layer(x, w1, b1, w2, b2, qk.weight_quant(w1), qk.weight_quant(w2)),)

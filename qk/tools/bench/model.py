@@ -100,10 +100,10 @@ def random_decoder(shape, kind):
 def _case(op, shape, models, inputs, run, read, worst, cached=lambda name: 0, pace=ALONE, options=None, **others):
     """Make the case of one step.
 
-    models() returns {kind: (model, seconds)}. run(model, how, *inputs) makes the step; how compiles a function, or
+    models() returns {kind: (model, seconds)}. run(model, how, *inputs) runs the step; how compiles a function, or
     returns it as it is. options: {how a quantized kind's step is also called: options of run}. read: bytes of a
-    model's weights that a step reads. worst: the largest error that int4 may have; with normal values, its codes put
-    each matmul off by 11%. cached: returns the bytes of a contender's cache. others: fields of Case.
+    model's weights that a step reads. worst: the largest error that int4 may have; with normal values, its codes
+    make each matmul 11% off. cached: returns the bytes of a contender's cache. others: fields of Case.
     """
     compiled = functools.cache(functools.partial(torch.compile, fullgraph=True, dynamic=False))
     contenders, kinds = {}, {}
@@ -168,7 +168,7 @@ def _has_room(needs, what):
         return True
     free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     if free < needs:
-        print(f"no {what}: it needs {needs / 2**30:.0f} GiB of free GPU memory, {free / 2**30:.0f} are", flush=True)
+        print(f"no {what}: it needs {needs / 2**30:.0f} GiB of GPU memory, {free / 2**30:.0f} are free", flush=True)
     return free >= needs
 
 
@@ -192,7 +192,7 @@ def _embed(model, how, ids):
     x = how(type(model.embeddings).forward)(model.embeddings, ids)
     for layer in model.encoder.layer:
         x = how(type(layer).forward)(layer, x)
-        x = x if isinstance(x, torch.Tensor) else x[0]  # of transformers 4, a tuple
+        x = x if isinstance(x, torch.Tensor) else x[0]  # a tuple in transformers 4
     return x.mean(1)
 
 

@@ -44,7 +44,7 @@ def start(gpus):
         raise ValueError(f"--gpus {gpus} takes as many processes, on one machine: {how}")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    # if one rank fails, say for lack of memory, the others wait for it: not for the default ten minutes
+    # if one rank fails, say for lack of memory, the others don't wait the default ten minutes for it
     dist.init_process_group("nccl", timeout=datetime.timedelta(minutes=3), device_id=device)
     return DeviceMesh("cuda", list(range(gpus)))
 

@@ -116,7 +116,7 @@ def saved_bytes(model, call, x):
 
 
 class Contender:
-    """A model, what it is called by, and its optimizer."""
+    """A model, the function that calls it, and its optimizer."""
 
     def __init__(self, model, compiled):
         self.model = model
@@ -134,7 +134,7 @@ class Contender:
         return torch.autograd.grad(self.call(x), [x, *self.parameters], g)
 
     def gradient(self, x, g):
-        """Of x."""
+        """The gradient of x."""
         return self.both(x, g)[0]
 
     def step(self, x, g):
