@@ -144,7 +144,7 @@ def _check_operands(a, a_scale, b, b_scale, bias, block_size, path, exact):
     shapes = [[*leading, blocks]]  # compared first: torch.export then needs no guard for the other
     if a.ndim == 2 and block_size is not None:
         shapes.append([cdiv(a.shape[0], block_size), blocks])
-    if list(a_scale.shape) not in shapes:
+    if list(a_scale.shape) != shapes[0] and list(a_scale.shape) not in shapes[1:]:
         raise ValueError(f"a_scale has shape {list(a_scale.shape)}; expected {listed(shapes)}")
     check_tensor("b_scale", b_scale, (torch.float32,), (rows, blocks), like=("a", a))
     if bias is not None:

@@ -278,7 +278,7 @@ def test_quantized_again_far_left_of_zero():
             torch.testing.assert_close(scale, scale_ref, rtol=2e-5, atol=0)
         else:
             assert moved.count_nonzero() > 2 and (scale - scale_ref).abs().max() < 3e-12
-    assert "left of -6" in gemm.int8_addmm_quant.__doc__
+    assert "below -6" in gemm.int8_addmm_quant.__doc__
 
 
 def flags(path):
