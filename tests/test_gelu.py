@@ -121,7 +121,7 @@ def test_what_the_docstring_allows_left_of_minus_6(low):
     # 3e-12, and half a step of each rounding
     assert ((values - values_ref).abs() <= 3e-12 + scale_ref.repeat_interleave(128, 1)).all()
     assert values_ref.abs().max() < 7e-9 and (out != out_ref).float().mean() > 0.001
-    assert "left of -6" in " ".join(int8_gelu.__doc__.split())
+    assert "below -6" in " ".join(int8_gelu.__doc__.split())
 
 
 def test_zero_and_bad_blocks():
