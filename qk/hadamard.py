@@ -134,8 +134,8 @@ def hadamard(x, out_dtype=None):
 
     The matrix is orthogonal and symmetric, so a second call returns x, up to rounding. Rotating the rows of both x and
     w leaves x @ w.T unchanged (QuaRot, arXiv 2404.00456). NaN and Inf spread over their block, and no further. Computed
-    in float32 with a relative error below 1e-6, and rounded to nearest even. Bit-equal to `hadamard_ref`, on the GPU
-    and in the interpreter.
+    in float32 with a relative error below 1e-6, and rounded to nearest even. Bit-equal to `hadamard_ref` but for the
+    bits of NaN, on the GPU and in the interpreter.
 
     Args:
         x: [..., K] float16, bfloat16 or float32, any strides. It is copied first if no view [M, K] has contiguous rows.

@@ -251,7 +251,7 @@ def quantize_int4(x, group_size=None, packing="uint8"):
     """Quantize a matrix to packed int4 codes in groups along its rows, in one kernel.
 
     A group whose absmax is below 2.1e-38 counts as zero. One that holds NaN or Inf gets absmax NaN and codes 0.
-    Bit-equal to `quantize_int4_ref`, on the GPU and in the interpreter.
+    Bit-equal to `quantize_int4_ref` but for the bits of NaN, on the GPU and in the interpreter.
 
     Args:
         x: [R, C] float16, bfloat16 or float32, any strides.
@@ -418,7 +418,7 @@ def _dequantize_int4(
 def dequantize_int4(packed, absmax, columns, group_size=None, out_dtype=torch.float16, *, zero_point=None):
     """Dequantize a packed matrix: `(code - zero_point) * (absmax / 7)`.
 
-    Computed in float32, rounded to nearest even. Bit-equal to `dequantize_int4_ref` on the GPU and in the interpreter.
+    Rounded from float32 to nearest even. Bit-equal to `dequantize_int4_ref` but for NaN's bits, on GPU and interpreted.
 
     Args:
         packed: uint8 [R, ceil(columns / 2)] or int32 [R, ceil(columns / 8)].

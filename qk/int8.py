@@ -502,7 +502,7 @@ def _dequantize(name, q, scale, shape, block_size, square, out_dtype):
 def act_dequant(x, x_scale, block_size=128, out_dtype=None):
     """Dequantize activations that `act_quant` quantized: `code * scale`.
 
-    Computed in float32 and rounded to nearest even. Bit-equal to `act_dequant_ref`, on the GPU and in the interpreter.
+    Rounded from float32 to nearest even. Bit-equal to `act_dequant_ref` but for NaN's bits, on GPUs and interpreted.
 
     Args:
         x: int8 [..., K], any strides, copied as in `act_quant`.
@@ -526,7 +526,7 @@ def act_dequant(x, x_scale, block_size=128, out_dtype=None):
 def weight_dequant(w, w_scale, block_size=128, out_dtype=None):
     """Dequantize a weight that `weight_quant` quantized: `code * scale`.
 
-    Computed in float32, rounded to nearest even. Bit-equal to `weight_dequant_ref` on the GPU and in the interpreter.
+    Rounded from float32 to nearest even. Bit-equal to `weight_dequant_ref` but for NaN's bits, on GPUs and interpreted.
 
     Args:
         w: int8 [N, K], any strides.

@@ -404,7 +404,7 @@ def swiglu(gate, up=None):
     """Compute silu(gate) * up, the product in a decoder's feed-forward part (SwiGLU, arXiv 2002.05202).
 
     Computed in float32 and rounded once, unlike silu(gate) * up in torch, which also rounds silu(gate). Relative errors
-    before rounding are below 1e-6.
+    before rounding are below 1e-6 for gates above -10, and below 1e-5 above -87. Further left, silu fades to 0 early.
 
     Args:
         gate: [..., N] float16, bfloat16 or float32, any strides; or, without up, [..., 2 N]: gate in the first N

@@ -17,7 +17,7 @@ def with_contiguous_rows(x):
 
 
 def with_aligned_rows(x, unit=1):
-    """Return x if its rows are whole units and start at multiples of 16 bytes; else a copy with zeros at their ends."""
+    """Return x if its rows are whole units and start at multiples of 16 bytes; else a copy with zeros at rows' ends."""
     (rows, columns), size = x.shape, x.itemsize
     aligned = (x.stride(0) * size | x.data_ptr()) % 16 == 0
     if aligned and columns % unit == 0 and x.stride(1) == 1 and x.stride(0) >= columns:

@@ -28,7 +28,8 @@ LONGEST_SUM = 128
 
 ROUNDINGS = ("nearest", "stochastic")
 
-# For each dtype of codes: the largest code, and the smallest absmax for which largest / absmax is a finite float32.
+# For each dtype of codes: the largest code, and the smallest absmax that counts. A little below it, largest / absmax
+# overflows float32.
 LIMITS = {torch.int8: (127.0, 3.8e-37), torch.float8_e4m3fn: (448.0, 1.4e-36)}
 
 

@@ -79,7 +79,8 @@ class Implementation(NamedTuple):
     and leaves the operands as they are. It launches through `core.launch.launch`, and takes scratch memory from
     `core.launch.temporary`, so that calls can be replayed. It may assume that `supports` has returned True, that the
     public function has checked its arguments, that out isn't empty (K may be 0), and that tensors fit `Problem`.
-    The bits of a result must not depend on N, nor change from run to run: layers split across GPUs rely on that.
+    With exact=True and no activation, a result's bits must not depend on N: layers split across GPUs rely on that. They
+    must never change from run to run.
 
     To add one, for example for sm100:
 

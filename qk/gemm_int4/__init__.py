@@ -131,8 +131,8 @@ def int4_gemm(
     Any strides work. But if rows of x or packed don't start at multiples of 16 bytes (for packed, where K isn't
     divisible by 32), every call makes a copy: for a large weight, make it once yourself. Where K is split, a call
     needs temporary memory for up to 16 float32 matrices [M, N]. For more than 512 tokens of 16-bit x it needs up to 128
-    MiB of codes. On Hopper it needs one copy of x. Below compute capability 8.0 bfloat16 is multiplied in float32,
-    exactly.
+    MiB of codes, or 512 K bytes if that is more. On Hopper it needs one copy of x. Below compute capability 8.0
+    bfloat16 is multiplied in float32, exactly.
     """
     check_tensor("x", x, _ACTIVATIONS, "[..., K]")
     check_tensor("packed", packed, (torch.uint8, torch.int32), "[R, C]", like=("x", x))

@@ -112,7 +112,7 @@ def write_kv(k, v, keys, values, absmax, lengths, counts=None):
         check_tensor("counts", counts, (torch.int32,), (B,), like=("k", k))
         counts = counts.contiguous()
     for name, x in (("keys", keys), ("values", values), ("absmax", absmax)):
-        if x is not None and x.is_neg():
+        if not torch.compiler.is_compiling() and x is not None and x.is_neg():
             raise ValueError(f"{name} is a negative view; expected a tensor whose memory holds its values")
     return _write_kv(k, v, keys, values, absmax, lengths.contiguous(), counts)
 

@@ -231,7 +231,8 @@ def compress_slide(w, L=8, dtype=torch.int8):
         A `SlideWeight`.
 
     Raises:
-        ValueError: for a bad dtype, shape, device or option, and if L columns hold more than L - 2 values.
+        ValueError: for a bad dtype, shape, device or option, and if L columns have more than L - 2 codes that
+            aren't 0.
     """
     check_tensor("w", w, FLOATS, "[N, K]")
     _check_columns("w", w.shape[1])

@@ -1,6 +1,6 @@
 """Split Int8Linear and Int4Linear among GPUs: styles for torch's `parallelize_module`.
 
-    ColwiseQuantized   the weight is cut by rows       x -> [x w0^T | x w1^T | ...]      bit-equal to one GPU
+    ColwiseQuantized   the weight is cut by rows       x -> [x w0^T | x w1^T | ...]  bit-equal to one GPU (int4: Hopper)
     RowwiseQuantized   the weight is cut by columns    [x0 | x1 | ...] -> ((x0 w0^T + x1 w1^T) + ...) + bias
 
     mesh = init_device_mesh("cuda", (2,))
