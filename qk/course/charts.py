@@ -561,7 +561,9 @@ def time_bars(times, title, longest=None, ylabel="method"):
 def bars(values, title, xlabel, ylabel="format", form="{:.2f}"):
     """Draw a bar for each number in values, {label: number}, and write the number next to it. form: its format."""
     fig, ax = subplots(9, 1.1 + 0.33 * len(values))
-    colors = [_OF_LABELS.get(label.partition(",")[0], SKY) for label in values]
+    colors = [
+        GREY if label.endswith(", predicted") else _OF_LABELS.get(label.partition(",")[0], SKY) for label in values
+    ]
     ax.barh(range(len(values)), list(values.values()), color=colors)
     for y, value in enumerate(values.values()):
         ax.text(value, y, f" {form.format(value)}", va="center")
