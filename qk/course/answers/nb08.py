@@ -14,8 +14,8 @@ def _tables():
     def case(V, D, tokens, BLOCK):
         numbers = torch.Generator().manual_seed(V + D)
         codes = torch.randint(-127, 128, (V, D), generator=numbers, dtype=torch.int8)
-        codes[:, ::7] = torch.tensor([-127, 127], dtype=torch.int8)[torch.arange(V) % 2, None]
-        scale = 10.0 ** torch.linspace(-30, 30, V)[torch.randperm(V, generator=numbers)][:, None]
+        codes[:, ::7] = torch.tensor([-128, 127], dtype=torch.int8)[torch.arange(V) % 2, None]
+        scale = 10.0 ** torch.linspace(-40, 35, V)[torch.randperm(V, generator=numbers)][:, None]
         ids = torch.randint(0, V, (tokens,), generator=numbers)
         ids[0], ids[-1] = V - 1, 0
         return ids, codes, scale, BLOCK
@@ -35,6 +35,11 @@ def _swapped_ids(ids, codes, scale, BLOCK):
 
 
 def _more_than_a_block(kernel, args, options):
+    if len(args) < 5:
+        return (
+            "Not yet: each number is right, but torch does a part of the work.\n"
+            "Hint: the kernel loads ids, codes and scales, and multiplies"
+        )
     ids, D, stored = args[0], args[4], {}
     for access in trace.touched(kernel, (len(ids), -(-D // options["BLOCK"])), *args, **options).accesses:
         if access.kind == "store":

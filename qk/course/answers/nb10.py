@@ -339,7 +339,14 @@ def _first_block(g, g_scale, x, x_scale, B):
 def _gradient_cases():
     """(g, g_scale, x, x_scale, B): codes up to 127, scales of all sizes."""
     random, cases = torch.Generator().manual_seed(82), []
-    sizes = ((50, 40, 33, 32, -50), (3, 70, 65, 64, 40), (64, 32, 64, 32, 0), (130, 5, 4, 64, 0), (100, 37, 18, 32, 6))
+    sizes = (
+        (50, 40, 33, 32, -50),
+        (3, 70, 65, 64, 40),
+        (64, 32, 64, 32, 0),
+        (130, 5, 4, 64, 0),
+        (100, 37, 18, 32, 6),
+        (321, 5, 4, 32, 0),
+    )
     for M, N, K, B, power in sizes:
         case = []
         for columns in (N, K):
