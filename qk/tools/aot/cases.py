@@ -278,6 +278,8 @@ def _gemm_int4_sm90_cases(arch):
             problem = _int8_problem(M, group, block, zero, evens_first=True)
             few = {"spilled": {"32": 32, "128 int8": 128}.get(config, 0)} if group == 64 else {}
             yield f"int4_gemm_sm90({problem}, '{config}')", {"wgmma": 4, "cp.async.bulk": 2} | few
+    for zero in False, True:  # whose config `_choose` picks
+        yield f"int4_gemm_sm90({_int8_problem(64, 32, None, zero, evens_first=True)})", {"wgmma": 12}
 
 
 def _gemm_int4_sm90_int8_cases(arch):

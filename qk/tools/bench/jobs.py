@@ -741,7 +741,7 @@ def train():
 
 
 class _Int4Operands(NamedTuple):
-    """Random x [M, K] and w [N, K], and the codes of w in four formats: qk's int4, torch's int4, int8, and FP8."""
+    """Random x [M, K] and w [N, K]; codes of x in int8, and of w in our int4, torch's int4, int8, and FP8."""
 
     x: torch.Tensor
     w: torch.Tensor
@@ -749,6 +749,7 @@ class _Int4Operands(NamedTuple):
     torch_int4: tuple  # packed, scales and zeros; empty where torch takes no such matrix, or kernels are interpreted
     int8: tuple  # w in 128 x 128 blocks
     fp8: tuple  # w with one scale per row
+    tokens: tuple  # x in int8, one scale per token, in the order that int4_gemm multiplies fastest
 
 
 def _torch_int4(w, group_size):
@@ -765,10 +766,14 @@ def _torch_int4(w, group_size):
 
 def int4_gemm_case(M, N, K, group_size=128):
     int4 = dict(group_size=group_size)
+    evens_first = K % 32 == 0
+
+    def tokens(x):
+        return qk.quantize_per_token(x, evens_first=evens_first)
 
     def inputs():
         x, w = randn(M, K, dtype=torch.bfloat16), randn(N, K, dtype=torch.bfloat16)
-        codes = qk.quantize_int4(w, **int4), _torch_int4(w, group_size), qk.weight_quant(w), _fp8_rows(w)
+        codes = qk.quantize_int4(w, **int4), _torch_int4(w, group_size), qk.weight_quant(w), _fp8_rows(w), tokens(x)
         return (_Int4Operands(x, w, *codes),)
 
     def dequantized(o, dtype):
@@ -777,11 +782,9 @@ def int4_gemm_case(M, N, K, group_size=128):
     def truth(o):
         return o.x.float() @ dequantized(o, torch.float32).t()
 
-    def int8_activations(o):
-        x, x_scale = qk.quantize_per_token(o.x, evens_first=K % 32 == 0)
-        return qk.int4_gemm(
-            x, *o.int4, **int4, out_dtype=torch.bfloat16, x_scale=x_scale, evens_first=K % 32 == 0
-        )  # fmt: skip
+    def int8_activations(o, codes, x_scale):
+        how = dict(int4, x_scale=x_scale, evens_first=evens_first)
+        return qk.int4_gemm(codes, *o.int4, **how, out_dtype=torch.bfloat16)
 
     def int8_truth(o):
         codes, scale = qk.quantize_per_token_ref(o.x)
@@ -789,7 +792,8 @@ def int4_gemm_case(M, N, K, group_size=128):
 
     contenders = {
         "qk": (lambda o: qk.int4_gemm(o.x, *o.int4, **int4), truth),
-        "qk int8 activations": (int8_activations, int8_truth),
+        "qk int8 activations": (lambda o: int8_activations(o, *tokens(o.x)), int8_truth),
+        "qk int8 activations, matmul alone": (lambda o: int8_activations(o, *o.tokens), int8_truth),
         "bf16": (lambda o: o.x @ o.w.t(), lambda o: o.x.float() @ o.w.float().t()),
         "dequantize": (lambda o: o.x @ dequantized(o, torch.bfloat16).t(), truth),
         "qk int8": (
