@@ -674,17 +674,20 @@ def traffic(ways, title="Bytes moved, step by step", unit="bytes per element", l
 
 
 @style()
-def tradeoff(points, title="Smaller groups: lower error, more bits", ylabel="relative error"):
-    """Error against size. points: (label, bits per weight, error) of each format."""
+def tradeoff(points, title="Smaller groups: lower error, more bits", ylabel="relative error", other=None):
+    """Error against size. points: (label, bits per weight, error) of each format. other: one more, off their line."""
     fig, ax = subplots(7, 3.6)
     labels, bits, errors = zip(*points, strict=True)
     ax.plot(bits, errors, "o-", color=BLUE)
-    for label, x, y in points:
+    if other:
+        ax.plot(*other[1:], "o", color=ORANGE)
+    for label, x, y in [*points, other] if other else points:
         ax.annotate(label, (x, y), (7, 5), textcoords="offset points")
     ax.margins(x=0.12, y=0.12)
     ax.grid(True)
     ax.set(title=title, xlabel="bits per weight, scales included")
     ax.set(ylabel=ylabel, ylim=(0, max(errors) * 1.15))
+    ax.yaxis.set_major_formatter("{x:.0%}")
     return fig
 
 

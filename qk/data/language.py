@@ -134,7 +134,7 @@ class LanguageModel(nn.Module):
 
 
 @torch.no_grad()
-def mean_loss(model, codes, batch=16):
+def mean_loss(model, tokens, batch=16):
     """Return the mean loss of a text in nats per token, a float. exp(loss) is the perplexity.
 
     The text is cut into consecutive windows as long as the model's context. Each token is predicted from those before
@@ -142,31 +142,31 @@ def mean_loss(model, codes, batch=16):
 
     Args:
         model: a `LanguageModel`, quantized or not.
-        codes: the text's tokens, int64 [2 or more], on the model's device.
+        tokens: the text, int64 [2 or more], on the model's device.
         batch: the number of windows per call of the model.
     """
     context = model.shape.context
-    whole = (len(codes) - 1) // context * context
-    inputs, targets = codes[:whole].view(-1, context), codes[1 : whole + 1].view(-1, context)
+    whole = (len(tokens) - 1) // context * context
+    inputs, targets = tokens[:whole].view(-1, context), tokens[1 : whole + 1].view(-1, context)
     pairs = list(zip(inputs.split(batch), targets.split(batch), strict=True)) if whole else []
-    if whole < len(codes) - 1:
-        pairs.append((codes[None, whole:-1], codes[None, whole + 1 :]))
+    if whole < len(tokens) - 1:
+        pairs.append((tokens[None, whole:-1], tokens[None, whole + 1 :]))
     was = model.training
     model.eval()
-    total = torch.zeros((), dtype=torch.float64, device=codes.device)
+    total = torch.zeros((), dtype=torch.float64, device=tokens.device)
     for some, following in pairs:
         total += F.cross_entropy(model(some).float().flatten(0, 1), following.flatten(), reduction="sum")
     model.train(was)
-    return total.item() / (len(codes) - 1)
+    return total.item() / (len(tokens) - 1)
 
 
 @torch.no_grad()
-def generate(model, codes, count, temperature=0.0, seed=0):
+def generate(model, tokens, count, temperature=0.0, seed=0):
     """Let a model continue a text.
 
     Args:
         model: a `LanguageModel`, perhaps quantized.
-        codes: tokens of the text, int64 [1 or more], on any device.
+        tokens: the text so far, int64 [1 or more], on any device.
         count: how many tokens to add.
         temperature: 0 takes the most likely token each time. Above 0, tokens are drawn at random with probabilities
             softmax(logits / temperature).
@@ -179,16 +179,16 @@ def generate(model, codes, count, temperature=0.0, seed=0):
     Raises:
         ValueError: for a bad argument, or if text and new tokens are longer than the model's context.
     """
-    if codes.ndim != 1 or not 0 < len(codes) <= model.shape.context - count or count < 0:
+    if tokens.ndim != 1 or not 0 < len(tokens) <= model.shape.context - count or count < 0:
         raise ValueError(
-            f"codes has shape {list(codes.shape)} and count is {count}; expected [1 or more], and with the new tokens "
+            f"tokens has shape {list(tokens.shape)} and count is {count}; expected [1 or more], with the new ones "
             f"at most {model.shape.context}"
         )
     if not 0 <= temperature < torch.inf:
         raise ValueError(f"temperature is {temperature}; expected 0 or more")
     device, generator = model.norm.weight.device, torch.Generator().manual_seed(seed)
     numbers = torch.rand(count, dtype=torch.float64, generator=generator)
-    past, new, found = [[] for _ in model.layers], codes.to(device), []
+    past, new, found = [[] for _ in model.layers], tokens.to(device), []
     for number in numbers:
         logits = model(new[None], past)[0, -1].double().cpu()
         if temperature:
@@ -198,7 +198,7 @@ def generate(model, codes, count, temperature=0.0, seed=0):
             chosen = logits.argmax()
         found.append(chosen)
         new = chosen[None].to(device)
-    return torch.stack(found) if found else codes.new_empty(0, device="cpu")
+    return torch.stack(found) if found else tokens.new_empty(0, device="cpu")
 
 
 def language_model():
