@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 import os
 import threading
 
@@ -33,9 +34,9 @@ def interpreting():
 def _doing_less(interpreter):
     """Wrap one launch, and skip work that takes most of the interpreter's time.
 
-    By itself, the interpreter patches triton.language at every call of a helper; here, it does so once per module. It
-    recomputes every integer in 64 bits, for an assertion that only debug mode makes; here, it doesn't. And each tensor
-    works out its shape, its type and its NumPy type anew; here, these are cached.
+    By itself, the interpreter patches triton.language at every call of a helper; here, it does so once per module, and
+    finds built-in functions once. It recomputes every integer in 64 bits, for an assertion that only debug mode makes;
+    here, it doesn't. And each tensor works out its shape, its type and its NumPy type anew; here, these are cached.
     """
     core, builder = triton.language.core, interpreter.interpreter_builder
     patch, options, scopes = interpreter._patch_lang, builder.options, {}
@@ -59,8 +60,8 @@ def _doing_less(interpreter):
 
 @functools.cache
 def _remembering(core, interpreter):
-    """Return {(owner, name): replacement}: constructors and a function that cache what they compute, by name."""
-    numpy_types, block_types, tensors = {}, {}, {}
+    """Return {(owner, name): replacement}: constructors and functions that cache what they compute, by name."""
+    numpy_types, block_types, tensors, built_in = {}, {}, {}, {}
     compute, new_block_type, new_tensor = interpreter._get_np_dtype, core.block_type.__init__, core.tensor.__init__
 
     def numpy_type(kind):
@@ -84,8 +85,16 @@ def _remembering(core, interpreter):
             new_tensor(self, handle, type)
             tensors[type.name] = {**vars(self), "handle": None}
 
+    def patch_builtin(owner, *how):
+        if owner not in built_in:
+            built_in[owner] = [name for name, member in inspect.getmembers(owner) if core.is_builtin(member)]
+        for name in built_in[owner]:
+            if core.is_builtin(member := getattr(owner, name)):  # not patched already
+                interpreter._patch_attr(owner, name, member, *how)
+
     constructors = {(core.block_type, "__init__"): block_type, (core.tensor, "__init__"): tensor}
-    return {(interpreter, "_get_np_dtype"): numpy_type} | constructors
+    functions = {(interpreter, "_get_np_dtype"): numpy_type, (interpreter, "_patch_builtin"): patch_builtin}
+    return functions | constructors
 
 
 def _numbers(version):
