@@ -629,7 +629,8 @@ def windows(weights, slid, placed=None):
             _box(ax, 2 * w, 1.1 + w, 4, 0.8, fill=False, edgecolor=INK, linewidth=1.8)
     rows |= {"slid weight": end + 0.4, "slid x": end + 1.4}
     last = placed - 1
-    columns = ", ".join(str(column) for column, w in taken.items() if w == last) or "nothing"
+    columns = ", ".join(str(column) for column, w in taken.items() if w == last)
+    columns = f"columns {columns}" if columns else "nothing"
     ax.set_title(f"{L - 2}:{L}. Window {last} covers columns {2 * last} to {2 * last + 3} and takes {columns}")
     ax.set(xlim=(-0.1, cells + 0.1), ylim=(end + 2, -0.6), xticks=[], ylabel="weights and windows")
     ax.set_yticks(list(rows.values()), list(rows))
