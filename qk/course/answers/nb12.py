@@ -23,7 +23,7 @@ def _caches():
         (16 * 10**9, 32, 8, 128, 16), (16 * 10**9, 32, 8, 128, 8), (16 * 10**9, 32, 8, 128, 4), (10**9, 5, 6, 64, 4),
         (2 * 34 * 30, 5, 6, 64, 4), (2 * 34 * 30 - 1, 5, 6, 64, 4), (10**6 + 7, 3, 5, 64, 8), (10**11, 80, 8, 128, 16),
         (1000, 2, 1, 128, 16), (33792 * 10**6 - 1, 32, 8, 128, 4), (4 * 10**9, 12, 7, 96, 8),
-        (10**9, 4, 2, 64, 12), (10**10, 3, 4, 64, 32), (10**9, 4, 5, 64, 3),
+        (10**9, 4, 2, 64, 12), (10**10, 3, 4, 64, 32), (10**9, 4, 5, 64, 3), (10**9, 2, 3, 8, 1),
     ]  # fmt: skip
 
 
@@ -122,7 +122,8 @@ def _keys():
     random = torch.Generator().manual_seed(12)
 
     def case(N, D, BLOCK):
-        codes = torch.randint(-127, 128, (N, D), generator=random, dtype=torch.int8)
+        codes = torch.randint(-128, 128, (N, D), generator=random, dtype=torch.int8)
+        codes[0, 0] = -128
         absmax = 2.0 ** torch.randint(-6, 7, (N,), generator=random) * (1 + torch.rand(N, generator=random))
         return torch.randn(D, generator=random), codes, absmax, BLOCK
 
@@ -130,7 +131,9 @@ def _keys():
     cases += [case(9, 256, 4)]
     q, codes, absmax, BLOCK = case(40, 32, 16)
     sizes = 10.0 ** torch.randint(-30, 31, (40,), generator=random)
-    cases.append((q, codes, absmax * sizes, BLOCK))
+    absmax *= sizes
+    absmax[3::8] = 3e-37  # 127 / absmax is infinite
+    cases.append((q, codes, absmax, BLOCK))
     q, codes, absmax, BLOCK = case(24, 16, 8)
     q[:2] = torch.tensor([3.0, -5.0])
     codes[::2, :2], codes[::2, 2:] = torch.tensor([5, 3], dtype=torch.int8), 0  # sums of exactly 0
@@ -149,7 +152,7 @@ _SCORES = Exercise(
     cases=_keys,
     kernel=True,
     bound=_bound,
-    note="any number of tokens, with scales of any size",
+    note="any number of tokens, all int8 codes, and scales of any size",
     mistakes={
         "the scale is missing": lambda q, codes, absmax, BLOCK: codes.float() @ q,
         "the scale is absmax / 127": lambda q, codes, absmax, BLOCK: 127 * _scores(q, codes, absmax),
@@ -279,7 +282,8 @@ def _splits():
     cases[1][1][:, 1] = -1e38  # a split without tokens
     cases += [case(3, 20, 16), case(2, 3, 16, -500), case(2, 6, 32, 310), case(3, 5, 16, -250)]
     cases[-2][1][:, 0] = 10  # far below the largest
-    return cases
+    apart = torch.tensor([[600.0], [-700.0]])
+    return [*cases, case(2, 5, 16, apart), case(2, 3, 16, -30000)]
 
 
 _COMBINE = Exercise(
@@ -291,6 +295,7 @@ _COMBINE = Exercise(
     mistakes={
         "2**w leaves float32's range: subtract the row's largest w first": _after_subtracting(lambda w: 0),
         "subtract the row's largest w; the first split's can be far below it": _after_subtracting(lambda w: w[:, :1]),
+        "each row has its own largest w, and you took that of all rows": _after_subtracting(lambda w: w.amax()),
         "lanes beyond the last split must not become the largest w: load it with other=-inf": _after_subtracting(
             lambda w: w.amax(1, keepdim=True).clamp(min=-torch.inf if w.shape[1] & (w.shape[1] - 1) == 0 else 0)
         ),
