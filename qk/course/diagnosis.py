@@ -162,7 +162,7 @@ def _nearly(known):
     errors = torch.cat(errors)
     if len(errors) > 2 and errors.max() - errors.min() < 5e-3 * errors.max():
         return "each is off by the same small factor: is a number rounded, or clamped?"
-    return "nearly right: does a step use a narrower type, or round twice?"
+    return "nearly right: does a step use a narrower type, round twice, or leave out small numbers?"
 
 
 def _as_float32(got, want, bad):

@@ -72,6 +72,8 @@ ANSWERS = {
         ("parentheses", fit("size // 2 * layers * kv_heads * row")),
         ("one too many", fit("max(1, size // (2 * layers * kv_heads * row))")),
         ("round down", fit("round(size / (2 * layers * kv_heads * row))")),
+        ("", fit(RIGHT, "D * bits // 8 + (2 if bits <= 12 else 0)")),
+        ("", fit(RIGHT, "-(-D // 8) * bits + (2 if bits < 16 else 0)")),
         ("", fit(RIGHT, "(D * bits // 8 + 1) // 2 * 2 + (2 if bits < 16 else 0)")),
     ],
     "scores": [
@@ -107,6 +109,11 @@ ANSWERS = {
         ("tiny", kernel("other=0) / 127", "other=0)\n    scale = tl.maximum(scale, 1e-4) / 127")),
         ("the short last block", kernel("token < N", "(tl.program_id(0) + 1) * BLOCK + 0 * token <= N")),
         ("keep its sign", kernel("score * scale", "tl.abs(score) * scale")),
+        (
+            "before the start of codes_ptr",
+            kernel("token[:, None] * D + column[None, :]", "(token[:, None] * D + column[None, :]).to(tl.int16)"),
+        ),
+        ("", kernel("token < N", "token < tl.minimum(N, 128)")),
         ("", kernel("codes.to(tl.float32)", "tl.maximum(codes.to(tl.float32), -127.0)")),
         (
             "tiny",
@@ -139,6 +146,9 @@ ANSWERS = {
         ("the first split's", combined("tl.max(w, 0)", "tl.load(w_ptr + row * S)")),
         ("the largest w", combined("tl.max(w, 0)", "tl.max(tl.where(split < S, w, 0.0), 0)")),
         ("", combined('other=float("-inf")', "other=-1000.0")),
+        ("", COMBINE.replace("tl.arange(0, SPLITS)", "tl.arange(0, 32)")),
+        ("", combined("tl.exp2(w - tl.max(w, 0))", "tl.where(w > tl.max(w, 0) - 9, tl.exp2(w - tl.max(w, 0)), 0.0)")),
+        ("", combined("tl.max(w, 0)", "tl.minimum(tl.max(w, 0), 1000.0)")),
         ("that of all rows", combined(" - tl.max(w, 0)", "") + SHIFTED),
         ("by how many there are", combined("tl.sum(weights, 0)", "S")),
         (
