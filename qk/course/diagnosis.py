@@ -30,6 +30,8 @@ def _diagnosis(answer, wrong, right):
 def _constant(pairs):
     same = all(isinstance(got, numbers.Real) and got == pairs[0][0] for got, _ in pairs)
     varies = same and len({want for _, want in pairs}) > 2
+    if varies and pairs[0][0] == 0:
+        return "it's 0 for different arguments: does a step before the last round down?"
     return "it's the same number for different arguments: does the result depend on them?" if varies else ""
 
 
@@ -53,7 +55,9 @@ def _same(got, want):
 def _of_numbers(pairs):
     known = {
         "0 is expected there: does this case need its own branch?": lambda g, w: w == 0 and (g < 0 or math.isinf(g)),
-        "don't round the result": lambda g, w: isinstance(w, float) and g in [round(w, n) for n in range(5)],
+        "don't round the result": lambda g, w: (
+            isinstance(w, float) and g in [round(w, n) for n in range(5)] and any(got for got, _ in pairs)
+        ),
         "almost right, but a whole number is expected: round": lambda g, w: (
             isinstance(w, int) and isinstance(g, float) and g != int(g) and abs(g - w) < 1
         ),
@@ -67,7 +71,9 @@ def _of_numbers(pairs):
         "it's off by a factor of 1000 or 1024: which unit is expected?": lambda g, w: any(
             abs(g * f - w) <= 1e-9 * abs(w) for f in (1e3, 1e6, 1e9, 1e-3, 1e-6, 1e-9, 1024, 1 / 1024)
         ),
-        "nearly right: does a step round?": lambda g, w: isinstance(w, float) and abs(g - w) <= 0.01 * abs(w),
+        "nearly right: does a step round?": lambda g, w: (
+            isinstance(w, float) and abs(g - w) <= 0.01 * abs(w) and len(pairs) > 1
+        ),
     }
     if not all(isinstance(part, numbers.Real) and not isinstance(part, bool) for pair in pairs for part in pair):
         return "return a plain number" if all(isinstance(want, numbers.Real) for _, want in pairs) else ""
@@ -116,6 +122,9 @@ def _of_rounding(known, cases):
         return ""
     if all(((want < 0) & (got > want))[bad].all() and (want > 0).any() for got, want, bad in known):
         return "below zero, each is one too high: + 0.5 before a cast rounds positive numbers only"
+    largest = [(got.double().abs().max(), want.double().abs().max()) for got, want, _ in known]
+    if all(reached < wanted for reached, wanted in largest):
+        return f"no code is as large as {largest[0][1]:.0f}: what do you divide by the largest magnitude?"
     if all((want.double().abs() > got.double().abs())[bad].all() for got, want, bad in known):
         return "each is one too small in magnitude: is it truncated instead of rounded?"
     return "off by one: does it round differently, such as ties up, down or away from zero?"
@@ -151,9 +160,9 @@ def _nearly(known):
     if len(errors) < len(known) or max(error.max() for error in errors) >= 0.02:
         return ""
     errors = torch.cat(errors)
-    if len(errors) > 2 and errors.max() - errors.min() < 1e-4 * errors.max():
-        return "a constant factor: is a scale missing, used twice, or upside down?"
-    return "nearly right: does a step use a narrower type, or round twice?"
+    if len(errors) > 2 and errors.max() - errors.min() < 5e-3 * errors.max():
+        return "each is off by the same small factor: is a number rounded, or clamped?"
+    return "nearly right: does a step use a narrower type, round twice, or leave out small numbers?"
 
 
 def _as_float32(got, want, bad):

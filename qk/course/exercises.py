@@ -118,6 +118,7 @@ class Exercise:
         bound: how far an element may be from the expected one: a share of its magnitude, or bound(*case), a tensor;
             a list of those for a result of several parts.
         together: the launches of one call count as one, whose programs run at the same time.
+        finished: whether torch may finish what the kernel began.
         excess: called with the last launch of right answers, (kernel, args, options). Returns what to print where the
             kernel does more than the text allows, or None.
     """
@@ -129,6 +130,7 @@ class Exercise:
     note: str = ""
     bound: object = 0.0
     together: bool = False
+    finished: bool = False
     excess: object = None
 
 
@@ -164,11 +166,16 @@ def _judge(answer, exercise):
         failure = f"Not yet: right in this order, but {session.race}"
     if failure is None and exercise.kernel and not session.launches:
         failure = f"Not yet: no kernel was launched.\nHint: {_LAUNCH}"
+    if failure is None and exercise.kernel and session.by_torch and not exercise.finished:
+        failure = (
+            "Not yet: each number is right, but torch does a part of the work.\n"
+            "Hint: give the kernel the arguments as they are, and return what it stores"
+        )
     if failure is None and exercise.excess:
         failure = exercise.excess(*session.launches[-1])
-    if failure is None and session.by_one and all(session.by_one):
+    if failure is None and 2 * session.storing <= session.programs > 0:
         failure = (
-            "Not yet: each number is right, but one program does all the work, and the others store nothing.\n"
+            f"Not yet: each number is right, but only {session.storing} of {session.programs} programs store any.\n"
             "Hint: each program has a part of its own: tl.program_id says which"
         )
     if failure is None:
@@ -262,6 +269,9 @@ def _run(answer, exercise, cases, session):
         want = exercise.expected(*case)
         problem = _difference(got, want, _bound(exercise, case))
         (wrong if problem else right).append((case, got, want))
+        session.by_torch |= not problem and not session.left_alone(
+            given, got if isinstance(got, list | tuple) else [got]
+        )
         if problem:
             failure = failure or f"Not yet: {call} gave {_text(got)}; {problem}."
     if failure is None:
@@ -338,9 +348,16 @@ def _hint(exercise, cases, results):
             for hint in exercise.mistakes:
                 wrong = {i: given[hint, i] for i in places if (hint, i) in given}
                 if len(wrong) == len(places) and all(like(results[i], wrong[i]) for i in places):
-                    if not all(like(wrong[i], wants[i]) for i in bad):
+                    telling = len(wrong) > 1 or any(map(_finite, wrong.values()))
+                    if telling and not all(like(wrong[i], wants[i]) for i in bad):
                         return hint
     return None
+
+
+def _finite(result):
+    """Whether a result has any finite number; what isn't a tensor has."""
+    parts = result if isinstance(result, list | tuple) else [result]
+    return any(not isinstance(part, torch.Tensor) or part.isfinite().any() for part in parts)
 
 
 def _alike(got, want):

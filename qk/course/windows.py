@@ -138,11 +138,11 @@ class Ledger:
         in_a_row = self.launch == 1 and len(self.numbers) > 2 and not any(any(p[1:]) for _, p in self.numbers)
         return "most elements are" if in_a_row and 2 * several.sum() > len(several) else ""
 
-    def stored_by_one(self):
-        """Whether all that was stored, by any of the programs, was stored by a single one."""
+    def storing(self):
+        """How many programs stored something, or infinity where several stored into the same place."""
         changed = [book[kind] for book in self.books.values() for kind in ("store", "atomic")]
         programs = {number for book in changed for number in book.unique().tolist()} - {self.NOBODY}
-        return len(programs) == 1 and self.SEVERAL not in programs
+        return math.inf if self.SEVERAL in programs else len(programs)
 
     def _race(self, program, kind, name, element, other, words):
         verb = {"load": "reads", "store": "writes", "atomic": "changes"}[kind]
@@ -315,7 +315,9 @@ class Session:
         self.launches = []  # (kernel, args, options)
         self.race = None  # between launches, each of which may be right in the order that was run
         self.touched = self.stored = False  # whether a kernel loaded or stored, and whether it changed anything
-        self.by_one = []  # of each launch of several programs, whether a single one stored everything
+        self.versions = {}  # {address of a storage that a kernel got: its version after the last launch}
+        self.by_torch = False  # whether a part of the work was done outside of the kernels
+        self.programs = self.storing = 0  # in launches of several programs; how many of them stored something
 
     def __enter__(self):
         Session.now = self
@@ -323,6 +325,15 @@ class Session:
 
     def __exit__(self, *error):
         Session.now = None
+
+    def left_alone(self, arguments, results):
+        """Whether the kernels got these tensors as they are, and stored the results."""
+        given, made = (
+            [x for x in values if isinstance(x, torch.Tensor) and x.numel()] for values in (arguments, results)
+        )
+        return all(x.untyped_storage().data_ptr() in self.versions for x in given) and all(
+            self.versions.get(x.untyped_storage().data_ptr()) == x._version for x in made
+        )
 
     def new_ledger(self):
         if not (self.together and self.ledger):
@@ -352,6 +363,9 @@ def launch(kernel, grid, *args, **options):
         if Session.now:
             Session.now.stored |= bool(window.changed().any())
         window.copy_back()
+    if Session.now:
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        Session.now.versions |= {tensor.untyped_storage().data_ptr(): tensor._version for tensor in tensors}
 
 
 _AFTER, _BEFORE = "past the end", "before the start"
@@ -413,8 +427,10 @@ def _interpreted(kernel, grid, args, options):
             f"several programs do the same work: {repeated} stored by more than one of them. "
             "Which part is a program's own? tl.program_id says"
         )
-    if ledger and math.prod(grid(options) if callable(grid) else grid) > 1:
-        session.by_one.append(ledger.stored_by_one())
+    programs = math.prod(grid(options) if callable(grid) else grid)
+    if ledger and programs > 1:
+        session.programs += programs
+        session.storing += ledger.storing()
     # large and small in int8, in float16 (61280, -61280), in float32 (1.3e36, -1.3e36), and NaN
     for unset in (0x7B, 0x84, 0xFB, 0xFF) if guessed else ():
         with warnings.catch_warnings():

@@ -213,7 +213,7 @@ def heard(answer, capsys, exercise=ADD_ONE):
         (_next_block_first, "a race: program 1 writes element 16 of out_ptr, and program 0 writes it too"),
         (_all_to_one, "a race: program 0 stores several different values to element 0 of out_ptr"),
         (_all_of_it, "Not yet: right in this order, but several programs do the same work: each element"),
-        (_first_does_all, "but one program does all the work, and the others store nothing.\nHint: each program has"),
+        (_first_does_all, "but only 2 of 6 programs store any.\nHint: each program has"),
         (_two_blocks_each, "Not yet: right in this order, but several programs do the same work: most elements"),
         (_after_its_neighbour, "a race: program 1 reads element 15 of out_ptr, and program 0 writes it too"),
         (_far_swap, "touches memory far from all of its tensors"),
@@ -343,6 +343,7 @@ def test_a_number_of_another_kind_is_right(number, capsys):
         (lambda x: x.bfloat16().float(), "rounds to bfloat16"),
         (lambda x: x * 3, "a constant factor"),
         (lambda x: x * (1 + 1e-4 * torch.rand(x.shape)), "nearly right"),
+        (lambda x: x * 1.0003, "each is off by the same small factor"),
         (lambda x: torch.where(x > 8, math.nan, x), "NaN where a number is expected"),
         (lambda x: torch.where(x > 8, math.inf, x), "infinity where a number is expected"),
         (lambda x: torch.zeros_like(x), "no element changes"),
@@ -412,6 +413,7 @@ def test_a_wrong_rounding_is_named(wrong, words, capsys):
         (lambda n, block: -(n // -block) * 8, "a byte has eight bits"),
         (lambda n, block: str(n), "return a plain number"),
         (lambda n, block: 7, "does the result depend on them?"),
+        (lambda n, block: 0, "does a step before the last round down?"),
     ],
 )
 def test_cases_that_are_wrong_have_something_in_common(wrong, words, capsys):

@@ -279,7 +279,7 @@ ANSWERS["softplus_codes"] += [
         "1e-05 is too high",
         changed(SOFTPLUS, (LOG, LOG + WHERE), ("tl.max(tl.abs(x), 0)", "tl.maximum(tl.max(tl.abs(x), 0), 1e-5)")),
     ),
-    ("a millionth isn't 0", changed(SOFTPLUS, (LOG, LOG + WHERE.replace("mask", "mask & (x > 1.5e-6)")))),
+    ("a millionth isn't 0", changed(SOFTPLUS, (LOG, LOG + WHERE.replace("mask", "mask & (x > 1e-5)")))),
     ("once, not twice", changed(SOFTPLUS, (LOG, LOG + "    " + LOG + WHERE))),
     ("course.launch", "def softplus_codes(x, GROUP):\n    return torch.zeros(len(x), dtype=torch.int8)"),
 ]
@@ -318,7 +318,13 @@ ANSWERS["gated"] += [
 ANSWERS["largest_k"] += [
     ("exactly that share counts", changed(LARGEST, (f"int({TIME})", f"max(-int(-({TIME}) // 1) - 1, 0)"))),
 ]
+ANSWERS["largest_k"] += [("does a step before the last", changed(LARGEST, ("after) / copy", "after) // copy")))]
+ANSWERS["softplus_codes"] += [
+    ("", changed(SOFTPLUS, (LOG, LOG + WHERE), ("(x * inverse + 12582912.0) - 12582912.0", "x * inverse + 0.49"))),
+    ("no code is as large as 127", changed(SOFTPLUS, (LOG, LOG + WHERE), ("127.0", "126.0"))),
+]
 ANSWERS["gated"] += [
+    ("the same small factor", changed(GATED, ("absmax / 127.0,", "absmax * 0.007873,"))),
     ("subtract it again", changed(GATED, (" + 12582912.0) - 12582912.0", " + 12582912.0)"))),
     (
         "GROUPS groups, no more",  # the first program does all

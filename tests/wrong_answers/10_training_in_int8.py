@@ -1,5 +1,7 @@
 """Wrong answers to the exercises of the notebook of this name: (a part of the hint that must be printed, code)."""
 
+import textwrap
+
 import qk
 
 # what doesn't compile, and how float32 is cut to TF32, is certain in the interpreter only
@@ -31,6 +33,8 @@ def weight_gradient_kernel(g_ptr, g_scale_ptr, x_ptr, x_scale_ptr, dw_ptr, M, N,
         acc += int_dot(g.T, x.T) * g_scale * x_scale
     tl.store(dw_ptr + n[:, None] * K + k, acc, mask=(n < N)[:, None] & (k < K))
 """
+PROGRAM = "    i, j = tl.program_id(0), tl.program_id(1)\n"
+BY_ROWS = "    i = tl.program_id(0)\n    for j in range(tl.where(tl.program_id(1) == 0, tl.num_programs(1), 0)):\n"
 DOT = "int_dot(g.T, x.T) * g_scale * x_scale"
 AVERAGE = """def average_code(value):
     return {}
@@ -129,6 +133,10 @@ ANSWERS = {
             ),
         ),
         (
+            "each program has a part",
+            SQUARE.split(PROGRAM)[0] + BY_ROWS + textwrap.indent(SQUARE.split(PROGRAM)[1], "    "),
+        ),
+        (
             "torch alone doesn't count",
             "def requantize_transposed(codes, scale, B):\n    return codes.T.contiguous(), scale.T.contiguous()",
         ),
@@ -161,6 +169,9 @@ ANSWERS = {
         ("", AVERAGE.format("max(value, min(value + 1, 0)) if value > -126 else value")),
         ("don't round", AVERAGE.format("round(max(value, min(value + 1, 0)), 2)")),
         ("", AVERAGE.format("abs(value)")),
+        ("", AVERAGE.format("max(value, min(value + 1, 0)) if value < 0 or value > 0.01 else 0.0")),
+        ("", AVERAGE.format("max(value, min(value + 1, 0)) if isinstance(value, float) else value")),
+        ("", AVERAGE.format("sum(int(value + (i + 0.5) / 200) for i in range(200)) / 200")),
         ("", AVERAGE.format("value * 0")),
     ],
     "weight_gradient_of": [
@@ -250,6 +261,8 @@ ANSWERS = {
         # on a GPU, the values may be rounded in another way than cut
         ("TF32" if INTERPRETED else "", changed(GRADIENT, DOT, "tl.dot((g * g_scale).T, x * x_scale)")),
         ("", changed(GRADIENT, DOT, "tl.dot(g.T.to(tl.float32), x * x_scale) * g_scale")),
+        ("", changed(GRADIENT, DOT, 'tl.dot((g * g_scale).T, x * x_scale, input_precision="ieee")')),
+        ("a step overflow", changed(GRADIENT, DOT, "int_dot(g.T, x.T) * (g_scale * 1e18 * x_scale) * 1e-18")),
         ("don't add to it", changed(GRADIENT, "tl.store(", "tl.atomic_add(")),
         (
             "a block counts",
@@ -295,7 +308,6 @@ OTHERS = {
     ],
     "weight_gradient_of": [
         changed(GRADIENT, "int_dot(g.T, x.T)", "tl.dot(g.T, x, out_dtype=tl.int32)"),
-        changed(GRADIENT, DOT, 'tl.dot((g * g_scale).T, x * x_scale, input_precision="ieee")'),
         changed(GRADIENT, "int_dot(g.T, x.T)", "tl.dot(g.T.to(tl.bfloat16), x.to(tl.bfloat16))"),
         changed(GRADIENT, "int_dot(g.T, x.T)", "tl.dot(g.T.to(tl.float32), x.to(tl.float32))"),
         # tiles that are loaded transposed

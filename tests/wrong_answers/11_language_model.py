@@ -6,6 +6,7 @@ def perplexity(expression, total="sum(loss * count for loss, count in zip(losses
 
 
 LONGEST = "[loss for loss, count in zip(losses, counts) if count == max(counts)]"
+CAPPED = "sum(loss * min(count, 512) for loss, count in zip(losses, counts))"
 FEWER = "sum(loss * (count - 1) for loss, count in zip(losses, counts))"
 KERNEL = """@triton.jit
 def log_probabilities_kernel(logits_ptr, out_ptr, V, BLOCK: tl.constexpr):
@@ -34,6 +35,7 @@ def log_probabilities(logits, BLOCK):
     course.launch(log_probabilities_kernel, (len(logits),), logits - logits.max(), out, logits.shape[1], BLOCK=BLOCK)
     return out
 """
+FINISHED = SHIFTED.replace(" - logits.max()", "").replace("return out", "return out.log_softmax(1)")
 
 
 def kernel(old, new):
@@ -94,6 +96,10 @@ ANSWERS = {
             ),
         ),
         ("", perplexity("min(math.exp(total / sum(counts)), 1000.0)")),
+        ("", perplexity("math.exp(total / sum(counts[:100]))", "sum(l * c for l, c in zip(losses[:100], counts))")),
+        ("", perplexity("math.exp(min(total / sum(counts), 30))")),
+        ("", perplexity("math.exp(total / sum(min(c, 512) for c in counts))", CAPPED)),
+        ("", perplexity("math.exp(total / max(1, sum(c for loss, c in zip(losses, counts) if loss)))")),
     ],
     "log_probabilities": [
         ("columns past the end", kernel('-float("inf")', "-1e9")),
@@ -124,6 +130,9 @@ ANSWERS = {
         ("the whole matrix's can be far above", kernel("tl.max(logits, 0)", "0.0") + SHIFTED),
         ("subtract it", kernel("tl.max(logits, 0)", "tl.load(logits_ptr + row * V)")),
         ("", kernel('-float("inf")', "-65504.0")),
+        ("must not count", kernel('-float("inf")', "-1e30")),
+        ("infinity", kernel("tl.max(logits, 0)", 'tl.max(tl.where(column < 256, logits, -float("inf")), 0)')),
+        ("return what it stores", kernel("logits - top - tl.log(total)", "logits") + FINISHED),
         ("subtract the logs", kernel("logits - top - tl.log(total)", "tl.log(tl.exp(logits - top) / total)")),
         ("", kernel("tl.log(total)", "tl.log(total + 1e-3)")),
         ("don't limit it", kernel("logits - top - tl.log(total)", "tl.maximum(logits - top - tl.log(total), -100.0)")),
@@ -174,6 +183,23 @@ ANSWERS = {
         ("", draw((".argmax().item()", ".argmax()"), ("- 1).item()", "- 1)"))),
         ("softmax is missing", draw((".softmax(0)", ".nan_to_num(neginf=0)"))),
         ("", draw(("    ends", "    logits = logits.exp()\n    ends"))),
+        ("divide in float64", draw(("logits.double() / temperature", "(logits / temperature).double()"))),
+        ("", draw(("<= number", "<= torch.tensor(number)"))),
+        ("", draw((".cumsum(0)", ".float().cumsum(0)"))),
+        (
+            "",
+            draw(
+                (
+                    "    ends",
+                    "    logits = logits.where(logits.argsort(descending=True).argsort() < 50, -torch.inf)\n    ends",
+                )
+            ),
+        ),
+        ("", draw((" / temperature", " / min(temperature, 100.0)"))),
+        ("", draw((" / temperature", " / (round(temperature, 3) or temperature)"))),
+        ("", draw((".softmax(0)", ".softmax(0).clamp(min=1e-12)"))),
+        ("", draw(("ends <= number", "(ends <= number) | (number > 1 - 1e-9)"))),
+        ("", draw((".argmax()", ".abs().argmax()"))),
     ],
 }
 
@@ -199,7 +225,7 @@ OTHERS = {
         "    return inside[0].item()",
     ],
     "log_probabilities": [
-        kernel('-float("inf")', "-1e30"),
+        kernel('-float("inf")', "-3.4e38"),
         kernel('-float("inf"))', "0.0)").replace(
             "    top", '    logits = tl.where(mask, logits, -float("inf"))\n    top'
         ),

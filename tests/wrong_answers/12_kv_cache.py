@@ -33,6 +33,14 @@ def combine_kernel(parts_ptr, w_ptr, out_ptr, S, D: tl.constexpr, SPLITS: tl.con
     weights = tl.exp2(w - tl.max(w, 0))
     tl.store(out_ptr + row * D + column, tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0))
 """
+SHIFTED = """
+
+def combine(parts, w):
+    rows, S, D = parts.shape
+    out = parts.new_zeros(rows, D)
+    course.launch(combine_kernel, (rows,), parts, w - w.max(), out, S, D=D, SPLITS=triton.next_power_of_2(S))
+    return out
+"""
 
 
 def combined(old, new):
@@ -64,6 +72,9 @@ ANSWERS = {
         ("parentheses", fit("size // 2 * layers * kv_heads * row")),
         ("one too many", fit("max(1, size // (2 * layers * kv_heads * row))")),
         ("round down", fit("round(size / (2 * layers * kv_heads * row))")),
+        ("", fit(RIGHT, "D * bits // 8 + (2 if bits <= 12 else 0)")),
+        ("", fit(RIGHT, "-(-D // 8) * bits + (2 if bits < 16 else 0)")),
+        ("", fit(RIGHT, "(D * bits // 8 + 1) // 2 * 2 + (2 if bits < 16 else 0)")),
     ],
     "scores": [
         ("not the codes", kernel("score * scale", "tl.sum(codes.to(tl.float32) * scale[:, None] * q[None, :], 1)")),
@@ -98,6 +109,19 @@ ANSWERS = {
         ("tiny", kernel("other=0) / 127", "other=0)\n    scale = tl.maximum(scale, 1e-4) / 127")),
         ("the short last block", kernel("token < N", "(tl.program_id(0) + 1) * BLOCK + 0 * token <= N")),
         ("keep its sign", kernel("score * scale", "tl.abs(score) * scale")),
+        (
+            "before the start of codes_ptr",
+            kernel("token[:, None] * D + column[None, :]", "(token[:, None] * D + column[None, :]).to(tl.int16)"),
+        ),
+        ("", kernel("token < N", "token < tl.minimum(N, 128)")),
+        ("", kernel("codes.to(tl.float32)", "tl.maximum(codes.to(tl.float32), -127.0)")),
+        (
+            "tiny",
+            kernel(
+                "tl.load(absmax_ptr + token, mask=mask, other=0) / 127",
+                "127 / tl.load(absmax_ptr + token, mask=mask, other=1)",
+            ).replace("score * scale", "score / scale"),
+        ),
         ("that are tl.constexpr", "QMAX = 127\n\n\n" + kernel("/ 127", "/ QMAX")),
         (
             "torch alone doesn't count",
@@ -121,6 +145,11 @@ ANSWERS = {
         ("", combined("tl.max(w, 0)", "1.0 * S")),
         ("the first split's", combined("tl.max(w, 0)", "tl.load(w_ptr + row * S)")),
         ("the largest w", combined("tl.max(w, 0)", "tl.max(tl.where(split < S, w, 0.0), 0)")),
+        ("", combined('other=float("-inf")', "other=-1000.0")),
+        ("", COMBINE.replace("tl.arange(0, SPLITS)", "tl.arange(0, 32)")),
+        ("", combined("tl.exp2(w - tl.max(w, 0))", "tl.where(w > tl.max(w, 0) - 9, tl.exp2(w - tl.max(w, 0)), 0.0)")),
+        ("", combined("tl.max(w, 0)", "tl.minimum(tl.max(w, 0), 1000.0)")),
+        ("that of all rows", combined(" - tl.max(w, 0)", "") + SHIFTED),
         ("by how many there are", combined("tl.sum(weights, 0)", "S")),
         (
             "torch alone doesn't count",

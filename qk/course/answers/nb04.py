@@ -107,6 +107,7 @@ _SOFTPLUS = (
     (100, 32, 0.001),
     (70, 16, 0.02),
     (90, 64, 3.0),
+    (37, 32, 2e-6),
 )
 
 
@@ -120,13 +121,17 @@ def _softplus_cases():
     """(x, GROUP): softplus(x) is nearly between two codes of its group; a group of tiny ones holds one value."""
     for N, GROUP, last in _SOFTPLUS:
         codes = torch.randint(1, 126, (N,), generator=torch.Generator().manual_seed(N)).double()
-        codes += torch.where(torch.arange(N) % 2 == 0, 0.47, -0.47)  # too near for float16
-        _with_largest(codes, GROUP)
         tops = torch.tensor([*itertools.islice(itertools.cycle((3.0, 0.5, 8.0, 0.02)), -(-N // GROUP))]).double()
         tops[-1] = last
-        values = codes / 127 * tops.repeat_interleave(GROUP)[:N]
+        tops = tops.repeat_interleave(GROUP)[:N]
+        near = torch.where(tops > 0.01, 0.495, 0.47)  # too near for float16
+        codes += near * torch.where(torch.arange(N) % 2 == 0, 1, -1)
+        _with_largest(codes, GROUP)
+        values = codes / 127 * tops
         if last == 1e-6:
             values[:] = last
+        if last == 2e-6:  # multiples of 2**-23, which 1 + exp(x) can hold
+            values[-5:] = torch.tensor([9.0, 12, 17, 10, 15]) * 2.0**-23
         x = values.expm1().log().float()
         if N == 64:
             x[1] = 0.0
@@ -284,7 +289,7 @@ EXERCISES = {
             (64, 96, 64, 1e15, 3e12, 0.073),
             (16, 300, 128, 6e9, 4.1e10, 1.5),  # K = 1,
             (4096, 16384, 128, 6.03e14, 7.619e11, 0.143),  # and one above 65536
-            (64, 64, 64, 2.0**46, 2.0**40, 0.25),  # exactly 1536
+            (64, 128, 64, 2.0**46, 2.0**40, 0.25),  # exactly 1536
         ],
         mistakes={
             "fused, the GEMM still writes codes and scales: take the difference": _largest_k(after=None),
@@ -351,7 +356,7 @@ EXERCISES = {
             "softplus once, not twice": _softplus_of(lambda values: values.where(values == 0, F.softplus(values))),
             "float16 is too coarse for softplus(x)": _softplus_of(lambda values: values.half().float()),
             "a millionth isn't 0: such values have codes, too": _softplus_of(
-                lambda values: values.where(values > 1.5e-6, 0)
+                lambda values: values.where(values > 1e-5, 0)
             ),
         }
         | {

@@ -174,8 +174,11 @@ _AVERAGE = Exercise(
             -1.5,
             -2.3,
             -2.75,
-            -5.0,
+            -5,
             -125.9,
+            0.004,
+            0.0123,
+            -1.004,
         )
     ],
     mistakes={
@@ -216,8 +219,7 @@ _AVERAGE = Exercise(
             value if value > -1 else value + 1
         ),
     },
-    # at 0 and -1, the average is 0
-    bound=lambda value: torch.tensor(1e-4 if value in (0, -1) else 1e-3 * abs(_average(value)), dtype=torch.float64),
+    bound=lambda value: torch.tensor(max(1e-4, 1e-3 * abs(_average(value))), dtype=torch.float64),
     note="values from -126 to 126, to three digits",
 )
 
@@ -344,7 +346,7 @@ def _gradient_cases():
         (3, 70, 65, 64, 40),
         (64, 32, 64, 32, 0),
         (130, 5, 4, 64, 0),
-        (100, 37, 18, 32, 6),
+        (100, 37, 70, 32, 6),
         (321, 5, 4, 32, 0),
     )
     for M, N, K, B, power in sizes:
@@ -362,8 +364,8 @@ def _gradient_cases():
 
 
 def _gradient_bound(g, g_scale, x, x_scale, B):
-    """Float32 sums of scaled products, in any order."""
-    return 5e-6 * _total()(g.abs(), g_scale, x.abs(), x_scale, B).double()
+    """Float32 sums of scaled blocks, in any order; a block's own sums are exact."""
+    return 5e-6 * _total(torch.abs)(g, g_scale, x, x_scale, B).double()
 
 
 _GRADIENT = Exercise(

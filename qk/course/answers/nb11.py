@@ -40,7 +40,9 @@ def _windows():
     return [
         ([3.25], [512]), ([3.0, 2.0], [512, 512]), ([3.0, 6.0], [512, 8]), ([1.5, 4.5, 0.25, 7.0], [512, 512, 512, 93]),
         ([0.0, 0.0], [5, 1]), ([11.0, 0.5, 3.0], [2, 512, 50]), ([2.5] * 40 + [9.0], [512] * 40 + [1]),
-        ([9.5, 10.5], [512, 100]), ([2.3, 0.71], [3, 7]), ([3.0, 1.0, 4.0], [20, 512, 300]), ([22.0, 24.0], [5, 9]),
+        ([9.5, 10.5], [512, 100]), ([2.3, 0.71], [3, 7]), ([3.0, 1.0, 4.0], [20, 512, 300]), ([22.0, 84.0], [5, 9]),
+        ([0.5, 0.0, 4.0, 11.0], [40000, 9000, 70000, 30]), ([3.0, 6.0], [2, 1]),
+        ([2.0] * 100 + [5.0] * 100, [512] * 200),
     ]  # fmt: skip
 
 
@@ -48,7 +50,7 @@ _PERPLEXITY = Exercise(
     expected=_perplexity,
     cases=_windows,
     bound=1e-5,
-    note="any number of windows, which may be short",
+    note="any number of windows of any length",
     mistakes={
         "a short window counts less: weight each loss by its tokens": lambda losses, counts: _exp(
             sum(losses) / len(losses)
@@ -143,8 +145,8 @@ def _logits():
         case(3, 8, 8), case(5, 37, 64), case(4, 100, 128, shift=200.0), case(2, 50, 64, shift=-300.0),
         case(3, 200, 256, scale=40.0), case(2, 30, 32, shift=-20000.0), case(7, 1, 1), case(2, 2048, 2048),
         case(1, 3, 4), case(3, 40, 64, shift=torch.tensor([[-900.0], [50.0], [800.0]])), case(2, 20, 32, shift=-3e6),
-        case(3, 1, 4, scale=0.0), case(2, 5000, 8192),
-        case(2, 20, 32, scale=1e15, shift=-1e16),
+        case(3, 1, 4, scale=0.0), case(2, 5000, 8192, shift=torch.linspace(-500, 500, 5000)),
+        case(2, 20, 32, scale=1e36, shift=-1e37),
     ]  # fmt: skip
 
 
@@ -279,19 +281,30 @@ def _most_likely_first(logits, temperature, number):
     return order[_drawn()(logits[order], temperature, number)].item()
 
 
+def _around(logits, temperature, token):
+    """Numbers just below and above the end of a token's share: no step in float32 gets both right."""
+    end = _ends(logits, temperature)[token].item()
+    return [(logits, temperature, end * (1 + sign * 1e-11)) for sign in (-1, 1)]
+
+
 def _rows_of_logits():
+    many = torch.randn(5000, generator=torch.Generator().manual_seed(8))
+    many[4001:4009] = -torch.inf  # the next share is another token's
     few = torch.randn(9, generator=torch.Generator().manual_seed(7)) * 3
     without = few.clone()
     without[[0, 4]] = -torch.inf
     nearly = 1 - 2.0**-53
+    rare = torch.tensor([1.0, 1.0, -torch.inf, -torch.inf, -30.0])
     return [
         *((few, 1.0, number) for number in (0.02, 0.31, 0.77, 0.999)), (few, 0.4, 0.1), (few, 5.0, 0.3),
         (few.flip(0), 0.0, 0.9), (few + 300, 0.7, 0.1), (torch.zeros(4), 1.0, 0.25), (torch.zeros(4), 2.0, 0.0),
         (without, 0.7, 0.0), (without, 2.0, 0.9), (torch.zeros(10), 1.0, nearly), (torch.tensor([-1.0]), 1.0, 0.5),
         (few, 1e-3, 0.6), (torch.zeros(64), 1.0, 0.5), (torch.tensor([1.0, 1.05]), 0.0, 0.1),
         (torch.tensor([1.0, 1.05]), 0.05, 0.2), (torch.tensor([1.0, 1.003]), 0.001, 0.3),
-        (torch.tensor([1e-12, 2e-12]), 0.0, 0.1), (torch.tensor([0.0, 1e-12]), 1e-12, 0.2),
+        (torch.tensor([1e-12, 2e-12]), 0.0, 0.1), (torch.tensor([0.0, 2e-38]), 2e-38, 0.2),
+        (torch.tensor([0.0, 2e-38]), 2e-38, 0.4), *((rare, 1.0, number) for number in (1 - 1e-10, nearly)),
         (torch.tensor([70000.0, 70001.0]), 1.0, 0.3), (without - 20000, 0.7, 0.0),
+        (many - 300, 0.0, 0.3), *_around(many, 0.71234, 4000), *_around(1000 * many, 1e4, 4000),
     ]  # fmt: skip
 
 
@@ -327,7 +340,12 @@ _DRAW = Exercise(
         "a share is as wide as the probability: softmax is missing": _drawn(
             lambda logits, t: (logits.double() / t).nan_to_num(neginf=0).cumsum(0)
         ),
-        "keep logits in float32: float16 is too narrow": _drawn(lambda logits, t: _ends(logits.half(), t)),
+        "keep logits in float32: float16 is too narrow": _drawn(
+            lambda logits, t: (logits.half() / t).softmax(0).cumsum(0)
+        ),
+        "float32 is too coarse for the quotient: divide in float64": _drawn(
+            lambda logits, t: (logits / t).double().softmax(0).cumsum(0)
+        ),
         "leave -inf as it is: all other logits may be below what you put there": _drawn(
             lambda logits, t: _ends(logits.clamp(min=-1e4), t)
         ),

@@ -22,8 +22,8 @@ def _caches():
     return [
         (16 * 10**9, 32, 8, 128, 16), (16 * 10**9, 32, 8, 128, 8), (16 * 10**9, 32, 8, 128, 4), (10**9, 5, 6, 64, 4),
         (2 * 34 * 30, 5, 6, 64, 4), (2 * 34 * 30 - 1, 5, 6, 64, 4), (10**6 + 7, 3, 5, 64, 8), (10**11, 80, 8, 128, 16),
-        (1000, 2, 1, 128, 16), (33792 * 10**6 - 1, 32, 8, 128, 4), (4 * 10**9, 12, 7, 96, 8),
-        (10**9, 4, 2, 64, 12), (10**10, 3, 4, 64, 32), (10**9, 4, 5, 64, 3),
+        (1000, 2, 1, 128, 16), (33792 * 10**6 - 1, 32, 8, 128, 4), (4 * 10**9, 12, 7, 72, 8),
+        (10**9, 4, 2, 64, 15), (10**10, 3, 4, 64, 32), (10**9, 4, 5, 50, 4), (10**9, 2, 3, 8, 1),
     ]  # fmt: skip
 
 
@@ -122,15 +122,18 @@ def _keys():
     random = torch.Generator().manual_seed(12)
 
     def case(N, D, BLOCK):
-        codes = torch.randint(-127, 128, (N, D), generator=random, dtype=torch.int8)
+        codes = torch.randint(-128, 128, (N, D), generator=random, dtype=torch.int8)
+        codes[0, 0] = -128
         absmax = 2.0 ** torch.randint(-6, 7, (N,), generator=random) * (1 + torch.rand(N, generator=random))
         return torch.randn(D, generator=random), codes, absmax, BLOCK
 
     cases = [case(64, 64, 32), case(37, 64, 16), case(5, 128, 8), case(100, 32, 64), case(1, 64, 4), case(16, 16, 16)]
-    cases += [case(9, 256, 4)]
+    cases += [case(9, 512, 4), case(300, 128, 64)]
     q, codes, absmax, BLOCK = case(40, 32, 16)
     sizes = 10.0 ** torch.randint(-30, 31, (40,), generator=random)
-    cases.append((q, codes, absmax * sizes, BLOCK))
+    absmax *= sizes
+    absmax[3::8], absmax[4::8] = 3e-37, 2e35  # 127 / 3e-37 is infinite
+    cases.append((q, codes, absmax, BLOCK))
     q, codes, absmax, BLOCK = case(24, 16, 8)
     q[:2] = torch.tensor([3.0, -5.0])
     codes[::2, :2], codes[::2, 2:] = torch.tensor([5, 3], dtype=torch.int8), 0  # sums of exactly 0
@@ -149,7 +152,7 @@ _SCORES = Exercise(
     cases=_keys,
     kernel=True,
     bound=_bound,
-    note="any number of tokens, with scales of any size",
+    note="any number of tokens, all int8 codes, and scales of any size",
     mistakes={
         "the scale is missing": lambda q, codes, absmax, BLOCK: codes.float() @ q,
         "the scale is absmax / 127": lambda q, codes, absmax, BLOCK: 127 * _scores(q, codes, absmax),
@@ -271,15 +274,16 @@ def _splits():
     random = torch.Generator().manual_seed(21)
 
     def case(rows, S, D, base=0):
-        # eighths, whose differences float32 holds exactly
-        w = base + torch.randint(-32, 33, (rows, S), generator=random) / 8
+        # multiples of 1/64, whose differences float32 holds exactly
+        w = base + torch.randint(-256, 257, (rows, S), generator=random) / 64
         return torch.randn(rows, S, D, generator=random), w
 
-    cases = [case(3, 4, 64), case(5, 3, 16, 300), case(1, 1, 64, -500), case(4, 7, 32, -2), case(2, 8, 128, 900)]
+    cases = [case(3, 4, 64), case(5, 3, 16, 300), case(1, 1, 64, -500), case(4, 7, 32, -2), case(2, 8, 256, 20000)]
     cases[1][1][:, 1] = -1e38  # a split without tokens
     cases += [case(3, 20, 16), case(2, 3, 16, -500), case(2, 6, 32, 310), case(3, 5, 16, -250)]
     cases[-2][1][:, 0] = 10  # far below the largest
-    return cases
+    rows, splits = torch.tensor([[-600.0], [-1300.0]]), torch.linspace(-8, 8, 40).round()
+    return [*cases, case(2, 5, 16, rows), case(2, 40, 16, splits), case(2, 3, 16, -30000)]
 
 
 _COMBINE = Exercise(
@@ -291,6 +295,7 @@ _COMBINE = Exercise(
     mistakes={
         "2**w leaves float32's range: subtract the row's largest w first": _after_subtracting(lambda w: 0),
         "subtract the row's largest w; the first split's can be far below it": _after_subtracting(lambda w: w[:, :1]),
+        "each row has its own largest w, and you took that of all rows": _after_subtracting(lambda w: w.amax()),
         "lanes beyond the last split must not become the largest w: load it with other=-inf": _after_subtracting(
             lambda w: w.amax(1, keepdim=True).clamp(min=-torch.inf if w.shape[1] & (w.shape[1] - 1) == 0 else 0)
         ),
