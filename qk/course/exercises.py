@@ -25,7 +25,7 @@ import qk
 from qk.core.numerics import INTERPRETED
 from qk.course import trace
 from qk.course.diagnosis import diagnosis
-from qk.course.windows import OutOfBounds, Race, Session
+from qk.course.windows import OutOfBounds, Race, Session, version_of
 
 __all__ = ["Exercise", "check", "control_name", "explore", "source"]
 
@@ -120,6 +120,8 @@ class Exercise:
         together: the launches of one call count as one, whose programs run at the same time.
         excess: called with the last launch of right answers, (kernel, args, options). Returns what to print where the
             kernel does more than the text allows, or None.
+        derived: whether torch computes the result from what the kernel stored. Otherwise, the kernel must store it.
+        integer: whether a float is refused, even if it's a whole number.
     """
 
     expected: object
@@ -130,6 +132,8 @@ class Exercise:
     bound: object = 0.0
     together: bool = False
     excess: object = None
+    derived: bool = False
+    integer: bool = False
 
 
 def check(name, answer):
@@ -240,9 +244,10 @@ def _limited(seconds):
 def _run(answer, exercise, cases, session):
     """Return what to print about a wrong answer, or None."""
     failure, results, wrong, right, name = None, [], [], [], getattr(answer, "__name__", "the answer")
+    improper = None
     for case in cases:
         call = f"{name}({', '.join(map(_argument, case))})"
-        given, session.ledger = copy.deepcopy(case), None
+        given, session.ledger, session.left = copy.deepcopy(case), None, []
         try:
             with _limited(LIMIT):
                 got = answer(*given)
@@ -264,8 +269,15 @@ def _run(answer, exercise, cases, session):
         (wrong if problem else right).append((case, got, want))
         if problem:
             failure = failure or f"Not yet: {call} gave {_text(got)}; {problem}."
+        elif exercise.kernel and session.launches and not exercise.derived and not _stored(got, session):
+            improper = improper or (
+                f"Not yet: {call} is right, but the kernel didn't store all of it.\n"
+                "Hint: the kernel must store the result; torch computed it"
+            )
+        elif exercise.integer and not isinstance(got, numbers.Integral):
+            improper = improper or f"Not yet: {call} gave {_text(got)}, a {type(got).__name__}.\nHint: return an integer"
     if failure is None:
-        return None
+        return improper
     if unanswered := _unanswered(answer, name, results, session):
         return unanswered
     hint = _hint(exercise, cases, results) or session.launches and _unscaled(session.launches[-1][0])
@@ -276,6 +288,18 @@ def _run(answer, exercise, cases, session):
     near = [(case, _without_noise(got, want, _bound(exercise, case)), want) for case, got, want in wrong]
     hint = hint or diagnosis(answer, wrong, right) or diagnosis(answer, near, right)
     return _refused(failure, exercise, hint)
+
+
+def _stored(result, session):
+    """Whether each tensor of a result is what the call's kernels left in memory, or equal to that."""
+    left = [tensor for tensor, version in session.left if version_of(tensor) == version]
+    places = {tensor.untyped_storage().data_ptr() for tensor in left}
+    parts = result if isinstance(result, list | tuple) else [result]
+    return all(
+        part.untyped_storage().data_ptr() in places or any(_difference(part, tensor) is None for tensor in left)
+        for part in parts
+        if isinstance(part, torch.Tensor) and part.numel()
+    )
 
 
 def _unscaled(kernel):
@@ -428,6 +452,8 @@ def _difference(got, want, bound=0.0):
     if isinstance(got, torch.Tensor) or getattr(got, "shape", ()) != ():
         return f"it is a {type(got).__name__}, expected {_text(want)}"
     got = got.item() if hasattr(got, "item") else got  # a NumPy scalar
+    if isinstance(got, list):  # of lists, or of a NumPy array's rows
+        got = [part.tolist() if hasattr(part, "tolist") else part for part in got]
     if isinstance(want, list) and isinstance(got, list) and got != want and max(len(got), len(want)) > 8:
         at = next((i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), min(len(got), len(want)))
         return f"it has {len(got)} elements, expected {len(want)}; the first difference is at [{at}]"

@@ -304,6 +304,11 @@ def watching(kernel, windows, hear, unset=0, ledger=None, order=None, shifts=Non
         raise cause or error from None  # the interpreter's own error says less
 
 
+def version_of(tensor):
+    """How often torch changed a tensor in place; None if torch doesn't count."""
+    return None if tensor.is_inference() else tensor._version
+
+
 class Session:
     """What happens while an answer is checked: its launches, watched for races."""
 
@@ -315,6 +320,7 @@ class Session:
         self.launches = []  # (kernel, args, options)
         self.race = None  # between launches, each of which may be right in the order that was run
         self.touched = self.stored = False  # whether a kernel loaded or stored, and whether it changed anything
+        self.left = []  # of the current call's launches, (tensor, its version) as the kernel left it
         self.by_one = []  # of each launch of several programs, whether a single one stored everything
 
     def __enter__(self):
@@ -352,6 +358,8 @@ def launch(kernel, grid, *args, **options):
         if Session.now:
             Session.now.stored |= bool(window.changed().any())
         window.copy_back()
+    if Session.now:
+        Session.now.left += [(window.tensor, version_of(window.tensor)) for window in filter(None, windows)]
 
 
 _AFTER, _BEFORE = "past the end", "before the start"
