@@ -275,7 +275,9 @@ def _run(answer, exercise, cases, session):
                 "Hint: the kernel must store the result; torch computed it"
             )
         elif exercise.integer and not isinstance(got, numbers.Integral):
-            improper = improper or f"Not yet: {call} gave {_text(got)}, a {type(got).__name__}.\nHint: return an integer"
+            improper = (
+                improper or f"Not yet: {call} gave {_text(got)}, a {type(got).__name__}.\nHint: return an integer"
+            )
     if failure is None:
         return improper
     if unanswered := _unanswered(answer, name, results, session):
@@ -330,7 +332,10 @@ def _raised(call, error):
         return f"Not yet: {call} hadn't finished after {LIMIT} seconds.\nHint: does one of its loops never end?"
     if isinstance(error, SystemExit):
         return f"Not yet: {call} ends Python.\nHint: return the result; exit() has no place in an answer"
-    return f"Not yet: {call} raised {type(error).__name__}: {error}"
+    said = f"Not yet: {call} raised {type(error).__name__}: {error}"
+    if "out of range for type int32" in said:  # the interpreter's words for a constant
+        said += "\nHint: write such a constant as a negative number: ~0xFFFF is 0xFFFF0000"
+    return said
 
 
 def _unanswered(answer, name, results, session):

@@ -85,8 +85,8 @@ def _range_cases():
     # the text allows a plain `/`, which may miss these ties on a GPU
     odd = [case(2, 40, 0, (0, 2), True, factor) for factor in (7, 13)] if INTERPRETED.value else []
     return [
-        case(4, 16, -7), case(3, 24, 3, factor=0.7371), case(3, 21, -40), case(2, 383, -7.5), case(5, 7, 100), case(1, 2, -3),
-        case(2, 8, 5), case(2, 8, -30), case(3, 13, -15),
+        case(4, 16, -7), case(3, 24, 3, factor=0.7371), case(3, 21, -40), case(2, 383, -7.5), case(5, 7, 100),
+        case(1, 2, -3), case(2, 8, 5), case(2, 8, -30), case(3, 13, -15),
         case(3, 21, -7, ties=True), *odd, case(2, 5, 40, powers=(99, 101)), case(2, 6, -60, powers=(99, 101)),
     ]  # fmt: skip
 

@@ -19,7 +19,7 @@ _TILES = (
     (0, 256, 128),
     (0, 256, 32),
     (0, 2048, 16),
-    (65536, 128, 96),
+    (65567, 128, 96),
     (2**24 + 1, 128, 128),
 )
 
@@ -201,6 +201,9 @@ EXERCISES = {
         mistakes={
             "nothing is added to acc yet": _by(lambda sums, a, b: 0 * sums.sum(-1)),
             "the scales are missing": _by(lambda sums, a, b: sums.sum(-1)),
+            "bad input must stay visible: NaN in a scale is lost": _by(
+                lambda sums, a, b: (sums * a * b).sum(-1).nan_to_num(0)
+            ),
             "b has scales too": _by(lambda sums, a, b: (sums * a).sum(-1)),
             "a has scales too": _by(lambda sums, a, b: (sums * b).sum(-1)),
             "b's scales belong inside the loop: each block has its own": _by(
