@@ -150,7 +150,7 @@ def _factor(got, want, bad):
     got, want = got.double(), want.double()
     used = (want != 0) & want.isfinite() & got.isfinite()
     ratio = (got / want)[used]
-    usable = used.sum() > 2 and bool(((got == 0) == (want == 0))[used].all())
+    usable = want[used].unique().numel() > 2 and bool(((got == 0) == (want == 0))[used].all())
     return bool(usable and (ratio / ratio[0] - 1).abs().max() < 1e-6 and ratio[0] and abs(ratio[0] - 1) > 1e-3)
 
 
@@ -372,7 +372,8 @@ def _of_cases(answer, wrong, right):
             if all(each[a] % step(each) for each in bad) and not any(each[a] % step(each) for each in good):
                 why = "what about a short last block?" if isinstance(b, str) else "is that number hard-coded?"
                 return f"right only where {a} is a multiple of {b}: {why}"
-            if all(each[a] > step(each) for each in bad) and all(each[a] <= step(each) for each in good):
+            near = isinstance(b, str) or min(each[a] for each in bad) <= 4 * b  # far away, another limit is more likely
+            if near and all(each[a] > step(each) for each in bad) and all(each[a] <= step(each) for each in good):
                 why = "what about the blocks after the first?" if isinstance(b, str) else "is that number hard-coded?"
                 return f"right only where {a} is at most {b}: {why}"
     return ""

@@ -25,7 +25,7 @@ import qk
 from qk.core.numerics import INTERPRETED
 from qk.course import trace
 from qk.course.diagnosis import diagnosis
-from qk.course.windows import OutOfBounds, Race, Session
+from qk.course.windows import OutOfBounds, Race, Session, version_of
 
 __all__ = ["Exercise", "check", "control_name", "explore", "source"]
 
@@ -118,9 +118,10 @@ class Exercise:
         bound: how far an element may be from the expected one: a share of its magnitude, or bound(*case), a tensor;
             a list of those for a result of several parts.
         together: the launches of one call count as one, whose programs run at the same time.
-        finished: whether torch may finish what the kernel began.
         excess: called with the last launch of right answers, (kernel, args, options). Returns what to print where the
             kernel does more than the text allows, or None.
+        derived: whether torch may compute the result from what the kernel stored. Otherwise, the kernel must store it.
+        integer: whether a float is refused, even if it's a whole number.
     """
 
     expected: object
@@ -130,8 +131,9 @@ class Exercise:
     note: str = ""
     bound: object = 0.0
     together: bool = False
-    finished: bool = False
     excess: object = None
+    derived: bool = False
+    integer: bool = False
 
 
 def check(name, answer):
@@ -166,11 +168,6 @@ def _judge(answer, exercise):
         failure = f"Not yet: right in this order, but {session.race}"
     if failure is None and exercise.kernel and not session.launches:
         failure = f"Not yet: no kernel was launched.\nHint: {_LAUNCH}"
-    if failure is None and exercise.kernel and session.by_torch and not exercise.finished:
-        failure = (
-            "Not yet: each number is right, but torch does a part of the work.\n"
-            "Hint: give the kernel the arguments as they are, and return what it stores"
-        )
     if failure is None and exercise.excess:
         failure = exercise.excess(*session.launches[-1])
     if failure is None and 2 * session.storing <= session.programs > 0:
@@ -247,9 +244,10 @@ def _limited(seconds):
 def _run(answer, exercise, cases, session):
     """Return what to print about a wrong answer, or None."""
     failure, results, wrong, right, name = None, [], [], [], getattr(answer, "__name__", "the answer")
+    improper = None
     for case in cases:
         call = f"{name}({', '.join(map(_argument, case))})"
-        given, session.ledger = copy.deepcopy(case), None
+        given, session.ledger, session.left = copy.deepcopy(case), None, []
         try:
             with _limited(LIMIT):
                 got = answer(*given)
@@ -269,13 +267,19 @@ def _run(answer, exercise, cases, session):
         want = exercise.expected(*case)
         problem = _difference(got, want, _bound(exercise, case))
         (wrong if problem else right).append((case, got, want))
-        session.by_torch |= not problem and not session.left_alone(
-            given, got if isinstance(got, list | tuple) else [got]
-        )
         if problem:
             failure = failure or f"Not yet: {call} gave {_text(got)}; {problem}."
+        elif exercise.kernel and session.launches and not exercise.derived and not _by_kernel(given, got, session):
+            improper = improper or (
+                f"Not yet: {call} is right, but torch does a part of the work.\n"
+                "Hint: give the kernel the arguments as they are, and return what it stores"
+            )
+        elif exercise.integer and not isinstance(got, numbers.Integral):
+            improper = (
+                improper or f"Not yet: {call} gave {_text(got)}, a {type(got).__name__}.\nHint: return an integer"
+            )
     if failure is None:
-        return None
+        return improper
     if unanswered := _unanswered(answer, name, results, session):
         return unanswered
     hint = _hint(exercise, cases, results) or session.launches and _unscaled(session.launches[-1][0])
@@ -286,6 +290,19 @@ def _run(answer, exercise, cases, session):
     near = [(case, _without_noise(got, want, _bound(exercise, case)), want) for case, got, want in wrong]
     hint = hint or diagnosis(answer, wrong, right) or diagnosis(answer, near, right)
     return _refused(failure, exercise, hint)
+
+
+def _by_kernel(given, result, session):
+    """Whether the call's kernels got its tensors as they are, and stored each tensor of its result, or an equal one."""
+    taken = {tensor.untyped_storage().data_ptr() for tensor, _ in session.left}
+    left = [tensor for tensor, version in session.left if version_of(tensor) == version]
+    places = {tensor.untyped_storage().data_ptr() for tensor in left}
+    parts = result if isinstance(result, list | tuple) else [result]
+    given, parts = ([x for x in some if isinstance(x, torch.Tensor) and x.numel()] for some in (given, parts))
+    return all(arg.untyped_storage().data_ptr() in taken for arg in given) and all(
+        part.untyped_storage().data_ptr() in places or any(_difference(part, tensor) is None for tensor in left)
+        for part in parts
+    )
 
 
 def _unscaled(kernel):
@@ -316,7 +333,10 @@ def _raised(call, error):
         return f"Not yet: {call} hadn't finished after {LIMIT} seconds.\nHint: does one of its loops never end?"
     if isinstance(error, SystemExit):
         return f"Not yet: {call} ends Python.\nHint: return the result; exit() has no place in an answer"
-    return f"Not yet: {call} raised {type(error).__name__}: {error}"
+    said = f"Not yet: {call} raised {type(error).__name__}: {error}"
+    if "out of range for type int32" in said:  # the interpreter's words for a constant
+        said += "\nHint: write such a constant as a negative number: ~0xFFFF is 0xFFFF0000"
+    return said
 
 
 def _unanswered(answer, name, results, session):
@@ -445,6 +465,8 @@ def _difference(got, want, bound=0.0):
     if isinstance(got, torch.Tensor) or getattr(got, "shape", ()) != ():
         return f"it is a {type(got).__name__}, expected {_text(want)}"
     got = got.item() if hasattr(got, "item") else got  # a NumPy scalar
+    if isinstance(got, list):  # of lists, or of a NumPy array's rows
+        got = [part.tolist() if hasattr(part, "tolist") else part for part in got]
     if isinstance(want, list) and isinstance(got, list) and got != want and max(len(got), len(want)) > 8:
         at = next((i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), min(len(got), len(want)))
         return f"it has {len(got)} elements, expected {len(want)}; the first difference is at [{at}]"

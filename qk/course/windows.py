@@ -304,6 +304,11 @@ def watching(kernel, windows, hear, unset=0, ledger=None, order=None, shifts=Non
         raise cause or error from None  # the interpreter's own error says less
 
 
+def version_of(tensor):
+    """How often torch changed a tensor in place; None if torch doesn't count."""
+    return None if tensor.is_inference() else tensor._version
+
+
 class Session:
     """What happens while an answer is checked: its launches, watched for races."""
 
@@ -315,8 +320,7 @@ class Session:
         self.launches = []  # (kernel, args, options)
         self.race = None  # between launches, each of which may be right in the order that was run
         self.touched = self.stored = False  # whether a kernel loaded or stored, and whether it changed anything
-        self.versions = {}  # {address of a storage that a kernel got: its version after the last launch}
-        self.by_torch = False  # whether a part of the work was done outside of the kernels
+        self.left = []  # of the current call's launches, (tensor, its version) as the kernel left it
         self.programs = self.storing = 0  # in launches of several programs; how many of them stored something
 
     def __enter__(self):
@@ -325,15 +329,6 @@ class Session:
 
     def __exit__(self, *error):
         Session.now = None
-
-    def left_alone(self, arguments, results):
-        """Whether the kernels got these tensors as they are, and stored the results."""
-        given, made = (
-            [x for x in values if isinstance(x, torch.Tensor) and x.numel()] for values in (arguments, results)
-        )
-        return all(x.untyped_storage().data_ptr() in self.versions for x in given) and all(
-            self.versions.get(x.untyped_storage().data_ptr()) == x._version for x in made
-        )
 
     def new_ledger(self):
         if not (self.together and self.ledger):
@@ -364,8 +359,7 @@ def launch(kernel, grid, *args, **options):
             Session.now.stored |= bool(window.changed().any())
         window.copy_back()
     if Session.now:
-        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        Session.now.versions |= {tensor.untyped_storage().data_ptr(): tensor._version for tensor in tensors}
+        Session.now.left += [(window.tensor, version_of(window.tensor)) for window in filter(None, windows)]
 
 
 _AFTER, _BEFORE = "past the end", "before the start"

@@ -328,6 +328,36 @@ def test_a_number_of_another_kind_is_right(number, capsys):
     exercise = Exercise(lambda x: 2 * x, lambda: [(3,)])
     assert heard(lambda x: number, capsys, exercise) == "Right, in all 1 cases.\n"
     assert heard(lambda x: number + 1, capsys, exercise).startswith("Not yet")
+    strict = heard(lambda x: number, capsys, dataclasses.replace(exercise, integer=True))
+    assert strict.startswith("Right") if isinstance(number, np.int64) else strict.endswith("Hint: return an integer\n")
+
+
+def test_rows_of_an_array_are_lists(capsys):
+    exercise = Exercise(lambda n: [[n, 0], [0, n]], lambda: [(3,), (4,)])
+    assert heard(lambda n: [*(n * np.eye(2))], capsys, exercise).startswith("Right")
+    assert heard(lambda n: [*np.ones((2, 2))], capsys, exercise).startswith("Not yet")
+
+
+def _patched(x, BLOCK):
+    out = launched(_right)(x, BLOCK)
+    out[-1:] = x[-1:] + 1
+    return out
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        (lambda x, BLOCK: launched(_right)(x - 1, BLOCK) + 1, False),
+        (_patched, False),
+        (lambda x, BLOCK: [launched(_right)(x, BLOCK), x + 1][1], True),
+        (lambda x, BLOCK: [launched(_right)(2 * x, BLOCK), x + 1][1], False),
+        (lambda x, BLOCK: launched(_right)(x.view(1, -1)[0], BLOCK).view(1, -1)[0], True),
+    ],
+)
+def test_the_kernel_must_store_the_result(answer, right, capsys):
+    said = heard(answer, capsys)
+    assert said.startswith("Right") if right else "return what it stores" in said
+    assert heard(answer, capsys, dataclasses.replace(ADD_ONE, derived=True)).startswith("Right")
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,12 @@ ANSWERS = {
 
 # kinds that were once called right, or whose words were wrong
 ANSWERS["add_one"] += [
+    (
+        "return what it stores",
+        f"{one(OFFS, COPY)}\n\n\ndef add_one(x, BLOCK):\n    out = torch.zeros_like(x)\n"
+        "    course.launch(add_one_kernel, (triton.cdiv(len(x), BLOCK),), x, out, len(x), BLOCK=BLOCK)\n"
+        "    return out + 1",
+    ),
     ("a race", one(OFFS, "tl.store(out_ptr + offs + BLOCK, 7.0, mask=offs + BLOCK < n)", ADD)),
     ("course.launch", "def add_one(x, BLOCK):\n    return x + 1"),
     *([("", one(OFFS.replace("(0, BLOCK)", "(0, 2 * BLOCK)"), ADD))] if INTERPRETED else []),  # else nobody watches
@@ -216,6 +222,10 @@ ANSWERS["reverse"] += [
     ("", turned(OFFS.replace("BLOCK", "16"), TURN)),
 ]
 ANSWERS["add_bias"] += [
+    (
+        "numbers are missing",
+        bias(*TILE, TILE_LOAD, TILE_BIAS, TILE_STORE.replace("x + b", "tl.where(x == 0, 0, x + b)")),
+    ),
     ("a race", bias(*TILE, TILE_LOAD, TILE_BIAS, "tl.store(out_ptr + offs_r + 0 * offs_c, x, mask=mask)", TILE_STORE)),
     ("course.launch", "def add_bias(x, bias, ROWS, COLUMNS):\n    return x.t() + bias"),
     ("", bias(*TILE, TILE_LOAD, TILE_BIAS, TILE_STORE.replace("x + b", "x.to(tl.int32) + b"))),
@@ -225,6 +235,7 @@ ANSWERS["add_bias"] += [
     ),
 ]
 ANSWERS["row_max"] += [
+    ("", longest(MAX.replace("tl.max(x)", "tl.minimum(tl.max(x), 3e38)"))),
     ("minus infinity" if INTERPRETED else "", longest(MAX, load=ROW_LOAD.replace(LOWEST, "-1000"))),
     ("", longest(MAX, load=ROW_LOAD.replace(LOWEST, "-1e9"))),
     ("course.launch", "def row_max(x):\n    return x.amax(1)"),

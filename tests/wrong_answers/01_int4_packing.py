@@ -1,3 +1,5 @@
+import qk
+
 ANSWERS = {
     "decode": [
         (
@@ -100,7 +102,7 @@ ANSWERS["quantize_range"] = [
     ("last high nibble", ranged(CODES, "tl.where(mask, (tl.div_rn(x - low, step) + ROUNDER) - ROUNDER, 15.0)")),
     ("load's mask", ranged("offs, mask=mask, other=0.0", "offs")),
     ("past the end of packed_ptr", ranged("bytes, mask=half < width", "bytes")),
-    ("", ranged("(C + 1) // 2", "C // 2")),
+    ("a byte more than C // 2", ranged("(C + 1) // 2", "C // 2")),
     ("", ranged("row * width", "row * BLOCK // 2")),
     ("", ranged(CODES, "(tl.div_rn(x - low, step) + ROUNDER) - ROUNDER")),
     ("load's mask", ranged("row * C + offs", "row * BLOCK + offs")),
@@ -166,6 +168,17 @@ ANSWERS["restore"] = [
 ]
 
 # kinds that were once called right, or whose words were wrong
+ANSWERS["quantize_range"] += [
+    ("don't subtract 8", ranged("0.0).to(tl.int32)", "8.0).to(tl.int32) - 8 & 15")),
+    ("no code needs clamping", ranged("15.0)", "16.0)", CODES, f"tl.minimum({CODES}, 15.0)")),
+]
+if qk.device() == "cpu":  # a GPU may round these ties as this does
+    ANSWERS["quantize_range"] += [
+        ("divide by step", ranged("tl.div_rn(x - low, step)", "(x - low) * (15 / (high - low))")),
+    ]
+ANSWERS["restore"] += [
+    ("bad input must stay visible", changed("code * absmax / 7", "tl.where(absmax == absmax, code * absmax / 7, 0)")),
+]
 ANSWERS["decode"] += [
     ("exit()", "def decode(packed):\n    exit()"),
     (
@@ -181,7 +194,7 @@ OTHERS = {
             "tl.div_rn(high - low, 15.0)",
             "(high - low) / 15",
             "tl.div_rn(x - low, step)",
-            "(x - low) * (15 / (high - low))",
+            "(x - low) / step",
         ),
         ranged(
             LOW,

@@ -137,6 +137,7 @@ ANSWERS = {
     ],
     "look_up": [
         ("", looked_up("mask=i < n)", "mask=i < n).to(tl.int16)")),
+        ("may be -128", looked_up("codes * tl", "tl.maximum(codes, -127) * tl")),
         ("past the end of out_ptr", looked_up("mask=inside), mask=inside)", "mask=inside))")),
         ("missing or too wide?", looked_up("tokens_ptr + i, mask=i < n", "tokens_ptr + i")),
         ("far from all", looked_up("scale_ptr + block, mask=inside), ", "scale_ptr + block), ")),

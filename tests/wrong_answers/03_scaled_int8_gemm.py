@@ -61,6 +61,8 @@ ANSWERS = {
         ("the last block", rows("(column + BLOCK_N - 1) // QUANT_BLOCK")),
         ("before the tile", rows("-(-(column + BLOCK_N) // QUANT_BLOCK)")),
         ("", rows("QUANT_BLOCK")),
+        ("", rows("min((column + BLOCK_N - 1) // QUANT_BLOCK - column // QUANT_BLOCK + 1, 20)")),
+        ("return an integer", rows("(column + BLOCK_N - 1) // QUANT_BLOCK - column // QUANT_BLOCK + 1.0")),
         ("", rows("torch.arange(BLOCK_N) // QUANT_BLOCK")),
     ],
     "one_token": [
@@ -125,6 +127,7 @@ ANSWERS = {
 
 # kinds that were once called right, or whose words were wrong
 ANSWERS["small_gemm"] += [
+    ("bad input must stay visible", changed(LOOP, (STORED, "tl.where(acc == acc, acc, 0) * a_scale[:, None])"))),
     (
         "truncated to whole",
         changed(LOOP, ("a_scale_ptr + m)", "a_scale_ptr + m).to(tl.int32)")),

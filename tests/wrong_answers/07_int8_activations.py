@@ -90,6 +90,7 @@ ANSWERS = {
     "tile_tokens": [
         ("no tile is large enough", tokens(LEFT, "return math.ceil(group * per_code / left) if left else 0")),
         ("takes its part of the time", tokens("return math.ceil(32 * per_code)")),
+        ("return an integer", tokens(LEFT, "return -(-group * per_code // left) if left > 0 else 0")),
         ("unpacked once per group", tokens(LEFT, "return math.ceil(per_code / left) if left > 0 else 0")),
         ("issuing still takes longer", tokens(LEFT, "return int(group * per_code / left) if left > 0 else 0")),
         ("a whole number", tokens(LEFT, "return group * per_code / left if left > 0 else 0")),

@@ -136,6 +136,7 @@ ANSWERS = {
         ("load's mask", kernel(("n[:, None], mask=mask, other=0", "n[:, None]"))),
         ("missing or too wide?", kernel((" & (w < WORDS)", " & (w < w + 1)"))),
         ("signed", kernel((" ^ FLIP", ""))),
+        ("numbers are missing", kernel(("words ^ FLIP", "tl.where(words == 0, 0, words ^ FLIP)"))),
         ("out[n, w] comes", kernel(("n[:, None] * WORDS + w, words", "w * N + n[:, None], words"))),
         ("not just the word's", kernel(("FLIP", "-0x80000000"))),
         ("not all its bits", kernel((" ^ FLIP", " ^ -1"))),

@@ -10,8 +10,10 @@ from qk.course.exercises import Exercise
 def _gemv_cases():
     """(x, words, BLOCK): any 32 bits, extreme values, and rows that end within a block."""
     random = torch.Generator().manual_seed(17)
-    for N, W, BLOCK in (16, 8, 8), (32, 20, 8), (48, 33, 16), (16, 5, 8), (64, 64, 32), (16, 1, 16), (32, 100, 64):
+    for N, W, BLOCK in (16, 8, 8), (32, 20, 8), (48, 33, 16), (16, 5, 8), (64, 64, 32), (16, 1, 16), (16, 127, 64):
         words = torch.randint(-(2**31), 2**31, (N, W), generator=random).to(torch.int32)
+        if W == 33:
+            words[:, :BLOCK] = 0
         yield torch.randint(-128, 128, (8 * W,), generator=random, dtype=torch.int8), words, BLOCK
     words = torch.randint(-(2**31), 2**31, (16, 65), generator=random).to(torch.int32)
     yield torch.randint(-128, 128, (8 * 65,), generator=random, dtype=torch.int8), words, 1
@@ -220,6 +222,7 @@ EXERCISES = {
                 lambda c, s, g: (g * c / 8, g / 32 - s)
             ),
         },
+        integer=True,
         note="any counts (fractions too) and groups, where both take the same time and where no tile is large enough",
     ),
 }

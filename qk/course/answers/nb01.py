@@ -5,6 +5,7 @@ import torch.nn.functional as F
 import triton
 
 import qk
+from qk.core.numerics import INTERPRETED
 from qk.course import trace
 from qk.course.exercises import Exercise
 
@@ -36,19 +37,29 @@ _ONE_SIGNED = {
 
 def _range(
     low_of=lambda x: x.amin(1), high_of=lambda x: x.amax(1), top=15, rounding=torch.round, shifted=True, shifts=(0, 4),
-    last=0, then=lambda packed, low, step: (packed, low, step),
+    last=0, then=lambda packed, low, step: (packed, low, step), inverse=False,
 ):  # fmt: skip
     """last: the code where there is no column."""
 
     def result(x):
         low, high = low_of(x), high_of(x)
         step = (high - low) / top
-        codes = rounding((x - low[:, None] * shifted) / step[:, None]).clamp(-128, 127).int()
+        steps = x - low[:, None] * shifted
+        steps = steps * (top / (high - low))[:, None] if inverse else steps / step[:, None]
+        codes = rounding(steps).clamp(-128, 127).int()
         codes = F.pad(codes, (0, x.shape[1] % 2), value=last).view(len(x), -1, 2)
         packed = (codes << torch.tensor(shifts, device=x.device)).sum(-1) & 255
         return then(packed.to(torch.uint8), low, step)
 
     return result
+
+
+def _half_width(x):
+    """Each row's bytes begin at row * (C // 2), and are as many."""
+    packed, low, step = _range()(x)
+    width, out = x.shape[1] // 2, torch.full_like(packed, 99)
+    out.view(-1)[: len(x) * width] = packed[:, :width].flatten()
+    return out, low, step
 
 
 def _padded(reduced):
@@ -63,18 +74,20 @@ def _range_cases():
     """
     random = torch.Generator().manual_seed(4)
 
-    def case(R, C, low, powers=(-30, 20), ties=False):
+    def case(R, C, low, powers=(-30, 20), ties=False, factor=1):
         codes = torch.randint(0, 16, (R, C), generator=random)
         codes[:, C // 2], codes[:, C // 3] = 0, 15
         off = (torch.rand(R, C, generator=random) - 0.5) * 0.6 * (codes > 0) * (codes < 15)
         off = 0.5 * (codes > 0) * (codes < 15) if ties else off
-        step = 2.0 ** torch.randint(*powers, (R, 1), generator=random)
+        step = factor * 2.0 ** torch.randint(*powers, (R, 1), generator=random)
         return ((low + codes + off) * step,)
 
+    # the text allows a plain `/`, which may miss these ties on a GPU
+    odd = [case(2, 40, 0, (0, 2), True, factor) for factor in (7, 13)] if INTERPRETED.value else []
     return [
-        case(4, 16, -7), case(3, 24, 3), case(3, 21, -40), case(2, 383, -7.5), case(5, 7, 100), case(1, 2, -3),
-        case(2, 8, 5), case(2, 8, -30), case(3, 13, -15),
-        case(3, 21, -7, ties=True), case(2, 5, 40, powers=(99, 101)), case(2, 6, -60, powers=(99, 101)),
+        case(4, 16, -7), case(3, 24, 3, factor=0.7371), case(3, 21, -40), case(2, 383, -7.5), case(5, 7, 100),
+        case(1, 2, -3), case(2, 8, 5), case(2, 8, -30), case(3, 13, -15),
+        case(3, 21, -7, ties=True), *odd, case(2, 5, 40, powers=(99, 101)), case(2, 6, -60, powers=(99, 101)),
     ]  # fmt: skip
 
 
@@ -93,11 +106,11 @@ def _restore_cases():
         (50, 4, 32),
         (256, 32, 64),
         (300, 8, 128),
-        (96, 64, 32),
+        (9, 1, 16),
         (31, 5, 16),
     )  # bytes, GROUP, BLOCK
     generator = torch.Generator().manual_seed(3)
-    return [
+    cases = [
         (
             torch.tensor((_ALL + _ALL[::-1])[:count], dtype=torch.uint8),
             (torch.rand(triton.cdiv(2 * count, GROUP), generator=generator) + 0.1) * 10.0**power,
@@ -106,6 +119,8 @@ def _restore_cases():
         )
         for power, (count, GROUP, BLOCK) in zip((0, -9, 3, -30, 0, 30, 0), sizes, strict=True)
     ]
+    cases[4][1][5] = torch.nan
+    return cases
 
 
 def _more_stores(kernel, args, options):
@@ -152,6 +167,16 @@ EXERCISES = {
                 lambda x: x.amin(1).clamp(max=0)
             ),
             "16 codes have 15 steps between them": _range(top=16),
+            "16 codes have 15 steps between them: no code needs clamping": _range(
+                top=16, rounding=lambda codes: codes.round().clamp(max=15)
+            ),
+            "codes go from 0 to 15: don't subtract 8": _range(rounding=lambda codes: (codes.round() - 8) % 16),
+            "divide by step: multiplied by 15 / (high - low), some ties go the other way": _range(inverse=True),
+            "if C is odd, a row has a byte more than C // 2": _half_width,
+            "no row is constant: step is (high - low) / 15 alone": lambda x: (
+                *_range()(x)[:2],
+                (x.amax(1) - x.amin(1)) / 15 + 1e-12,
+            ),
             "codes end at 15, not at 7": _range(top=7),
             "round to the nearest code; a cast drops the fraction": _range(rounding=torch.trunc),
             "ties go up here, but should go to the even code": _range(rounding=lambda x: (x + 0.5).floor()),
@@ -218,6 +243,6 @@ EXERCISES = {
         kernel=True,
         bound=1e-5,
         excess=_more_stores,
-        note="any number of bytes, and any BLOCK and GROUP",
+        note="any number of bytes, any BLOCK and GROUP, and an absmax of any size, even NaN",
     ),
 }

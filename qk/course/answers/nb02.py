@@ -13,8 +13,8 @@ _BLOCKS = (
     [[1e-37, -1e-37, 0], [127, 5, -5]],
     [[_INF, 1, 2], [_NAN, 1, 2], [2, -_INF, _NAN], [-15.875, 1, 3]],
     [[_INF, 0, 0, 0], [-_INF, 1e-37, _NAN, 0], [_NAN, _NAN, _NAN, _NAN], [_INF, -_INF, 2, -3], [-_INF, 3e38, 1e37, 0]],
-    [[1e-9, 5e-10, -2e-10, 0], [3e-30, -1e-30, 0, 1e-33], [torch.finfo().max, -1e38, 5e37, 1]],
-    [[3.72e-37, 1e-37], [3.75e-37, 1e-37]],  # 127 / 3.73e-37 is just infinite
+    [[1e-9, 5e-10, -2e-10, 0], [3e-30, -1e-30, 0, 1e-33], [torch.finfo().max, -3.401e38, 5e37, 1]],
+    [[3.72e-37, 1e-37], [3.75e-37, 1e-37], [3.77e-37, 1e-37]],  # 127 / 3.73e-37 is just infinite
     [[3.6e-37, 1e-37, 0, -1e-38, 2e-38], [3.9e-37, 1e-37, 0, -1e-38, 3e-37], [1e-42, 0, 0, 0, -1e-42]],
 )
 
@@ -118,7 +118,7 @@ def _lookup_cases():
     random = torch.Generator().manual_seed(2)
 
     def case(rows, columns, tokens, *sizes):
-        q = torch.randint(-127, 128, (rows, columns), dtype=torch.int8, generator=random)
+        q = torch.randint(-128, 128, (rows, columns), dtype=torch.int8, generator=random)
         count = -(-rows // sizes[0]), -(-columns // sizes[0])
         scale = torch.rand(count, generator=random) + 0.1
         return torch.tensor(tokens), q, scale, *sizes
@@ -126,8 +126,10 @@ def _lookup_cases():
     def some(count, rows):
         return torch.randint(rows, (count,), generator=random).tolist()
 
-    tiny = case(16, 12, [15, 0, 7, 9], 8, 2, 4)
+    tiny = case(16, 12, [7, 15, 0, 9], 8, 2, 4)
     tiny[2][:] = torch.tensor([[0.0, 1e-20], [1e-30, 0.5]])
+    bad = case(50, 9, some(40, 50), 16, 2, 8)
+    bad[1][16:32, ::4], bad[2][1] = 0, _NAN
     return [
         case(64, 6, [0, 4, 3, 1, 4], 4, 4, 2),  # table, tokens, QUANT, ROWS, BLOCK
         case(48, 5, [11, 2, 7, 7, 0, 10, 5, 1, 3, 3, 8, 4], 2, 2, 8),
@@ -138,7 +140,7 @@ def _lookup_cases():
         case(300, 200, some(3, 300), 128, 4, 256),
         case(33000, 3, [7, 32999, 32770], 256, 2, 2),
         case(65600, 2, [65599, 65536, 3], 256, 2, 2),
-        case(50, 9, some(40, 50), 16, 2, 8),
+        bad,
         tiny,
     ]
 
@@ -308,6 +310,7 @@ EXERCISES = {
                 lambda row, i, j, n, b, R, B: _offset(row[i // R * R, 0], j // B * B, 0, n, b)
             ),
             "no scale is used": _looked_up(change=lambda codes, scale: codes),
+            "a code may be -128": _looked_up(code=lambda q, tokens, i, j: q[tokens][:, j].clamp(min=-127)),
             "multiply by the scale": _looked_up(change=torch.div),
             "a restored value is no integer": _looked_up(change=lambda codes, scale: (codes * scale).trunc()),
             "each program has its own ROWS entries and BLOCK columns: where does yours begin?": _only(
@@ -349,7 +352,7 @@ EXERCISES = {
             ),
         },
         kernel=True,
-        note="any table, short blocks included, tokens that repeat, and tiles larger or smaller than a block",
+        note="any table (short blocks, codes of -128, scales of 0 or NaN), tokens that repeat, and any size of tile",
     ),
     "round_codes": Exercise(
         expected=_right,

@@ -18,7 +18,8 @@ _TILES = (
     (127, 2, 128),
     (0, 256, 128),
     (0, 256, 32),
-    (8192, 128, 128),
+    (0, 2048, 16),
+    (65567, 128, 96),
     (2**24 + 1, 128, 128),
 )
 
@@ -28,7 +29,7 @@ def _scale_rows(column, BLOCK_N, QUANT_BLOCK):
 
 
 def _small_cases():
-    """(a, a_scale of each row, b, b_scale of each block, block): codes up to 127, and scales of all sizes."""
+    """(a, a_scale of each row, b, b_scale of each block, block): any codes, and scales of all sizes, even NaN."""
     random = torch.Generator().manual_seed(3)
     sizes = (
         (16, 16, 32, 32),
@@ -36,15 +37,19 @@ def _small_cases():
         (16, 64, 128, 64),
         (16, 32, 400, 16),
         (16, 48, 700, 64),
-        (32, 16, 9, 16),
+        (48, 16, 9, 16),
     )
     for M, N, K, block in sizes:
         blocks, size = -(-K // block), 10.0 ** torch.randint(-12, 13, (2,), generator=random)
-        a, b = (torch.randint(-127, 128, (rows, K), generator=random, dtype=torch.int8) for rows in (M, N))
+        if K in (9, 700):
+            size = (1e31, 1) if K == 9 else (1e8, 1e-20)
+        a, b = (torch.randint(-128, 128, (rows, K), generator=random, dtype=torch.int8) for rows in (M, N))
         if K == 400:
             a, b = a.clamp(min=120), b.clamp(max=-119)  # all sums are large
         shapes = (M, blocks), (-(-N // block), blocks)
         scales = [(0.01 + torch.rand(shape, generator=random)) * size[i] for i, shape in enumerate(shapes)]
+        if K == 400:
+            scales[1][1, 3] = torch.nan
         yield a, scales[0][:, 0].contiguous(), b, scales[1], block
 
 
@@ -178,7 +183,7 @@ EXERCISES = {
             "the last column is column + BLOCK_N - 1": lambda c, n, q: (c + n) // q - c // q + 1,
             "where a tile ends at a block's end, its last block counts, too": lambda c, n, q: (c + n) // q - c // q,
             "a tile can cover several blocks": lambda c, n, q: 1,
-            "at least one": lambda c, n, q: max(n // q, 1),
+            "at least one, but a tile can start or end inside a block": lambda c, n, q: max(n // q, 1),
             "that's one too many where the tile starts or ends with a block": lambda c, n, q: n // q + 1,
             "at most two is right only for tiles no wider than a block": lambda c, n, q: 1 + (c % q + n > q),
             "that is the number of the last block; how many are there?": lambda c, n, q: (c + n - 1) // q,
@@ -188,6 +193,7 @@ EXERCISES = {
             "a tile's number isn't a block's number": lambda c, n, q: c // n,
         },
         note="tiles that start anywhere, and tiles and blocks of any width",
+        integer=True,
     ),
     "small_gemm": Exercise(
         expected=_by(lambda sums, a, b: (sums * a * b).sum(-1)),
@@ -195,6 +201,9 @@ EXERCISES = {
         mistakes={
             "nothing is added to acc yet": _by(lambda sums, a, b: 0 * sums.sum(-1)),
             "the scales are missing": _by(lambda sums, a, b: sums.sum(-1)),
+            "bad input must stay visible: NaN in a scale is lost": _by(
+                lambda sums, a, b: (sums * a * b).sum(-1).nan_to_num(0)
+            ),
             "b has scales too": _by(lambda sums, a, b: (sums * a).sum(-1)),
             "a has scales too": _by(lambda sums, a, b: (sums * b).sum(-1)),
             "b's scales belong inside the loop: each block has its own": _by(
@@ -246,7 +255,7 @@ EXERCISES = {
         },
         kernel=True,
         bound=_bound,
-        note="codes up to 127, scales of any size, any K, and M and N that are multiples of 16",
+        note="any codes and K, M and N that are multiples of 16, and scales of any size, even NaN, but never negative",
     ),
     "one_token": Exercise(
         expected=_one_token,

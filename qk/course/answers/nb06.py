@@ -52,6 +52,18 @@ def _zeros_count(values, L):
     return [[0 if value == 0.5 else value for value in window] for window in windows]
 
 
+def _each_value_once(values, L):
+    taken, windows = set(), []
+    for first in range(0, L - 2, 2):
+        window = [0] * 4
+        for j, value in enumerate(values[first : first + 4]):
+            if value and value not in taken and window.count(0) > 2:
+                window[j] = value
+                taken.add(value)
+        windows.append(window)
+    return windows
+
+
 def _places(windows):
     """1 where a window has a value."""
     return [[int(value != 0) for value in window] for window in windows]
@@ -64,8 +76,9 @@ def _groups():
         ("01111011", 8), ("1111011110", 10), ("0111111011", 10), ("0000000001", 10), ("00000000", 8),
     ]  # fmt: skip
     alike = ([2, 2, 0, 2, 2, 0, 2, 2], 8), ([0.25, -0.25, 0.25, 0, 0, 0.25], 6), ([1, -2, 3, 4, -5, 6, 0, 0], 8)
+    zeros = [-0.0, 1.5, 2.0, 1e-200, 0.0, 0.0, 5.0, 6.0], 8
     uneven = [0.1, 1e-9, 4097, 0, 1e-7, 0.001, 0, 3], 8
-    return [*alike, uneven] + [
+    return [*alike, uneven, zeros] + [
         ([(-1) ** i * (L * L - i) if mark == "1" else 0 for i, mark in enumerate(marks.ljust(L, "0"))], L)
         for marks, L in patterns
     ]
@@ -92,7 +105,7 @@ def _words():
         codes[-1] = torch.tensor([-1, 1, -127, 127, 0, -128, 127, -1])
         return codes.view(torch.int32), BLOCK
 
-    sizes = (64, 64), (1, 16), (37, 16), (100, 32), (129, 128), (300, 64), (600, 16), (5, 1)
+    sizes = (64, 64), (1, 16), (37, 16), (100, 32), (129, 128), (300, 64), (11000, 4096), (5, 1)
     return [case(groups, BLOCK) for groups, BLOCK in sizes]
 
 
@@ -121,8 +134,8 @@ def _rows():
     wide[:, [300, 599]] = wide[:, [599, 300]]  # the largest value comes last
     return [
         (wide,), (torch.tensor([[127, 1.4996, 0, 2.5004]]),),
-        case(3, 16, (0, 3)), case(4, 12, (-1, 2)), case(2, 13, (-6, 4)), case(5, 31, (3, -3)), case(1, 5, (0, 0)),
-        case(3, 100, (-20, 20)), case(2, 129, (30, 31)), case(3, 1, (-25, -20)),
+        case(3, 16, (0, 3)), case(4, 11, (-1, 2)), case(2, 10, (-6, 4)), case(5, 31, (3, -3)), case(1, 5, (0, 0)),
+        case(3, 102, (-20, 20)), case(2, 129, (30, 31)), case(3, 1, (-25, -20)),
         (torch.tensor([[0.5, 1.5, 127, 2.5, -0.5, -1.5, -2.5, 3, 4.5], [-127, 6.5, 7.5, -6.5, 0, 1, -7.5, 2, 8.5]]),),
     ]  # fmt: skip
 
@@ -139,6 +152,15 @@ EXERCISES = {
             "that's right in the first group; the next one begins L columns later": lambda p, L: p // 4 * 2 + p % 4,
             "columns repeat: a group of L columns becomes 2L - 4 positions": lambda p, L: p,
             "a group has 2L - 4 positions, not L": lambda p, L: p // L * L + p % L // 4 * 2 + p % 4,
+            "a group has 2L - 4 positions, not L: divide p by that": lambda p, L: (
+                p // L * L + p % L // 4 * 2 + p % L % 4
+            ),
+            "a group has L / 2 - 1 windows, not always three": lambda p, L: (
+                p // (2 * L - 4) * L + min(p % (2 * L - 4) // 4, 2) * 2 + p % 4
+            ),
+            "the window's number counts within its group: take p % (2L - 4) first": lambda p, L: (
+                p // (2 * L - 4) * L + p // 4 % (L // 2 - 1) * 2 + p % (2 * L - 4) % 2
+            ),
             "each group begins L columns after the one before": lambda p, L: (
                 p // (2 * L - 4) * (2 * L - 4) + p % (2 * L - 4) // 4 * 2 + p % 4
             ),
@@ -162,7 +184,7 @@ EXERCISES = {
     "fill_windows": Exercise(
         expected=_fill,
         cases=_groups,
-        note=_EVERY_L + ", and values of any sign",
+        note=_EVERY_L + ", values of any sign and size, and zeros such as 0.0",
         mistakes={
             "a value that an earlier window has taken must not be taken again": lambda values, L: _fill(
                 values, L, again=True
@@ -186,6 +208,10 @@ EXERCISES = {
             "windows are lists, not tuples": lambda values, L: [tuple(window) for window in _fill(values, L)],
             "return a list": lambda values, L: tuple(_fill(values, L)),
             "return the values, not where they are": lambda values, L: _places(_fill(values, L)),
+            "where a window has no value, it holds 0, not None": lambda values, L: [
+                [value or None for value in window] for window in _fill(values, L)
+            ],
+            "equal values count, too: mark a column as taken, not its value": _each_value_once,
             "negative values are values, too": lambda values, L: _fill([max(value, 0) for value in values], L),
             "from left to right": lambda values, L: _fill(values, L)[::-1],
         },

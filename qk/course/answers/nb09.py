@@ -28,11 +28,11 @@ def _groups():
     few = (torch.arange(101) % 10 == 3).float()
     x, codes, importance = case(40)
     return [
-        case(32), case(64, -1.0), case(128, 1e-12, 0.5), case(20, 3e36), case(101, 1e15, 0.6, few),
+        case(32), case(64, -1.0), case(300, 1e-12, 0.5), case(20, 1e38), case(101, 1e15, 0.6, few),
         case(50, importance=torch.ones(50)),
         case(36, importance=1e-9 * torch.rand(36, generator=random)),
         (x, codes, importance * (codes == 0)),
-        (x + 3, codes, 1000 * importance), (x, torch.zeros_like(codes), importance),
+        (x + 3, codes, 1e7 * importance), (x, torch.zeros_like(codes), importance),
         (torch.tensor([-2.5]), torch.tensor([7], dtype=torch.int8), torch.tensor([3.0])),
         (x, codes, torch.zeros(40)), (20 * x, (60 * x).clamp(-127, 127).to(torch.int8), importance),
         (torch.tensor([0.0, 2]), torch.tensor([1, 1], dtype=torch.int8), torch.ones(2)),
@@ -75,6 +75,9 @@ _SCALE = Exercise(
         "the sign is wrong": _scale(lambda x, q, c: -c * q * x),
         "that is twice the best scale: both derivatives have the factor 2": _scale(lambda x, q, c: 2 * c * q * x),
         "a scale isn't rounded to float16": lambda *case: torch.tensor(_scale()(*case)).half().item(),
+        "some products of float32 numbers overflow: convert to float64 first": lambda x, codes, importance: (
+            _scale()(x, codes, importance) if ((importance * codes).abs() * x).abs().sum().isfinite() else torch.inf
+        ),
         "if every scale is equally good, return 0.0": lambda x, codes, importance: (
             _scale()(x, codes, importance) if (importance * codes).any() else torch.nan
         ),
@@ -118,12 +121,13 @@ _STAGE = Exercise(
     expected=_stage,
     cases=lambda: [
         (_values(4), 1, 64),
-        (_values(8), 2, 64),
+        (_values(8) * torch.tensor([0.0, 1, 1, 0, 1, 1, 1, 1]), 2, 64),
         (_values(96), 16, 64),
         (_values(160, 30), 1, 32),
         (_values(768), 128, 64),
         (_values(96, -30), 4, 128),
-        (_values(1000, 2), 4, 32),
+        (_values(200, 2), 4, 32),
+        (_values(40960), 512, 8192),
         (_values(320, -4), 32, 64),
     ],  # fmt: skip
     mistakes={
@@ -133,6 +137,7 @@ _STAGE = Exercise(
         "both elements of a pair became the sum": _pairs(lambda a, b: [a + b, a + b]),
         "both elements of a pair became the difference": _pairs(lambda a, b: [a - b, a - b]),
         "sum and difference are swapped": _pairs(lambda a, b: [a - b, a + b]),
+        "the first of a pair becomes the sum: turn your condition around": _pairs(lambda a, b: [b - a, a + b]),
         "the pairs are swapped, not added": _pairs(lambda a, b: [b, a]),
         "neighbors are a pair only if APART is 1": lambda x, apart, block: _stage(x, 1),
         "a pair is i and i ^ APART: bit APART of i says which is first, not its lowest bit": lambda x, apart, block: (
@@ -199,7 +204,8 @@ def _put(now, k, column):
 def _bound(w, U, k, scale):
     """Of float32 sums, in any order: next to the terms, as they may cancel."""
     error = w[:, [k]] - _step()(w, U, k, scale)[:, [k]]
-    return 1e-5 * (w.abs() + (error * U[k] / U[k, k]).abs() + 7 * scale[:, None]).double()
+    bound = 1e-5 * (w.abs() + (error * U[k] / U[k, k]).abs() + 7 * scale[:, None]).double()
+    return _put(bound, k, bound[:, [k]].minimum(scale[:, None].double() / 4))  # no weight is so large as to hide a code
 
 
 def _steps():
@@ -209,7 +215,7 @@ def _steps():
         (4, 1, 5, 1),
         (3, 4, 8, 1e-6),
         (33, 39, 40, 1),
-        (50, 17, 70, 1e5),
+        (80, 17, 200, 1e5),
         (2, 0, 1, 1),
     ):
         random = torch.Generator().manual_seed(rows)
@@ -219,6 +225,9 @@ def _steps():
         cases[-1][0][-1, k] = 300 * scale[-1]
         cases[-1][0][0, k] = -9.3 * scale[0]
         cases[-1][0][len(scale) // 2, k] = 1e5 * scale[len(scale) // 2]
+        if rows == 80:
+            U[k, k + 1] *= 1e-4
+            cases[-1][0][1, k] = 1e20 * scale[1]
     return cases
 
 
@@ -254,6 +263,16 @@ _GPTQ = Exercise(
         "codes end at -7, not at -8": _step(end=8),
         "round to nearest: this truncates": _step(torch.trunc),
         "round to nearest: this rounds down": _step(torch.floor),
+        "round to nearest: this rounds up": _step(torch.ceil),
+        "this truncates, and an integer can't hold the largest quotient: round, and clamp first": _step(
+            lambda codes: codes.trunc().where(codes < 2**31, -7)
+        ),
+        "an integer can't hold the largest quotient: clamp first": _step(
+            lambda codes: codes.round().where(codes < 2**31, -7)
+        ),
+        "codes go from -7 to 7, not from 0 to 15": _step(lambda codes: codes.round().clamp(0, 15), end=15),
+        "divide weights by the scale, don't multiply": lambda w, U, k, scale: _step()(w, U, k, 1 / scale),
+        "a scale may be tiny: it needs no lower bound": lambda w, U, k, scale: _step()(w, U, k, scale.clamp(min=1e-3)),
         "int8 wraps around before the clamp: a weight may be any number of scales": _step(
             lambda codes: codes.round().to(torch.int8)
         ),

@@ -10,9 +10,11 @@ _FLIP = 0x88888888 - 2**32  # the top bit of each nibble
 
 
 def _words(rows, columns, seed):
-    """Random int32 words, in which every nibble occurs."""
+    """Random int32 words, in which every nibble occurs; of several, some are all ones, all zeros or the least."""
     random = torch.Generator().manual_seed(seed)
-    return torch.randint(-(2**31), 2**31, (rows, columns), generator=random).to(torch.int32)
+    words = torch.randint(-(2**31), 2**31, (rows, columns), generator=random).to(torch.int32)
+    words.view(-1)[3:6] = torch.tensor([-1, 0, -(2**31)], dtype=torch.int32)[: max(words.numel() - 3, 0)]
+    return words
 
 
 def _nibbles(words, order=range(8), step=4, keep=15):
@@ -30,7 +32,7 @@ def _awq_codes(qweight, order=_NIBBLE, **how):
 
 _AWQ_CODES = Exercise(
     expected=_awq_codes,
-    cases=lambda: [(_words(K, words, 8 * K),) for K, words in ((3, 2), (5, 1), (24, 5), (1, 3), (16, 2))],
+    cases=lambda: [(_words(K, words, 8 * K),) for K, words in ((3, 2), (5, 1), (24, 5), (1, 3), (1030, 2))],
     note="any multiple of 8 rows, and any number of columns",
     mistakes={
         "a word's rows aren't stored in order": lambda words: _awq_codes(words, range(8)),
@@ -91,11 +93,11 @@ def _zeros():
     all_of_them = torch.tensor([[0x76543210], [0xFEDCBA98 - 2**32], [0x0F0F0F0F]], dtype=torch.int32)
     plain = {"quant_method": "gptq", "bits": 4}
     first, second = plain | {"checkpoint_format": "gptq"}, plain | {"checkpoint_format": "gptq_v2"}
-    maker = {"meta": {"quantizer": ["gptqmodel:v2.0"]}}
+    maker = {"meta": {"quantizer": ["gptqmodel:v2.0"]}, "sym": True}
     return [
         (all_of_them, plain), (all_of_them, second), (_words(1, 3, 1), first), (_words(4, 2, 2), plain),
-        (_words(12, 5, 3), second), (_words(1, 1, 4), plain), (_words(3, 2, 5), first | maker),
-        (_words(1, 2, 6), second | maker),
+        (_words(12, 5, 3), second), (_words(1, 1, 4), first | {"quant_method": "gptq_v2"}),
+        (_words(3, 2, 5), first | maker), (_words(1, 2, 6), second | maker),
     ]  # fmt: skip
 
 
@@ -196,7 +198,7 @@ _REPACK = Exercise(
     expected=_repack,
     cases=lambda: [
         (_words(words, N, 64 * N + words), BLOCK)
-        for words, N, BLOCK in ((12, 40, 16), (5, 24, 8), (1, 8, 16), (37, 72, 32), (16, 16, 16), (3, 136, 64))
+        for words, N, BLOCK in ((12, 40, 16), (5, 24, 8), (1, 8, 16), (130, 260, 128), (16, 16, 16), (3, 136, 64))
     ],
     kernel=True,
     note="any number of rows and words, even if they don't fill a tile",

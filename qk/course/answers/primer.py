@@ -5,7 +5,7 @@ import triton
 
 from qk.course.exercises import Exercise
 
-_ODD = [0.0, -0.5, 1e30, -1e30, 1e-30, 65521.5, float("inf"), float("-inf"), float("nan"), -1.0]
+_ODD = [0.0, -0.5, 3.4e38, -1e30, 1e-30, 65521.5, float("inf"), float("-inf"), float("nan"), -1.0]
 
 
 def _numbers(*shape, seed=0):
@@ -16,7 +16,7 @@ def _numbers(*shape, seed=0):
 
 def _vectors():
     """(x, BLOCK) of lengths that are and aren't multiples."""
-    for seed, (n, BLOCK) in enumerate([(64, 32), (100, 32), (33, 16), (129, 64), (7, 16), (300, 16), (600, 256)]):
+    for seed, (n, BLOCK) in enumerate([(64, 32), (100, 32), (33, 16), (129, 64), (7, 16), (300, 16), (9100, 2048)]):
         x = _numbers(n, seed=seed)
         odd = torch.tensor(_ODD)[:n]
         x[torch.randperm(n, generator=torch.Generator().manual_seed(n))[: len(odd)]] = odd
@@ -31,6 +31,7 @@ def _first_of(count):
 def _matrix_and_bias():
     """(x, bias, ROWS, COLUMNS)."""
     wide, tall, bias = _numbers(40, 40), _numbers(50, 18, seed=1), _numbers(70, seed=2)
+    wide[1, :6], bias[2] = torch.tensor([0.0, 3.4e38, -3.4e38, float("inf"), float("-inf"), float("nan")]), 0
     yield wide, bias[:40], 8, 16
     yield wide[:24, :24], bias[9:33], 8, 16
     yield wide[:33, :7], bias[:33], 4, 16
@@ -78,7 +79,7 @@ def _rows():
 def _maximum_cases():
     x, low, few = _rows()
     zero = few[:4, :13].clone()
-    zero[1:, 4] = 0
+    zero[1:, 4], zero[2, 5], zero[3, 9] = 0, 3.4e38, float("inf")
     cases = low[:, :11], x[:6, :16], few[:3, 7:30], x[3:5, :300], low[:1, :1], few[:, :32] * 1e-30, zero
     return [(case,) for case in cases]
 
@@ -86,10 +87,10 @@ def _maximum_cases():
 def _absmax_cases():
     x, low, few = _rows()
     few[1, 33], x[8] = float("-inf"), 0
-    long = few.repeat(1, 50)[:2]
-    long[:, 1500] = -2
+    long = few.repeat(1, 125)[:2]
+    long[:, 700], long[:, 4990] = -1.5, -2
     return [
-        (long, 128),
+        (long, 512),
         (x[:3, :99], 32),
         (x[4:8, :256], 32),
         (x[2:3, :33], 16),
@@ -234,7 +235,7 @@ EXERCISES = {
             ),
         },
         kernel=True,
-        note="any sizes, strides and blocks, and any float32 numbers",
+        note="any sizes, strides and blocks, and any float32 numbers, including 0, NaN and infinity",
     ),
     "row_max": Exercise(
         expected=lambda x: x.amax(1),
@@ -255,7 +256,7 @@ EXERCISES = {
             ),
         },
         kernel=True,
-        note="rows of any length and stride; their numbers may all be below -1000, or minus infinity",
+        note="rows of any length and stride; their numbers may be infinite, or all below -1000",
     ),
     "row_absmax": Exercise(
         expected=lambda x, BLOCK: x.abs().amax(1),
