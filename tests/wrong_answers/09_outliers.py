@@ -158,7 +158,7 @@ ANSWERS = {
             changed(
                 STEP,
                 "now[:, k + 1 :] -= error[:, None] * U[k, k + 1 :]",
-                "now[:, k + 1 : 33] -= error[:, None] * U[k, k + 1 : 33]",
+                "now[:, k + 1 : 128] -= error[:, None] * U[k, k + 1 : 128]",
             ),
         ),
         ("this truncates", changed(STEP, ".round()", ".to(torch.int32)")),

@@ -171,6 +171,9 @@ _STAGE = Exercise(
         "every program works on the first block: where does yours begin?": lambda x, apart, block: _stage(
             x, apart
         ).where(torch.arange(len(x), device=x.device) < block, 99),
+        "program i begins at i * BLOCK, and BLOCK isn't always 64": lambda x, apart, block: _stage(x, apart).where(
+            torch.arange(len(x), device=x.device) < 64 * -(-len(x) // block), 99
+        ),
         "BLOCK isn't always 64": lambda x, apart, block: _stage(x, apart).where(
             torch.arange(len(x), device=x.device) % max(block, 64) < 64, 99
         ),
@@ -247,7 +250,7 @@ _GPTQ = Exercise(
         "later columns must move the other way: subtract": _step(
             spread=lambda e, U, k: -e[:, None] * U[k, k + 1 :] / U[k, k]
         ),
-        "codes end at 7: clamp them": _step(end=1e9),
+        "codes end at 7: clamp them": _step(end=torch.inf),
         "divide by U[k, k] once": _step(spread=lambda e, U, k: e[:, None] * U[k, k + 1 :] / U[k, k] ** 2),
         "use row k of U, not row 0": _step(spread=lambda e, U, k: e[:, None] * U[0, k + 1 :] / U[0, 0]),
         "use row k of U, not row k + 1": _step(

@@ -96,7 +96,7 @@ def _zeros():
     maker = {"meta": {"quantizer": ["gptqmodel:v2.0"]}, "sym": True}
     return [
         (all_of_them, plain), (all_of_them, second), (_words(1, 3, 1), first), (_words(4, 2, 2), plain),
-        (_words(12, 5, 3), second), (_words(1, 1, 4), first | {"quant_method": "gptq_v2"}),
+        (_words(12, 5, 3), second), (_words(1, 1, 4), plain),
         (_words(3, 2, 5), first | maker), (_words(1, 2, 6), second | maker),
     ]  # fmt: skip
 

@@ -16,7 +16,7 @@ def _numbers(*shape, seed=0):
 
 def _vectors():
     """(x, BLOCK) of lengths that are and aren't multiples."""
-    for seed, (n, BLOCK) in enumerate([(64, 32), (100, 32), (33, 16), (129, 64), (7, 16), (300, 16), (9100, 2048)]):
+    for seed, (n, BLOCK) in enumerate([(64, 32), (100, 32), (33, 16), (129, 64), (7, 16), (150, 16), (9100, 2048)]):
         x = _numbers(n, seed=seed)
         odd = torch.tensor(_ODD)[:n]
         x[torch.randperm(n, generator=torch.Generator().manual_seed(n))[: len(odd)]] = odd
