@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import dis
+import functools
 import importlib
 import inspect
 import math
@@ -135,6 +136,22 @@ class Exercise:
     derived: bool = False
     integer: bool = False
 
+    @functools.cached_property
+    def known(self):
+        """Each case on this device, and what is expected of it."""
+        cases = [_to_device(case) for case in self.cases()]
+        return [(case, self.expected(*case)) for case in cases]
+
+    @functools.cached_property
+    def mistaken(self):
+        """What mistakes lead to: {(hint, number of the case): result}."""
+        results = {}
+        for hint, mistake in self.mistakes.items():
+            for i, (case, _) in enumerate(self.known):
+                with contextlib.suppress(Exception):  # a mistake may not know all cases
+                    results[hint, i] = mistake(*case)
+        return results
+
 
 def check(name, answer):
     """Check a learner's answer to the exercise of this name, such as "01.pack", and print what is wrong with it.
@@ -156,9 +173,9 @@ def check(name, answer):
 
 
 def _judge(answer, exercise):
-    cases = [_to_device(case) for case in exercise.cases()]
+    cases = exercise.known  # before the session, which watches what the answer does
     with Session(exercise.together) as session, _kept_alive():
-        failure = _run(answer, exercise, cases, session)
+        failure = _run(answer, exercise, session)
     if failure and _is_stub(answer, session):
         failure = (
             "Not answered yet: the line '# your answer' is still there. Once you've changed the code, delete that line "
@@ -241,11 +258,11 @@ def _limited(seconds):
         signal.signal(signal.SIGALRM, before)
 
 
-def _run(answer, exercise, cases, session):
+def _run(answer, exercise, session):
     """Return what to print about a wrong answer, or None."""
     failure, results, wrong, right, name = None, [], [], [], getattr(answer, "__name__", "the answer")
     improper = None
-    for case in cases:
+    for case, want in exercise.known:
         call = f"{name}({', '.join(map(_argument, case))})"
         given, session.ledger, session.left = copy.deepcopy(case), None, []
         try:
@@ -255,7 +272,7 @@ def _run(answer, exercise, cases, session):
             raise
         except BaseException as error:  # a learner's mistake of any kind is explained, not raised
             # one case may look like a mistake by chance
-            hint = failure and len(results) > 1 and _hint(exercise, cases[: len(results)], results)
+            hint = failure and len(results) > 1 and _hint(exercise, results)
             if hint:
                 return _refused(failure, exercise, hint)
             return "\n".join(filter(None, (failure, _raised(call, error))))
@@ -264,7 +281,6 @@ def _run(answer, exercise, cases, session):
             said = f"Not yet: {call} writes into {_parameter(answer, written[0])}; it must stay as it is."
             return "\n".join(filter(None, (failure, said)))
         results.append(got)
-        want = exercise.expected(*case)
         problem = _difference(got, want, _bound(exercise, case))
         (wrong if problem else right).append((case, got, want))
         if problem:
@@ -282,7 +298,7 @@ def _run(answer, exercise, cases, session):
         return improper
     if unanswered := _unanswered(answer, name, results, session):
         return unanswered
-    hint = _hint(exercise, cases, results) or session.launches and _unscaled(session.launches[-1][0])
+    hint = _hint(exercise, results) or session.launches and _unscaled(session.launches[-1][0])
     if exercise.kernel and not session.launches:
         hint = _LAUNCH
     elif not hint and session.launches and not session.stored:
@@ -352,15 +368,11 @@ def _unanswered(answer, name, results, session):
     return f"Not yet: {name} returns None.\nHint: is `return` missing?"
 
 
-def _hint(exercise, cases, results):
+def _hint(exercise, results):
     """The hint for the mistake that produces these results: in all cases, or else in all wrong ones."""
-    wants = [exercise.expected(*case) for case in cases]
+    cases, wants = zip(*exercise.known[: len(results)], strict=True)
     bad = [i for i, case in enumerate(cases) if _difference(results[i], wants[i], _bound(exercise, case))]
-    given = {}  # by mistakes
-    for hint, mistake in exercise.mistakes.items():
-        for i, case in enumerate(cases):
-            with contextlib.suppress(Exception):  # a mistake may not know all cases
-                given[hint, i] = mistake(*case)
+    given = exercise.mistaken
     # in a few cases, numbers may agree by chance
     often = isinstance(wants[0], torch.Tensor | list | tuple) or len(bad) > max(2, len(cases) / 2)
     for places in (range(len(cases)), bad if often else range(len(cases))):
