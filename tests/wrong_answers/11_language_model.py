@@ -178,14 +178,14 @@ ANSWERS = {
         ),
         ("at temperature 0", draw(("return logits.argmax().item()", "return 0"))),
         ("the smallest logit", draw((".argmax()", ".argmin()"))),
-        ("", draw(("    if temperature == 0:\n        return logits.argmax().item()\n", ""))),
-        ("", draw((".clamp(max=len(logits) - 1)", ""))),
-        ("", draw((".argmax().item()", ".argmax()"), ("- 1).item()", "- 1)"))),
+        ("at temperature 0", draw(("    if temperature == 0:\n        return logits.argmax().item()\n", ""))),
+        ("off by one", draw((".clamp(max=len(logits) - 1)", ""))),
+        ("a plain number", draw((".argmax().item()", ".argmax()"), ("- 1).item()", "- 1)"))),
         ("softmax is missing", draw((".softmax(0)", ".nan_to_num(neginf=0)"))),
         ("", draw(("    ends", "    logits = logits.exp()\n    ends"))),
         ("divide in float64", draw(("logits.double() / temperature", "(logits / temperature).double()"))),
         ("", draw(("<= number", "<= torch.tensor(number)"))),
-        ("", draw((".cumsum(0)", ".float().cumsum(0)"))),
+        ("add in float64", draw((".cumsum(0)", ".float().cumsum(0)"))),
         (
             "",
             draw(
@@ -199,7 +199,7 @@ ANSWERS = {
         ("", draw((" / temperature", " / (round(temperature, 3) or temperature)"))),
         ("", draw((".softmax(0)", ".softmax(0).clamp(min=1e-12)"))),
         ("", draw(("ends <= number", "(ends <= number) | (number > 1 - 1e-9)"))),
-        ("", draw((".argmax()", ".abs().argmax()"))),
+        ("not the largest magnitude", draw((".argmax()", ".abs().argmax()"))),
     ],
 }
 
