@@ -285,7 +285,12 @@ def _run(answer, exercise, session):
         (wrong if problem else right).append((case, got, want))
         if problem:
             failure = failure or f"Not yet: {call} gave {_text(got)}; {problem}."
-        elif exercise.kernel and session.launches and not exercise.derived and not _by_kernel(given, got, session):
+        elif (
+            exercise.kernel
+            and session.launches
+            and not exercise.derived
+            and not _stored_by_kernels(given, got, session)
+        ):
             improper = improper or (
                 f"Not yet: {call} is right, but torch does a part of the work.\n"
                 "Hint: give the kernel the arguments as they are, and return what it stores"
@@ -308,7 +313,7 @@ def _run(answer, exercise, session):
     return _refused(failure, exercise, hint)
 
 
-def _by_kernel(given, result, session):
+def _stored_by_kernels(given, result, session):
     """Whether the call's kernels got its tensors as they are, and stored each tensor of its result, or an equal one."""
     taken = {tensor.untyped_storage().data_ptr() for tensor, _ in session.left}
     left = [tensor for tensor, version in session.left if version_of(tensor) == version]

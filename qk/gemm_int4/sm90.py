@@ -102,7 +102,7 @@ def _choose(p):
     M, N = p.out.shape
     is_int8 = p.x_scale is not None
     if M <= 16:
-        one = cdiv(N, 64) <= gpu(p.x.device).multiprocessors  # one tile per multiprocessor, which permutes x once
+        one = cdiv(N, 64) <= gpu(p.x.device).multiprocessors  # a multiprocessor permutes x once
         permute = not is_int8 and _rows_fit_tma(p.x) and p.group_size not in (32, 64) and (one or M <= 8)
         name = ("decode8" if M <= 8 else "decode16") + ("" if permute else " ordered")
         return name + ("" if one or M > 8 else " long")

@@ -641,7 +641,7 @@ def test_round_trip_separates_groups():
 def test_windows_show_what_each_took():
     weights, slid = [3, 0, -1, 2, 5, 6, 0, 7], [3, 0, -1, 0, 0, 2, 5, 0, 0, 6, 0, 7]
     fig = course.windows(weights, slid, 2)
-    assert "6:8. Window 1 covers columns 2 to 5 and takes 3, 4" in texts(fig)
+    assert "6:8. Window 1 covers columns 2 to 5 and takes columns 3, 4" in texts(fig)
     assert "x5" in texts(fig) and "x6" not in texts(fig)
     assert {"x6", "window 2"} <= set(texts(course.windows(weights, slid)))
 

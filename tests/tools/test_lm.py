@@ -196,7 +196,7 @@ def test_what_generate_refuses(size, count, temperature):
     model = LanguageModel(TINY)
     with pytest.raises(ValueError, match="temperature is -1" if temperature else rf"shape \[{size}\] and count is"):
         generate(model, torch.zeros(size, dtype=torch.int64), count, temperature)
-    with pytest.raises(ValueError, match=r"codes has shape \[1, 8\]"):
+    with pytest.raises(ValueError, match=r"tokens has shape \[1, 8\]"):
         generate(model, torch.zeros(1, 8, dtype=torch.int64), 1)
 
 
