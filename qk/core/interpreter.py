@@ -34,9 +34,9 @@ def interpreting():
 def _doing_less(interpreter):
     """Wrap one launch, and skip work that takes most of the interpreter's time.
 
-    By itself, the interpreter patches triton.language at every call of a helper; here, it does so once per module, and
-    finds built-in functions once. It recomputes every integer in 64 bits, for an assertion that only debug mode makes;
-    here, it doesn't. And each tensor works out its shape, its type and its NumPy type anew; here, these are cached.
+    By itself, the interpreter looks for functions to patch at every call of a helper, recomputes every integer in 64
+    bits for an assertion that only debug mode makes, and works out each tensor's shape and types anew. Here, it patches
+    once per module and launch, skips the assertion, and caches the rest.
     """
     core, builder = triton.language.core, interpreter.interpreter_builder
     patch, options, scopes = interpreter._patch_lang, builder.options, {}
@@ -93,8 +93,7 @@ def _remembering(core, interpreter):
                 interpreter._patch_attr(owner, name, member, *how)
 
     constructors = {(core.block_type, "__init__"): block_type, (core.tensor, "__init__"): tensor}
-    functions = {(interpreter, "_get_np_dtype"): numpy_type, (interpreter, "_patch_builtin"): patch_builtin}
-    return functions | constructors
+    return {(interpreter, "_get_np_dtype"): numpy_type, (interpreter, "_patch_builtin"): patch_builtin, **constructors}
 
 
 def _numbers(version):

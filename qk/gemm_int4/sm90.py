@@ -90,8 +90,7 @@ _CONFIGS = {
     "64": _Tile(3, True, False, 64, columns=128, stages=9, registers=160),
     "128": _Tile(2, True, False, 128, columns=128, stages=4, registers=240),
     "large": _Tile(2, False, False, 128, columns=128, stages=5, registers=240),
-    # for int8, whose stages are half as large; the fastest of seven on an H100, 2026-11-24. In groups of 32, "64" is
-    # 10 to 20% faster, but spills if x has scales of blocks, too
+    # for int8, whose stages are half as large; the fastest of seven on an H100. In groups of 32, "64" is faster
     "64 int8": _Tile(2, True, False, 64, columns=256, stages=6, registers=224),
     "128 int8": _Tile(2, True, False, 128, columns=256, stages=4, registers=240),
 }
@@ -99,16 +98,15 @@ _CONFIGS = {
 
 def _choose(p):
     """Choose a config. N only decides between configs that give the same bits, so a weight can be cut by rows."""
-    M, N = p.out.shape
-    is_int8 = p.x_scale is not None
+    M, N, int8 = *p.out.shape, p.x_scale is not None
     if M <= 16:
         one = cdiv(N, 64) <= gpu(p.x.device).multiprocessors  # a multiprocessor permutes x once
-        permute = not is_int8 and _rows_fit_tma(p.x) and p.group_size not in (32, 64) and (one or M <= 8)
+        permute = not int8 and _rows_fit_tma(p.x) and p.group_size not in (32, 64) and (one or M <= 8)
         name = ("decode8" if M <= 8 else "decode16") + ("" if permute else " ordered")
-        return name + ("" if one or M > 8 else " long")
+        return _CONFIGS[name + ("" if one or M > 8 else " long")]
     if M <= 64:
-        return "32" if M <= 32 else "64 int8" if is_int8 and (p.group_size != 32 or p.block_size) else "64"
-    return "large" if M > 128 else "128 int8" if is_int8 else "128"
+        return _CONFIGS["32" if M <= 32 else "64 int8" if int8 and (p.group_size != 32 or p.block_size) else "64"]
+    return _CONFIGS["large" if M > 128 else "128 int8" if int8 else "128"]
 
 
 def _unpacked_word(kind, low, high):
@@ -584,8 +582,7 @@ def int4_gemm_sm90(problem, config=None):
     """
     p = problem
     (M, N), K = p.out.shape, p.x.shape[1]
-    c = config or _choose(p)
-    c = _CONFIGS[c] if isinstance(c, str) else c
+    c = _CONFIGS[config] if isinstance(config, str) else config or _choose(p)
     dot_k = min(p.group_size or LONGEST_SUM, p.block_size or LONGEST_SUM, LONGEST_SUM)
     dots = min(c.columns // dot_k, 4)
     stages = c.stages * c.columns // (dots * dot_k)

@@ -165,12 +165,13 @@ def plan_experts(old, layers, plan_one):
         wanted |= {f"gate_up.{e}": linear} if fused else {f"gate.{e}": _half(linear), f"up.{e}": _half(linear)}
     if not fused and (old.has_bias or not old.is_concatenated):
         raise Refused(f"is a {type(old).__name__}; expected experts without biases, whose gate comes before up")
-    if wanted.keys() != layers.keys():
-        key = min(wanted.keys() ^ layers.keys())
+    if key := min(wanted.keys() ^ layers.keys(), default=None):
         raise ValueError(f"has {count} experts in the model, and the checkpoint has {'no ' * (key in wanted)}{key}")
     makes = {}
     for key, linear in wanted.items():
         name, parts = layers[key]
+        if "bias" in parts and not old.has_bias:
+            raise Refused(f"has a bias of {key}; expected experts without biases, as in the model")
         try:
             makes[key] = plan_one(name, linear, parts)
         except ValueError as error:

@@ -200,11 +200,10 @@ def save(model, path):
 
     Args:
         model: a torch.nn.Module.
-        path: a .safetensors file, or a folder for model.safetensors and, for a transformers model, config.json, so that
-            `load` can build the model too.
+        path: a .safetensors file, or a folder for model.safetensors and the config.json of a transformers model.
 
     Raises:
-        ValueError: for bad arguments, or a quantized layer of a kind that can't be saved.
+        ValueError: for bad arguments, a folder with a checkpoint in shards, or a quantized layer of another kind.
     """
     check_model(model)
     from safetensors.torch import save_file
@@ -220,6 +219,8 @@ def save(model, path):
         if settings["kind"] not in (*KINDS, TiedInt8Linear.__name__):
             raise ValueError(f"{name} is a {settings['kind']}; expected {listed(KINDS)}")
     file = path if path.suffix == ".safetensors" else path / "model.safetensors"
+    if file != path and (index := path / f"{file.name}.index.json").exists():
+        raise ValueError(f"{index} belongs to another checkpoint, which load would read; expected a folder without it")
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.partial")
     try:

@@ -1162,6 +1162,25 @@ def write_experts(folder, method, kind="Qwen3Moe", names=("gate_proj", "up_proj"
     return write(folder, tensors, EXPERTS[method]), model.to(DEVICE)
 
 
+@pytest.mark.parametrize("part", ["gate_proj", "up_proj", "down_proj"])
+def test_biases_of_experts_without_any_are_refused(tmp_path, part):
+    folder, _ = write_experts(tmp_path, "awq")
+    tensors = load_file(folder / "model.safetensors")
+    _, place = sparse(kind="Qwen3Moe")
+    size = tensors[f"{place}.1.{part}.scales"].shape[1]
+    save_file(tensors | {f"{place}.1.{part}.bias": torch.ones(size).half()}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="has a bias of"):
+        load(folder, sparse(kind="Qwen3Moe")[0])
+
+
+def test_save_spares_a_checkpoint_in_shards(tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text("{}")
+    with pytest.raises(ValueError, match="belongs to another checkpoint"):
+        save(torch.nn.Linear(8, 8), tmp_path)
+    assert [*tmp_path.iterdir()] == [index]
+
+
 def logits(model):
     with torch.no_grad():
         return model(torch.arange(20, device=DEVICE).view(2, 10)).logits.float()

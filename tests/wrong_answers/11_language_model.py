@@ -185,7 +185,7 @@ ANSWERS = {
         ("", draw(("    ends", "    logits = logits.exp()\n    ends"))),
         ("divide in float64", draw(("logits.double() / temperature", "(logits / temperature).double()"))),
         ("", draw(("<= number", "<= torch.tensor(number)"))),
-        ("add in float64", draw((".cumsum(0)", ".float().cumsum(0)"))),
+        ("keep both in float64", draw((".cumsum(0)", ".float().cumsum(0)"))),
         (
             "",
             draw(

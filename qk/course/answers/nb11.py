@@ -343,7 +343,7 @@ _DRAW = Exercise(
         "keep logits in float32: float16 is too narrow": _drawn(
             lambda logits, t: (logits.half() / t).softmax(0).cumsum(0)
         ),
-        "float32 is too coarse for the sums: add in float64": _drawn(
+        "float32 is too coarse for the sums and the number: keep both in float64": _drawn(
             lambda logits, t: (logits.double() / t).softmax(0).float().cumsum(0)
         ),
         "the most likely token has the largest logit, not the largest magnitude": _drawn(
