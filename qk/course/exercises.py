@@ -285,20 +285,8 @@ def _run(answer, exercise, session):
         (wrong if problem else right).append((case, got, want))
         if problem:
             failure = failure or f"Not yet: {call} gave {_text(got)}; {problem}."
-        elif (
-            exercise.kernel
-            and session.launches
-            and not exercise.derived
-            and not _stored_by_kernels(given, got, session)
-        ):
-            improper = improper or (
-                f"Not yet: {call} is right, but torch does a part of the work.\n"
-                "Hint: give the kernel the arguments as they are, and return what it stores"
-            )
-        elif exercise.integer and not isinstance(got, numbers.Integral):
-            improper = (
-                improper or f"Not yet: {call} gave {_text(got)}, a {type(got).__name__}.\nHint: return an integer"
-            )
+        else:
+            improper = improper or _improper(call, exercise, given, got, session)
     if failure is None:
         return improper
     if unanswered := _unanswered(answer, name, results, session):
@@ -311,6 +299,18 @@ def _run(answer, exercise, session):
     near = [(case, _without_noise(got, want, _bound(exercise, case)), want) for case, got, want in wrong]
     hint = hint or diagnosis(answer, wrong, right) or diagnosis(answer, near, right)
     return _refused(failure, exercise, hint)
+
+
+def _improper(call, exercise, given, got, session):
+    """Return what to print about a right result that was made in another way than asked, or None."""
+    if exercise.kernel and session.launches and not exercise.derived and not _stored_by_kernels(given, got, session):
+        return (
+            f"Not yet: {call} is right, but torch does a part of the work.\n"
+            "Hint: give the kernel the arguments as they are, and return what it stores"
+        )
+    if exercise.integer and not isinstance(got, numbers.Integral):
+        return f"Not yet: {call} gave {_text(got)}, a {type(got).__name__}.\nHint: return an integer"
+    return None
 
 
 def _stored_by_kernels(given, result, session):

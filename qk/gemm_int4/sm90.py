@@ -90,7 +90,7 @@ _CONFIGS = {
     "64": _Tile(3, True, False, 64, columns=128, stages=9, registers=160),
     "128": _Tile(2, True, False, 128, columns=128, stages=4, registers=240),
     "large": _Tile(2, False, False, 128, columns=128, stages=5, registers=240),
-    # for int8, whose stages are half as large; the fastest of seven on an H100. In groups of 32, "64" is faster
+    # for int8, whose stages are half as large. In groups of 32, "64" is faster, but spills if x has scales of blocks
     "64 int8": _Tile(2, True, False, 64, columns=256, stages=6, registers=224),
     "128 int8": _Tile(2, True, False, 128, columns=256, stages=4, registers=240),
 }

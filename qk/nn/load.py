@@ -203,7 +203,7 @@ def save(model, path):
         path: a .safetensors file, or a folder for model.safetensors and the config.json of a transformers model.
 
     Raises:
-        ValueError: for bad arguments, a folder with a checkpoint in shards, or a quantized layer of another kind.
+        ValueError: for bad arguments, a folder with a checkpoint in shards, or a layer of a kind that can't be saved.
     """
     check_model(model)
     from safetensors.torch import save_file

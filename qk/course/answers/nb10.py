@@ -219,7 +219,7 @@ _AVERAGE = Exercise(
             value if value > -1 else value + 1
         ),
     },
-    bound=lambda value: torch.tensor(max(1e-4, 1e-3 * abs(_average(value))), dtype=torch.float64),
+    bound=lambda value: torch.tensor(max(2e-5, 1e-3 * abs(_average(value))), dtype=torch.float64),
     note="values from -126 to 126, to three digits",
 )
 
