@@ -169,7 +169,7 @@ ANSWERS = {
         ("are swapped", words(stores=("b", "middle", "a"))),
         ("missing or too wide?", words(mask="")),
         (RACES, words(before=RACE)),
-        ("numbers are missing", words(group="tl.program_id(0) * 64 + tl.arange(0, 64)")),
+        ("BLOCK isn't always 64", words(group="tl.program_id(0) * 64 + tl.arange(0, 64)")),
         ("counts programs", words(group="tl.program_id(0) + tl.arange(0, BLOCK)")),
         ("does every program", words(group="tl.arange(0, BLOCK)")),
         ("launch your kernel", NO_KERNEL),

@@ -273,6 +273,11 @@ EXERCISES = {
             "two codes are 16 bits: shift by bits, not by bytes": _with_middle(lambda a, b: (a >> 2) | (b << 2)),
             "two codes are 16 bits: 8 bits are one code": _with_middle(lambda a, b: ((a >> 8) & 0xFFFFFF) | (b << 24)),
             "b's half is missing in window 1": _with_middle(lambda a, b: (a >> 16) & 0xFFFF),
+            "program i begins at group i * BLOCK, and BLOCK isn't always 64": lambda words, BLOCK: torch.where(
+                torch.arange(len(words), device=words.device)[:, None] < 64 * -(-len(words) // BLOCK),
+                _slide_words(words),
+                0,
+            ),
             "a's half is missing in window 1": _with_middle(lambda a, b: b << 16),
             "window 1 belongs between windows 0 and 2": lambda words, BLOCK: _slide_words(words)[:, [0, 2, 1]],
             "windows 0 and 2 are swapped": lambda words, BLOCK: _slide_words(words)[:, [2, 1, 0]],
