@@ -4,8 +4,8 @@ A weight is [N, K], and q is an unsigned code, 0 .. 15. The first of a 32-bit wo
 
     pack-quantized   weight_packed [N, K / 8], eight columns in a word; weight_scale [N, groups];
                      weight_zero_point [N / 8, groups], eight rows in a word; weight_g_idx [K]
-    GPTQ             qweight [K / 8, N], eight columns in a word; qzeros [groups, N / 8], one less than the zero point
-                     in version 1; scales [groups, N]; g_idx [K], the group of each column
+    GPTQ             qweight [K / 8, N], eight columns in a word; qzeros [groups, N / 8], less 0x11111111 in version 1;
+                     scales [groups, N]; g_idx [K], the group of each column
     AWQ              qweight [K, N / 8] and qzeros [groups, N / 8], rows 0 2 4 6 1 3 5 7 in a word; scales [groups, N]
     int-quantized    weight int8 [N, K], weight_scale [N, 1]
     block FP8        weight [N, K], weight_scale_inv [N / 128, K / 128], which the weight is multiplied by
@@ -25,13 +25,13 @@ import torch
 from ..core.checks import BLOCKS, listed
 from ..core.launch import cdiv
 from .checkpoint import Entry, in_background, in_threads, new_memory
-from .weights import to_int8
+from .weights import from_codes, to_int8
 
 __all__ = ["FORMATS", "MARKS", "Format", "Refused", "Scratch", "check_entry", "dequantized"]
 
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
 _PIECE = 2**24  # bytes that a GPU copies at a time
-_STEP = 256  # bytes of each row that are converted at a time: on a CPU, they stay in the cache
+_STEP, _ROW = 2**18, 64  # bytes that are converted at a time, and of each row at least: a CPU keeps them in its cache
 
 
 class Refused(ValueError):
@@ -96,6 +96,9 @@ def _int4(packed, scale, zero, order=None):
         "zero points": zero is not None,
         "columns in another order": order is not None,
     }
+    if order is not None:
+        order = order.to(packed.device)
+        _permute(packed, order)
     buffers = {"packed": packed, "absmax": _row_major(absmax), "zero_point": zero, "order": order}
     return buffers, ", ".join(note for note, holds in notes.items() if holds)
 
@@ -108,26 +111,16 @@ def _pinned(entry, start):
 
 
 class Scratch:
-    """Reads tensors into memory that is reused from one to the next.
+    """Reads tensors, on a CPU in pieces of a few rows.
 
-    On a CPU, getting new memory takes longer than a copy. A GPU copies from pinned memory several times as fast, and
-    the next bytes are read meanwhile.
+    A GPU copies from pinned memory several times as fast, and the next bytes are read meanwhile.
     """
 
     def __init__(self):
-        self._memory = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
         self._early = {}  # the first piece of a tensor, as a future, by entry
-        # glibc keeps freed memory for later, up to twice the largest block freed so far: without this line, each piece
-        # below would need new memory
-        torch.empty(2**25 - 2**16, dtype=torch.uint8, device="cpu")
-
-    def _bytes(self, number, size):
-        if self._memory[number].numel() < size:
-            self._memory[number] = new_memory(size)  # in huge pages, gathers of rows are faster, too
-        return self._memory[number][:size]
 
     def read_early(self, entries, device):
-        """Start reading the tensors that `read` or `lend` are asked for next; for a GPU, only the largest of them."""
+        """Start reading the tensors that are asked for next; for a GPU, only the largest of them."""
         if torch.device(device).type != "cuda":
             for entry in entries:
                 entry.read_ahead()
@@ -148,17 +141,12 @@ class Scratch:
         """Read a tensor to a device."""
         return self._to_gpu(entry, device) if torch.device(device).type == "cuda" else entry.read().to(device)
 
-    def lend(self, entry, device):
-        """Read a tensor that the caller may overwrite. On a CPU, the next one lent overwrites it."""
+    def rows(self, entry, device):
+        """Returns a function of a start and an end that reads these rows, which the caller may overwrite."""
         if torch.device(device).type == "cpu":
-            return entry.read(self._bytes(0, entry.size))
-        return self.read(entry, device)
-
-    def empty(self, shape, device):
-        """Memory for uint8 codes. On a CPU, the next call reuses it."""
-        if torch.device(device).type == "cpu":
-            return self._bytes(1, math.prod(shape)).view(shape)
-        return torch.empty(shape, dtype=torch.uint8, device=device)
+            return entry.read_rows
+        whole = self.read(entry, device)
+        return lambda start, end: whole[start:end]
 
 
 def _transposed(x):
@@ -179,13 +167,18 @@ def _row_major(x):
     return _transposed(x.t()) if x.t().is_contiguous() else x.contiguous()
 
 
+def _step(x, rows):
+    """How many of these rows to convert at a time, or columns."""
+    return max(_STEP // max(x.nbytes // max(rows, 1), 1), _ROW) if x.is_cpu else max(rows, 1)
+
+
 def _collect(out, rows):
     """Fill out [..., B], whose other dimensions have N elements in all, with the transpose of [B, N].
 
     Args:
         rows: a function of a start and an end that returns these rows of [B, N], contiguous.
     """
-    step = _STEP // out.element_size() if out.is_cpu else max(out.shape[-1], 1)
+    step = _step(out, out.shape[-1] * out.element_size()) // out.element_size()
 
     def transpose(start):
         end = min(start + step, out.shape[-1])
@@ -193,6 +186,23 @@ def _collect(out, rows):
 
     in_threads(transpose, range(0, out.shape[-1], step))
     return out
+
+
+def _permute(packed, order):
+    """Put the columns of codes, uint8 [N, ceil(K / 2)], into another order, int64 [K]. Overwrites them."""
+    # if K is odd, the code of the column that isn't there stays last
+    order = torch.nn.functional.pad(order, (0, len(order) % 2), value=len(order))
+    places = [(at // 2, (at % 2 * 4).to(torch.uint8)[:, None]) for at in (order[::2], order[1::2])]
+    step = _step(packed, len(packed))
+
+    def permute(start):
+        part = packed[start : start + step]
+        pairs = _transposed(part)
+        # index_select rather than indexing, which moves single bytes
+        low, high = (pairs.index_select(0, at).bitwise_right_shift_(shift) for at, shift in places)
+        part.copy_(_transposed(low.bitwise_and_(15).bitwise_or_(high.mul_(16))))
+
+    in_threads(permute, range(0, len(packed), step))
 
 
 def _order(entry, columns, size, unset=None):
@@ -222,23 +232,6 @@ def _swapped(words):
     return words
 
 
-def _ordered(codes, order, out):
-    """Fill out, uint8 [N, ceil(K / 2)], with signed codes in another order of columns.
-
-    Args:
-        codes: uint8 [2, K / 2 or more, N], for even and for odd columns, so that gathering copies whole rows.
-        order: int64 [K].
-    """
-    at = torch.nn.functional.pad(order // 2 + order % 2 * codes.shape[1], (0, len(order) % 2))
-
-    def rows(start, end):
-        # index_select rather than indexing, which moves single bytes
-        low, high = (codes.flatten(0, 1).index_select(0, at[2 * start + i : 2 * end : 2]) for i in (0, 1))
-        return _signed(low.add_(high, alpha=16))
-
-    return _collect(out, rows)
-
-
 def _pack_quantized(parts, shape, config):
     """compressed-tensors, 4 bits in int32."""
     N, K = shape
@@ -261,18 +254,9 @@ def _pack_quantized(parts, shape, config):
     order = None if index is None else _order(index, K, size, unset=-1)
 
     def read(device, scratch):
-        on = None if order is None else order.to(device)
-        if on is None:
-            packed = _signed(scratch.read(parts["weight_packed"], device)).view(torch.uint8)
-        else:
-            words = scratch.lend(parts["weight_packed"], device).view(torch.uint8)
-            codes = scratch.empty((2, words.shape[1], N), device)
-            _collect(codes[1], lambda start, end: words[start:end])
-            torch.bitwise_and(codes[1], 15, out=codes[0])
-            codes[1].bitwise_right_shift_(4)
-            packed = _ordered(codes, on, new_memory(N * cdiv(K, 2), device).view(N, cdiv(K, 2)))
+        packed = _signed(scratch.read(parts["weight_packed"], device)).view(torch.uint8)
         zeros = None if zero is None else _nibbles(scratch.read(zero, device).t()).t()[:N]
-        return _int4(_even(packed, K), scratch.read(parts["weight_scale"], device), zeros, on)
+        return _int4(_even(packed, K), scratch.read(parts["weight_scale"], device), zeros, order)
 
     return size, read
 
@@ -304,26 +288,13 @@ def _gptq(parts, shape, config):
     order = _order(parts["g_idx"], K, size) if "g_idx" in parts else None
 
     def read(device, scratch):
-        words, packed = scratch.lend(parts["qweight"], device), new_memory(N * K // 2, device).view(N, K // 2)
-        on = None if order is None else order.to(device)
-        if on is None:
-            _collect(packed.view(torch.int32), lambda start, end: _signed(words[start:end]))
-        else:
-            codes = scratch.empty((2, K // 2, N), device)
-            step = _STEP if words.is_cpu else max(K // 2, 1)
-
-            def split(start):
-                part, (low, high) = words[start // 4 : (start + step) // 4], codes[:, start : start + step]
-                # the four bytes of a word become four rows
-                pairs = _transposed(part.view(torch.uint8).view(len(part), N, 4)).view(low.shape)
-                torch.bitwise_and(pairs, 15, out=low)
-                torch.bitwise_right_shift(pairs, 4, out=high)
-
-            in_threads(split, range(0, K // 2, step))
-            _ordered(codes, on, packed)
-        zero = _nibbles(scratch.read(parts["qzeros"], device)).t()
-        zero = zero.add_(1).bitwise_and_(15) if version == "gptq" else zero
-        return _int4(packed, scratch.read(parts["scales"], device).t(), zero, on)
+        words, packed = scratch.rows(parts["qweight"], device), new_memory(N * K // 2, device).view(N, K // 2)
+        _collect(packed.view(torch.int32), lambda start, end: _signed(words(start, end)))
+        zero = scratch.read(parts["qzeros"], device)
+        # as GPTQModel does (convert_gptq_v1_to_v2_format_module in utils/model.py), and transformers with it: it takes
+        # 1 from whole words when it writes, so that a zero point of 0 borrows from the next one
+        zero = _nibbles(zero.add_(0x11111111) if version == "gptq" else zero).t()
+        return _int4(packed, scratch.read(parts["scales"], device).t(), zero, order)
 
     return size, read
 
@@ -339,10 +310,10 @@ def _awq(parts, shape, config):
         raise ValueError("has no qzeros, though it has zero points")
 
     def read(device, scratch):
-        words, packed = scratch.lend(parts["qweight"], device), new_memory(N * K // 2, device).view(N, K // 2)
+        words, packed = scratch.rows(parts["qweight"], device), new_memory(N * K // 2, device).view(N, K // 2)
 
         def rows(start, end):
-            return _swapped(_signed(words[2 * start : 2 * end])).view(torch.uint8).view(end - start, N)
+            return _swapped(_signed(words(2 * start, 2 * end))).view(torch.uint8).view(end - start, N)
 
         # a row of bytes has the low nibbles of all words, then the high ones: nibble 2 j + i of a word is in byte j,
         # and is row 4 (j % 2) + 2 i + j // 2 of the word's eight
@@ -385,25 +356,31 @@ def _blocks(parts, shape, config):
     check_entry(parts["weight_scale_inv"], _SCALES, (cdiv(N, 128), cdiv(K, 128)))
 
     def read(device, scratch):
-        codes, scale = scratch.read(parts["weight"], device), scratch.read(parts["weight_scale_inv"], device).float()
-        if codes.dtype == torch.int8:
-            return {"codes": codes, "scale": scale}, ""
-        weight = codes.float()
-        weight *= scale.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
-        codes, scale = to_int8(weight, 128)
-        return {"codes": codes, "scale": scale, "weight": weight}, "from FP8, quantized again"
+        scale = scratch.read(parts["weight_scale_inv"], device).float()
+        if parts["weight"].dtype == torch.int8:
+            return {"codes": scratch.read(parts["weight"], device), "scale": scale}, ""
+        rows, codes = scratch.rows(parts["weight"], device), new_memory(N * K, device).view(torch.int8).view(N, K)
+        step, norms = 128 if codes.is_cpu else 1024, torch.zeros(2, dtype=torch.float64, device=device)
+        for start in range(0, N, step):
+            weight, part = rows(start, start + step).float(), scale[start // 128 : (start + step) // 128]
+            weight *= part.repeat_interleave(128, 0)[: len(weight)].repeat_interleave(128, 1)[:, :K]
+            new, part[:] = to_int8(weight, 128)
+            codes[start : start + step] = new
+            error = from_codes(new, part, None, K, 128, torch.float32).sub_(weight)
+            norms += torch.stack([torch.linalg.vector_norm(x).double() for x in (error, weight)]).square()
+        error = math.sqrt(norms[0].item() / (norms[1].item() or 1.0))
+        return {"codes": codes, "scale": scale, "error": error}, "from FP8, quantized again"
 
     return 128, read
 
 
-def _q4_0(data, shape):
-    """Take blocks uint8 [N, groups * 18] apart: words of codes 0 .. 15, and float16 scales [N, groups]."""
-    N, K = shape
-    data = data.view(N, K // 32, 18)
+def _q4_0(data):
+    """Take blocks uint8 [N, groups * 18] apart: packed codes 0 .. 15, uint8, and float16 scales [N, groups]."""
+    data = data.unflatten(1, (-1, 18))
     scale = data[..., :2].contiguous().view(torch.float16)[..., 0]
     even, odd = data[..., 2::2], data[..., 3::2]
     low, high = (even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)
-    return torch.cat((low, high), -1).view(N, K // 2).view(torch.int32), scale
+    return torch.cat((low, high), -1).flatten(1), scale
 
 
 def _gguf_q4_0(parts, shape, config):
@@ -414,8 +391,15 @@ def _gguf_q4_0(parts, shape, config):
     check_entry(parts["weight"], ("Q4_0",), shape)
 
     def read(device, scratch):
-        words, scale = _q4_0(scratch.lend(parts["weight"], device), shape)
-        return _int4(_signed(words).view(torch.uint8), scale, None)
+        rows, packed = scratch.rows(parts["weight"], device), new_memory(N * K // 2, device).view(N, K // 2)
+        scale, step = torch.empty(N, K // 32, dtype=torch.float16, device=device), _step(packed, N)
+
+        def convert(start):
+            codes, scale[start : start + step] = _q4_0(rows(start, start + step))
+            packed[start : start + step] = _signed(codes)
+
+        in_threads(convert, range(0, N, step))
+        return _int4(packed, scale, None)
 
     return 32, read
 
@@ -424,13 +408,19 @@ class _Dequantized(Entry):
     """A tensor in Q4_0 that is read as float32."""
 
     def fill(self, memory, after=0):
-        row, packed = 4 * self.shape[-1], self.shape[-1] // 32 * 18
-        first, last = after // row, cdiv(after + memory.numel(), row)
-        data = new_memory((last - first) * packed)
-        super().fill(data, first * packed)
-        words, scale = _q4_0(data, (last - first, self.shape[-1]))
-        values = (_nibbles(words).float() - 8).mul_(scale.float().repeat_interleave(32, 1))
-        memory.copy_(values.view(torch.uint8).flatten()[after - first * row :][: memory.numel()])
+        row, blocks = max(4 * self.shape[-1], 1), Entry(*self._replace(dtype="Q4_0", size=self.size // 64 * 9))
+        first, end = after // row, after + memory.numel()
+        step = max(_STEP // row, 1)
+
+        def convert(start):
+            packed, scale = _q4_0(blocks.read_rows(start, min(start + step, cdiv(end, row))))
+            values = (_nibbles(packed.view(torch.int32)).float() - 8).mul_(scale.float().repeat_interleave(32, 1))
+            values = values.view(torch.uint8).flatten()
+            skip = max(after - start * row, 0)
+            to = memory[start * row + skip - after :][: len(values) - skip]
+            to.copy_(values[skip:][: len(to)])
+
+        in_threads(convert, range(first, cdiv(end, row), step))
 
 
 def dequantized(entry):

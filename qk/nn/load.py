@@ -104,6 +104,9 @@ def load(path, model=None, *, rename=None, device=None, progress=True):
     FP8 is quantized again to int8, and that some float32 scales of 4-bit codes are rounded in the last bit; the report
     says where. Code in a checkpoint is never run, and pickles are never opened.
 
+    Files are read layer by layer, on a CPU in pieces of a few rows, so that memory holds the result and at most one more
+    layer, as large as in the file; where FP8 is quantized again, as large as its weight of 16 bits.
+
     Args:
         path: a folder, a .safetensors file, the index of several, or a .gguf file. config.json is looked for next to
             it. It isn't needed for what `save` wrote.

@@ -114,7 +114,7 @@ def _plan_foreign(old, parts, format, settings):
 
     def make(device, scratch):
         buffers, note = read(device, scratch)
-        weight = buffers.pop("weight", None)
+        error = buffers.pop("error", None)
         like = old.weight if old.bias is None else old.bias
         of = None if bias is None else scratch.read(bias, device).to(like.dtype)
         if old.bias is None and of is not None and not of.any():
@@ -126,15 +126,9 @@ def _plan_foreign(old, parts, format, settings):
         else:
             new = Int8Linear(*shape[::-1], block_size=block, **options)
         new.fill(old, device, of, **buffers)
-        return new, None if weight is None else _error(new, weight), ", ".join(filter(None, (format.name, note)))
+        return new, error, ", ".join(filter(None, (format.name, note)))
 
     return make
-
-
-def _error(new, weight):
-    """The relative error of codes."""
-    norm = torch.linalg.vector_norm(weight).item()
-    return torch.linalg.vector_norm(new.dequantize().sub_(weight)).item() / (norm or 1.0)
 
 
 def table_of(old, settings, tables):

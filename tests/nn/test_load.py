@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import struct
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -79,9 +80,9 @@ def packed(codes, dim, order=range(8)):
 
 
 def gptq(prefix, codes, zeros, scales, group_of=None, v2=False):
-    """qweight [K/8, N], qzeros [groups, N/8] with zero - 1 in 4 bits, scales [groups, N]."""
-    stored = zeros if v2 else (zeros - 1) % 16
-    tensors = {"qweight": packed(codes.T, 0), "qzeros": packed(stored.T, 1), "scales": scales.T}
+    """qweight [K/8, N], qzeros [groups, N/8], scales [groups, N]. Version 1 takes 0x11111111 from each word of qzeros."""
+    stored = packed(zeros.T, 1) - (0 if v2 else 0x11111111)  # as GPTQModel does: in int32, which wraps around
+    tensors = {"qweight": packed(codes.T, 0), "qzeros": stored, "scales": scales.T}
     if group_of is not None:
         tensors["g_idx"] = group_of.to(torch.int32)
     return {f"{prefix}.{name}": x for name, x in tensors.items()}
@@ -161,6 +162,57 @@ def test_layers_that_are_converted_in_pieces(tmp_path, K, method):
     again = pickle.loads(pickle.dumps(copy.deepcopy(model.up)))
     again.share_memory()
     assert all(same(x, y) and x.is_contiguous() for x, y in zip(again.buffers(), model.up.buffers(), strict=True))
+
+
+PEAK = """
+import gc, sys, torch, qk
+
+def status(key):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
+
+def load(folder, layers, size):
+    model = [torch.nn.Linear(size, size, False, "meta", torch.half) for _ in range(layers)]
+    return qk.nn.load(folder, torch.nn.Sequential(*model), device="cpu", progress=False)[0]
+
+load(sys.argv[1] + "/small", 1, 256)  # what the first call of anything needs
+gc.collect()
+before = status("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")  # sets VmHWM to VmRSS
+model = load(sys.argv[1] + "/large", int(sys.argv[2]), 4096)
+print(status("VmHWM") - before - sum(x.nbytes for x in model.buffers()))
+"""
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's account of peak memory")
+@pytest.mark.parametrize("method", ["gptq", "act-order", "awq", "fp8"])
+def test_peak_memory(tmp_path, method):
+    """At most the result and one layer: as in the file, or as 16-bit weight if it is quantized again."""
+    settings = {"quant_method": "gptq" if method == "act-order" else method, "bits": 4, "group_size": 128}
+    settings |= {"weight_block_size": [128, 128]} if method == "fp8" else {}
+    generator = torch.Generator().manual_seed(0)
+
+    def words(*shape):
+        return torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, generator=generator)
+
+    def layer(size):
+        if method == "fp8":
+            codes = words(size, size // 4).bitwise_and_(0x77777777).view(torch.float8_e4m3fn)
+            return {"weight": codes, "weight_scale_inv": torch.rand(size // 128, size // 128)}
+        shape = (size, size // 8) if method == "awq" else (size // 8, size)
+        tensors = {"qweight": words(*shape), "qzeros": words(size // 128, size // 8)}
+        tensors["scales"] = torch.rand(size // 128, size).half()
+        if method == "act-order":
+            tensors["g_idx"] = torch.randperm(size, generator=generator).int() // 128
+        return tensors
+
+    layers = 1 if method == "fp8" else 4
+    for name, count, size in (("small", 1, 256), ("large", layers, 4096)):
+        write(tmp_path / name, {f"{i}.{key}": x for i in range(count) for key, x in layer(size).items()}, settings)
+    one = (tmp_path / "large" / "model.safetensors").stat().st_size // layers * (2 if method == "fp8" else 1)
+    command = [sys.executable, "-c", PEAK, str(tmp_path), str(layers)]
+    environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONPATH": str(Path(qk.__file__).parents[1])}
+    out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert int(out) <= one + 2**21, "two MiB are for the interpreter and the allocator"
 
 
 @pytest.mark.parametrize("size", [32, 128, None])
