@@ -162,6 +162,8 @@ def open_checkpoint(path):
 
 def as_path(path, takes):
     """Returns a Path. Raises ValueError, with what the caller takes, where it can't be one, or is too long."""
+    if path == "":
+        raise ValueError(f"path is ''; {takes}")
     try:
         path = Path(path)
         path.stat()

@@ -285,6 +285,8 @@ def _gptq(parts, shape, config):
     if version not in ("gptq", "gptq_v2"):
         raise Refused(f"has checkpoint_format {version!r}; expected 'gptq' or 'gptq_v2'")
     size, _ = _check_words("GPTQ", parts, shape, (K // 8, N), config)
+    if config.get("desc_act") and "g_idx" not in parts and size is not None:
+        raise ValueError("has no g_idx, though desc_act says that its columns are in another order")
     order = _order(parts["g_idx"], K, size) if "g_idx" in parts else None
 
     def read(device, scratch):

@@ -39,14 +39,17 @@ def _layers(model):
 def saved_state(model):
     """Returns a model's tensors, each one once, and the header that describes its quantized layers."""
     layers, heads = _layers(model)
-    kept, tied, seen = {}, {}, {}
+    kept, tied, seen, memory = {}, {}, {}, set()
     for name, tensor in model.state_dict().items():
         if name.rpartition(".")[0] in heads:
             continue
         place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
         first = seen.setdefault(place, name) if tensor.numel() else name
         if first == name:
-            kept[name] = tensor.contiguous()
+            # safetensors saves no two tensors that share memory: of parts of one, copies are saved
+            shared = not tensor.is_meta and tensor.untyped_storage().data_ptr() in memory
+            kept[name] = tensor.clone(memory_format=torch.contiguous_format) if shared else tensor.contiguous()
+            memory.add(tensor.untyped_storage().data_ptr())
         else:
             tied[name] = first
     return kept, {"version": _VERSION, "layers": layers, "tied": tied}

@@ -8,6 +8,7 @@
     change   put new layers, parameters and buffers into the model
 """
 
+import contextlib
 import json
 import os
 import re
@@ -23,19 +24,27 @@ from .header import KINDS, saved_state
 from .layers import QuantizedModule, TiedInt8Linear, why_unusual
 from .plan import Slot, plan
 from .replace import changed, replacements
-from .report import Report, bytes_of, row_of, rows_of_others
+from .report import Report, Row, bytes_of, row_of, rows_of_others
 from .weights import check_model, linear_kinds, weight_of, weight_shape
 
 __all__ = ["load", "save"]
 
+_MAKERS = (torch.empty, torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch.zeros)
+_COMPUTED = 2**28  # bytes of the largest tensor that a model may compute itself
+
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Put what torch.empty makes on the meta device: weights to load, but not what a model computes, such as angles."""
+    """Put what torch.empty makes on the meta device: weights to load, but not what a model computes, such as angles.
+
+    What it computes stays there, too, if it is too large for any model: `plan` refuses buffers without values.
+    """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function is torch.empty and kwargs.get("device") is None:
-            kwargs = {**kwargs, "device": "meta"}
+        if function in _MAKERS and kwargs.get("device") is None:
+            made = function(*args, **{**kwargs, "device": "meta"})
+            if function is torch.empty or made.nbytes > _COMPUTED:
+                return made
         return function(*args, **kwargs)
 
 
@@ -51,23 +60,30 @@ def _read_slot(slot, device, scratch):
     return tensor
 
 
-def _settings(value, most):
+def _settings(value, most, base):
     """What config.json says about a model, with numbers such as infinity in the form that transformers gives them.
 
-    What would run other code is left out, as is how the model was quantized. most: the layers that it may have. A model
-    with more layers than tensors can't fit, and finding that out by building it could take forever.
+    What would run other code is left out, as is how the model was quantized.
+
+    Args:
+        most: what the checkpoint has of the things whose number transformers makes a list of or a loop over, by a part
+            of the number's name. Finding out that more of them don't fit, by building the model, could take forever.
+        base: the class of transformers' configs, whose methods no key may replace.
     """
     if isinstance(value, list):
-        return [_settings(each, most) for each in value]
+        return [_settings(each, most, base) for each in value]
     if not isinstance(value, dict):
         return value
     if [*value] == ["__float__"]:
         return float(value["__float__"])
     for key, number in value.items():
-        if "layer" in key and isinstance(number, int) and number > most:
-            raise ValueError(f"config.json has {key} {number}, and the checkpoint fewer tensors")
+        for part, (count, of) in most.items():
+            if part in key and isinstance(number, int) and number > count:
+                raise ValueError(f"config.json has {key} {number}, and the checkpoint fewer {of}")
+        if callable(getattr(base, key, None)):
+            raise ValueError(f"config.json has {key}, which is a method of transformers' configs; expected settings")
     left_out = re.compile("quantization_config|auto_map|.*_implementation(_internal)?")
-    return {key: _settings(each, most) for key, each in value.items() if not left_out.fullmatch(key)}
+    return {key: _settings(each, most, base) for key, each in value.items() if not left_out.fullmatch(key)}
 
 
 def _build(checkpoint):
@@ -83,7 +99,9 @@ def _build(checkpoint):
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel) or kind.config_class is None:
         has = f"config.json names the model class {name!r}, which transformers {transformers.__version__} doesn't have"
         raise ValueError(f"model is None, and {has}; pass a module as model (code in a checkpoint is never run)")
-    settings = _settings(config, len(checkpoint.tensors))
+    tensors, rows = len(checkpoint.tensors), max([0, *(max(x.shape, default=0) for x in checkpoint.tensors.values())])
+    most = {"layer": (tensors, "tensors"), "expert": (max(tensors, 1024), "tensors"), "label": (rows, "rows")}
+    settings = _settings(config, most, transformers.PretrainedConfig)
     try:
         settings = kind.config_class.from_dict(settings)
         with _EmptyOnMeta():
@@ -104,8 +122,8 @@ def load(path, model=None, *, rename=None, device=None, progress=True):
     FP8 is quantized again to int8, and that some float32 scales of 4-bit codes are rounded in the last bit; the report
     says where. Code in a checkpoint is never run, and pickles are never opened.
 
-    Files are read layer by layer, on a CPU in pieces of a few rows, so that memory holds the result and at most one more
-    layer, as large as in the file; where FP8 is quantized again, as large as its weight of 16 bits.
+    Files are read layer by layer, on a CPU in pieces of a few rows, so that memory holds the result and at most one
+    layer more, as large as in the file; where FP8 is quantized again, as large as its weight of 16 bits.
 
     Args:
         path: a folder, a .safetensors file, the index of several, or a .gguf file. config.json is looked for next to
@@ -136,20 +154,27 @@ def load(path, model=None, *, rename=None, device=None, progress=True):
     if device is not None and device.type == "meta":
         raise ValueError("device is 'meta'; expected one that holds values")
     checkpoint = open_checkpoint(path)
-    if model is None:
-        if checkpoint.gguf:
-            raise ValueError(
-                "model is None; of a GGUF file, expected a module, and rename for the names of its tensors"
-            )
-        if not checkpoint.config:
-            raise ValueError("model is None, and there is no config.json next to the checkpoint; expected a module")
-        model = _build(checkpoint)
-    layers, slots = plan(checkpoint, model, rename)
-    changes, rows = _read(model, layers, slots, device, progress)
+    if model is None and checkpoint.gguf:
+        raise ValueError("model is None; of a GGUF file, expected a module, and rename for the names of its tensors")
+    if model is None and not checkpoint.config:
+        raise ValueError("model is None, and there is no config.json next to the checkpoint; expected a module")
+    # weights need values, whatever the default device is while models are made
+    with torch.device("cpu") if torch.get_default_device().type == "meta" else contextlib.nullcontext():
+        model = _build(checkpoint) if model is None else model
+        layers, slots, ignored = plan(checkpoint, model, rename)
+        changes, rows = _read(model, layers, slots, device, progress)
     with changed(model, changes):
-        size = sum(entry.size for entry in checkpoint.tensors.values())
+        size = _size(checkpoint.tensors)
         linears = {module for module in model.modules() if isinstance(module, (*linear_kinds(), QuantizedModule))}
-        return model, Report(rows, size, bytes_of(model), rows_of_others(model, linears, True))
+        others = rows_of_others(model, linears, True)
+        if ignored:
+            note = f"ignored: {len(ignored)} tensors that {type(model).__name__} doesn't have"
+            others.append(Row(min(ignored), *["not loaded"] * 2, (), None, _size(ignored), 0, None, None, note))
+        return model, Report(rows, size, bytes_of(model), others)
+
+
+def _size(entries):
+    return sum(entry.size for entry in entries.values())
 
 
 @torch.no_grad()
@@ -177,7 +202,9 @@ def _read(model, layers, slots, device, progress):
             new, error, note = made[old]
             plain = (*linear_kinds(), torch.nn.Embedding)
             why = why_unusual(old, plain) if isinstance(old, plain) else ""
-            row = row_of(name, old, new, weight_shape(old), note, why and f"before: {why}", error=error)
+            finite = all(x.isfinite().all() for x in new.buffers() if x.is_floating_point())
+            notes = note, why and f"before: {why}", "" if finite else "NaN or Inf among its scales"
+            row = row_of(name, old, new, weight_shape(old), *notes, error=error)
             rows.append(row._replace(bytes_before=sizes[old]))
         elif isinstance(old, linear_kinds()):
             rows.append(row_of(name, old, old, weight_shape(old), "float"))
@@ -211,7 +238,12 @@ def save(model, path):
     check_model(model)
     from safetensors.torch import save_file
 
-    path = as_path(path, "expected a .safetensors file or a folder")
+    takes = "expected a .safetensors file or a folder"
+    path = as_path(path, takes)
+    file = path if path.suffix == ".safetensors" else path / "model.safetensors"
+    is_new_folder = not path.exists() and path.suffix not in (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".json")
+    if file.is_dir() or file != path and not path.is_dir() and not is_new_folder:
+        raise ValueError(f"path is {str(path)!r}; {takes}")
     try:
         kept, header = saved_state(model)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
@@ -221,7 +253,6 @@ def save(model, path):
     for name, settings in header["layers"].items():
         if settings["kind"] not in (*KINDS, TiedInt8Linear.__name__):
             raise ValueError(f"{name} is a {settings['kind']}; expected {listed(KINDS)}")
-    file = path if path.suffix == ".safetensors" else path / "model.safetensors"
     if file != path and (index := path / f"{file.name}.index.json").exists():
         raise ValueError(f"{index} belongs to another checkpoint, which load would read; expected a folder without it")
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -219,13 +219,31 @@ def _find_slots(model, replaced):
     return by_name, computed
 
 
+def _ignored(model, entries):
+    """Returns those of the file's tensors that the model lacks, and that transformers ignores for its class, too."""
+    patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
+    buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
+    # what older releases stored in each layer: transformers' rule for all models
+    old = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
+    patterns += [pattern for end, pattern in old.items() if any(name.endswith(end) for name in buffers)]
+    places = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    _, layers = experts_in(model, _by_layer(entries))
+    tensors = {name for name, _ in model.named_parameters(remove_duplicate=False)}.union(buffers)
+
+    def ignored(name):
+        layer = name.rpartition(".")[0]
+        lacks = name not in tensors and (layer not in places or not MARKS & layers.get(layer, {}).keys())
+        return layer in layers and lacks and any(re.search(pattern, name) for pattern in patterns)
+
+    return {name: entry for name, entry in entries.items() if ignored(name)}
+
+
 def _plan_slots(model, entries, replaced):
     """Give each remaining tensor of the file its slot. Returns the slots, and what is wrong."""
     slots, computed = _find_slots(model, replaced)
-    patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     problems = []
     for name, entry in entries.items():
-        if name in computed or name not in slots and any(re.search(pattern, name) for pattern in patterns):
+        if name in computed:
             continue
         if name not in slots:
             problems.append(f"{name} isn't in the model")
@@ -320,8 +338,10 @@ def _plan_of_others(config, entries):
 
 
 def plan(checkpoint, model, rename):
-    """Plan what each tensor becomes, and check it. Returns a list of `Layer`, and one of `Slot`."""
+    """Plan what each tensor becomes, and check it. Returns lists of `Layer` and `Slot`, and what it ignores by name."""
     entries, own = _renamed(checkpoint.tensors, rename), _own_layers(checkpoint)
+    ignored = _ignored(model, entries)
+    entries = {name: entry for name, entry in entries.items() if name not in ignored}
     try:
         if own is not None:
             entries, quantized, plan_one = _plan_of_own(own, entries)
@@ -336,4 +356,4 @@ def plan(checkpoint, model, rename):
     left = {name: entry for name, entry in entries.items() if name.rpartition(".")[0] not in quantized}
     slots, problems = _plan_slots(model, left, {layer.old for layer in layers})
     fail(problems)
-    return layers, slots
+    return layers, slots, ignored

@@ -80,8 +80,9 @@ def packed(codes, dim, order=range(8)):
 
 
 def gptq(prefix, codes, zeros, scales, group_of=None, v2=False):
-    """qweight [K/8, N], qzeros [groups, N/8], scales [groups, N]. Version 1 takes 0x11111111 from each word of qzeros."""
-    stored = packed(zeros.T, 1) - (0 if v2 else 0x11111111)  # as GPTQModel does: in int32, which wraps around
+    """qweight [K/8, N], qzeros [groups, N/8], scales [groups, N]."""
+    # GPTQModel takes 1 from each code of whole words, in int32, so that 0 borrows from the next code
+    stored = packed(zeros.T, 1) - (0 if v2 else 0x11111111)
     tensors = {"qweight": packed(codes.T, 0), "qzeros": stored, "scales": scales.T}
     if group_of is not None:
         tensors["g_idx"] = group_of.to(torch.int32)
