@@ -47,9 +47,9 @@ def saved_state(model):
         first = seen.setdefault(place, name) if tensor.numel() else name
         if first == name:
             # safetensors saves no two tensors that share memory: of parts of one, copies are saved
-            shared = not tensor.is_meta and tensor.untyped_storage().data_ptr() in memory
-            kept[name] = tensor.clone(memory_format=torch.contiguous_format) if shared else tensor.contiguous()
-            memory.add(tensor.untyped_storage().data_ptr())
+            storage = tensor.untyped_storage().data_ptr()
+            kept[name] = tensor.contiguous() if storage not in memory else tensor.clone().contiguous()
+            memory.add(storage)
         else:
             tied[name] = first
     return kept, {"version": _VERSION, "layers": layers, "tied": tied}

@@ -18,6 +18,7 @@ __all__ = ["plan"]
 
 _FLOATS = (*FLOATS, torch.float64)
 _SHOWN = 4  # problems that an error names
+_OLD = r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"  # what older releases of transformers stored in each layer
 
 
 class Layer(NamedTuple):
@@ -221,21 +222,17 @@ def _find_slots(model, replaced):
 
 def _ignored(model, entries):
     """Returns those of the file's tensors that the model lacks, and that transformers ignores for its class, too."""
-    patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
-    buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
-    # what older releases stored in each layer: transformers' rule for all models
-    old = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
-    patterns += [pattern for end, pattern in old.items() if any(name.endswith(end) for name in buffers)]
+    patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *_OLD]
     places = {name for name, _ in model.named_modules(remove_duplicate=False)}
     _, layers = experts_in(model, _by_layer(entries))
-    tensors = {name for name, _ in model.named_parameters(remove_duplicate=False)}.union(buffers)
-
-    def ignored(name):
-        layer = name.rpartition(".")[0]
-        lacks = name not in tensors and (layer not in places or not MARKS & layers.get(layer, {}).keys())
-        return layer in layers and lacks and any(re.search(pattern, name) for pattern in patterns)
-
-    return {name: entry for name, entry in entries.items() if ignored(name)}
+    slots, computed = _find_slots(model, ())
+    ignored = {}
+    for layer, parts in layers.items():
+        quantized = layer in places and MARKS & parts.keys()
+        for name in [] if quantized else [f"{layer}.{part}" if layer else part for part in parts]:
+            if name not in slots and name not in computed and any(re.search(each, name) for each in patterns):
+                ignored[name] = entries[name]
+    return ignored
 
 
 def _plan_slots(model, entries, replaced):

@@ -5,6 +5,7 @@ time, as their documentation describes it; nothing of `qk.nn.formats` is used fo
 """
 
 import copy
+import io
 import json
 import os
 import pickle
@@ -13,6 +14,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -144,10 +146,22 @@ def test_gptq(tmp_path, size, act_order, symmetric, v2):
     assert model(torch.randn(2, K, dtype=HALF, device=DEVICE)).isfinite().all()
 
 
+def test_zero_points_of_zero_in_version_1(tmp_path):
+    """What GPTQModel writes: 0 borrows from the next code of its word. Read as it reads it, all come out."""
+    codes, _, scales = numbers(3, 32, 64, 32)
+    zeros = torch.tensor([0, 0, 1, 15, 0, 7, 8, 0] * 8).view(2, 32).T
+    tensors = gptq("up", codes, zeros, scales) | plain(empty(64, 32, 8)) | {"down.weight": torch.ones(8, 32)}
+    nibbles = tensors["up.qzeros"][..., None] >> torch.arange(0, 32, 4) & 15  # [groups, N / 8, 8]
+    assert not torch.equal(nibbles.flatten(1).T, (zeros - 1) % 16), "no code borrowed from another"
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    model, _ = load(write(tmp_path, tensors, settings), empty(64, 32, 8), device=DEVICE)
+    check(model.up, values(codes, zeros, scales, torch.arange(64) // 32))
+
+
 @pytest.mark.parametrize("method", ["gptq", "act-order", "awq"])
 @pytest.mark.parametrize("K", [512, 1080, 2568])
 def test_layers_that_are_converted_in_pieces(tmp_path, K, method):
-    """Of 512 columns each on a CPU, the last one shorter; the largest layer is in huge pages."""
+    """On a CPU, the last piece shorter; the largest layer is in huge pages."""
     N = 1640 if K == 2568 else 24
     codes, zeros, scales = numbers(7, N, K, 128)
     group_of = torch.arange(K) // 128
@@ -977,6 +991,119 @@ def test_configs_that_transformers_cannot_build(tmp_path):
             load(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_numbers_in_a_config_that_the_file_cannot_fill(tmp_path, name):
+    """Refused before anything is made of them: 10**7 labels took two minutes and six GiB."""
+    write_whole(tmp_path, name)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for wrong, match in (
+        ({"num_labels": 10**7}, "has num_labels 10000000, and the checkpoint fewer rows"),
+        ({"num_experts": 10**9}, "has num_experts 1000000000, and the checkpoint fewer tensors"),
+        ({"to_dict": 4}, "has to_dict, which is a method of transformers' configs"),
+        ({"text_config": {"__init__": 4}}, "has __init__, which is a method of transformers' configs"),
+        ({"vocab_size": 10**10}, "has shape \\[104, 64\\]; expected \\[10000000000, 64\\]"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | wrong))
+        start = time.perf_counter()
+        with pytest.raises(ValueError, match=match):
+            load(tmp_path)
+        assert time.perf_counter() - start < 5
+
+
+def test_what_a_model_would_compute_is_bounded(tmp_path):
+    """A mask of all positions, which no file has."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPTNeoConfig(
+        hidden_size=64, num_layers=1, num_heads=2, attention_types=[[["global"], 1]], vocab_size=40, dtype="float16"
+    )
+    model = transformers.GPTNeoForCausalLM._from_config(config)
+    save(model, tmp_path)
+    assert torch.equal(load(tmp_path)[0].lm_head.weight, model.lm_head.weight)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 2**20}))
+    with pytest.raises(ValueError, match="can't be loaded|that transformers can build"):
+        load(tmp_path)
+
+
+def test_the_meta_device_as_default(tmp_path):
+    write_whole(tmp_path, "llama")
+    want = load(tmp_path)[0].state_dict()
+    folder = good(tmp_path / "two")
+    with torch.device("meta"):
+        loaded, model = load(tmp_path)[0], load(folder, Two(64, 32, 8))[0]
+    assert all(same(x, want[name]) for name, x in loaded.state_dict().items())
+    assert not any(x.is_meta for x in (*loaded.buffers(), *model.parameters(), *model.buffers()))
+
+
+def with_more(folder, **more):
+    """Add tensors to a folder that `write_whole` wrote."""
+    index = folder / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    file = f"more-{len(places)}.safetensors"
+    save_file(more, folder / file)
+    places |= dict.fromkeys(more, file)
+    index.write_text(json.dumps({"weight_map": places}))
+
+
+def test_tensors_that_transformers_ignores(tmp_path, monkeypatch):
+    """What older releases stored in each layer, and what the model's class lists, such as layers for other uses."""
+    transformers = pytest.importorskip("transformers")
+    model = write_whole(tmp_path, "llama")
+    old = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(16) for i in range(2)}
+    layer = gptq("model.layers.61.mlp.up_proj", *numbers(1, 32, 64, 32))
+    with_more(tmp_path, **{name: x.contiguous() for name, x in (old | layer).items()})
+    with pytest.raises(ValueError, match="model.layers.61.mlp.up_proj isn't a layer in the model"):
+        load(tmp_path)
+    kind = transformers.LlamaForCausalLM
+    monkeypatch.setattr(kind, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.61.*"])
+    loaded, report = load(tmp_path, device=DEVICE)
+    (row,) = [row for row in report.others if row.now == "not loaded"]
+    assert row.note == "ignored: 5 tensors that LlamaForCausalLM doesn't have"
+    assert row.bytes_before == sum(x.nbytes for x in (old | layer).values()) and row.note in str(report)
+    assert same(loaded.lm_head.weight, model.lm_head.weight)
+    # not those that the model has, or whose layer it has
+    monkeypatch.setattr(kind, "_keys_to_ignore_on_load_unexpected", [r"model\.layers.*"])
+    assert len([row for row in load(tmp_path)[1].rows if row.replaced]) == 14
+    with_more(tmp_path, **{"model.layers.0.mlp.up_proj.more": torch.ones(3)})
+    with pytest.raises(ValueError, match="model.layers.0.mlp.up_proj has more; GPTQ takes"):
+        load(tmp_path)
+
+
+def test_the_report_names_scales_that_are_not_finite(tmp_path):
+    scales = load_file(good(tmp_path) / "model.safetensors")["up.scales"]
+    scales[0, 3] = float("nan")
+    up, down = load(spoiled(tmp_path, **{"up.scales": scales}), Two(64, 32, 8).to(DEVICE))[1].rows
+    assert up.note == "GPTQ, zero points, NaN or Inf among its scales" and down.note == "GPTQ, zero points"
+
+
+def test_an_order_that_is_not_in_the_file_is_refused(tmp_path):
+    with_settings(tmp_path, desc_act=True)
+    assert load(tmp_path, Two(64, 32, 8))[0].up.order is None  # the file has it, and it is the usual one
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({name: x for name, x in tensors.items() if "g_idx" not in name}, tmp_path / "model.safetensors")
+    refused(tmp_path, "up has no g_idx, though desc_act says that its columns are in another order")
+
+
+class Terminal(io.StringIO):
+    def __init__(self, isatty):
+        super().__init__()
+        self.isatty = lambda: isatty
+
+
+@pytest.mark.parametrize(("progress", "terminal"), [(True, True), (True, False), (False, True)])
+def test_the_progress_bar(tmp_path, monkeypatch, progress, terminal):
+    """It counts layers and other tensors; there is none where nobody asked for it, or sees it."""
+    pytest.importorskip("tqdm")
+    out = Terminal(terminal)
+    monkeypatch.setattr(sys, "stderr", out)
+    monkeypatch.setattr("qk.nn.calibration._PATIENCE", 0)
+    monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)  # no thread that outlives the test
+    load(good(tmp_path), Two(64, 32, 8), progress=progress)
+    # up and down, the weight and bias of norm
+    assert ("loading" in out.getvalue() and "0/4" in out.getvalue()) == (progress and terminal)
+    assert bool(out.getvalue()) == (progress and terminal)
+
+
 def test_damaged_own_files(tmp_path):
     model = Two(64, 32, 8)
     quantize_(model, "int4", group_size=32)
@@ -1073,6 +1200,36 @@ def test_models_that_cannot_be_saved(tmp_path):
         with pytest.raises(ValueError, match=text):
             load(path)
     assert not [*tmp_path.iterdir()]
+
+
+def test_save_refuses_what_is_no_checkpoint(tmp_path):
+    """Before it writes anything."""
+    (tmp_path / "file").write_text("a")
+    (tmp_path / "folder.safetensors").mkdir()
+    (tmp_path / "taken" / "model.safetensors").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    for name in ("file", "file/x.safetensors", "x.bin", "x.pt", "x.gguf", "folder.safetensors", "taken"):
+        with pytest.raises(ValueError, match="path is .*; expected a .safetensors file or a folder"):
+            save(Two(64, 32, 8), tmp_path / name)
+    for function in (save, lambda model, path: load(path, model)):
+        with pytest.raises(ValueError, match="path is ''; expected"):
+            function(Two(64, 32, 8), "")
+    assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "file").read_text() == "a"
+    save(torch.nn.Linear(8, 8), tmp_path / "version-1.5")
+    assert (tmp_path / "version-1.5" / "model.safetensors").is_file()
+
+
+def test_buffers_that_share_memory_are_saved(tmp_path):
+    models = [Two(64, 32, 8) for _ in range(2)]
+    for i, model in enumerate(models):
+        whole = torch.arange(12.0).mul(1 - i)
+        for name, x in (("whole", whole), ("part", whole[3:9]), ("turned", whole.view(3, 4).t()), ("same", whole)):
+            model.register_buffer(name, x)
+        quantize_(model, "int4", group_size=32)
+    save(models[0], tmp_path / "own.safetensors")
+    load(tmp_path / "own.safetensors", models[1])
+    for name in ("whole", "part", "turned", "same"):
+        assert same(models[1].get_buffer(name), models[0].get_buffer(name))
 
 
 @pytest.mark.parametrize(
