@@ -94,7 +94,8 @@ class Entry(NamedTuple):
     def read(self):
         """Read the tensor to the CPU."""
         memory = new_memory(self.size)
-        self.fill(memory)
+        for start in range(0, self.size, 4 * _PIECE):
+            self.fill(memory[start : start + 4 * _PIECE], start)
         return self.of_bytes(memory)
 
     def read_rows(self, start, end):

@@ -410,19 +410,11 @@ class _Dequantized(Entry):
     """A tensor in Q4_0 that is read as float32."""
 
     def fill(self, memory, after=0):
-        row, blocks = max(4 * self.shape[-1], 1), Entry(*self._replace(dtype="Q4_0", size=self.size // 64 * 9))
-        first, end = after // row, after + memory.numel()
-        step = max(_STEP // row, 1)
-
-        def convert(start):
-            packed, scale = _q4_0(blocks.read_rows(start, min(start + step, cdiv(end, row))))
-            values = (_nibbles(packed.view(torch.int32)).float() - 8).mul_(scale.float().repeat_interleave(32, 1))
-            values = values.view(torch.uint8).flatten()
-            skip = max(after - start * row, 0)
-            to = memory[start * row + skip - after :][: len(values) - skip]
-            to.copy_(values[skip:][: len(to)])
-
-        in_threads(convert, range(first, cdiv(end, row), step))
+        row, blocks = 4 * self.shape[-1], Entry(*self._replace(dtype="Q4_0", size=self.size // 64 * 9))
+        first, last = after // row, cdiv(after + memory.numel(), row)
+        packed, scale = _q4_0(blocks.read_rows(first, last))
+        values = (_nibbles(packed.view(torch.int32)).float() - 8).mul_(scale.float().repeat_interleave(32, 1))
+        memory.copy_(values.view(torch.uint8).flatten()[after - first * row :][: memory.numel()])
 
 
 def dequantized(entry):
