@@ -363,6 +363,9 @@ def _blocks(parts, shape, config):
             return {"codes": scratch.read(parts["weight"], device), "scale": scale}, ""
         rows, codes = scratch.rows(parts["weight"], device), new_memory(N * K, device).view(torch.int8).view(N, K)
         step, norms = 128 if codes.is_cpu else 1024, torch.zeros(2, dtype=torch.float64, device=device)
+        # glibc keeps freed memory for later, up to twice the largest block freed so far: without this line, each piece
+        # would need new memory, which takes longer to get than to fill
+        torch.empty(2**23, dtype=torch.uint8, device="cpu")
         for start in range(0, N, step):
             weight, part = rows(start, start + step).float(), scale[start // 128 : (start + step) // 128]
             weight *= part.repeat_interleave(128, 0)[: len(weight)].repeat_interleave(128, 1)[:, :K]
