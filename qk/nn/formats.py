@@ -31,7 +31,7 @@ __all__ = ["FORMATS", "MARKS", "Format", "Refused", "Scratch", "check_entry", "d
 
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
 _PIECE = 2**24  # bytes that a GPU copies at a time
-_STEP, _ROW = 2**18, 64  # bytes that are converted at a time, and of each row at least: a CPU keeps them in its cache
+_STEP, _ROW = 2**18, 256  # bytes that are converted at a time, and of each row at least: a CPU keeps them in its cache
 
 
 class Refused(ValueError):
