@@ -228,7 +228,6 @@ def act_quant(x, block_size=128, *, scale_layout="row", evens_first=False):
     check_tensor("x", x, FLOATS, "[..., K]")
     check_one_of("block_size", block_size, BLOCKS)
     check_one_of("scale_layout", scale_layout, SCALE_LAYOUTS)
-    check_one_of("evens_first", evens_first, (False, True))
     check_evens_first(evens_first, x.shape[-1])
     return _act_quant(x, block_size, scale_layout, evens_first)
 
@@ -299,7 +298,6 @@ def quantize_per_token(x, dtype=torch.int8, *, evens_first=False):
     """
     check_tensor("x", x, FLOATS, "[..., K]")
     check_one_of("dtype", dtype, tuple(LIMITS))
-    check_one_of("evens_first", evens_first, (False, True))
     check_evens_first(evens_first, x.shape[-1])
     return _quantize_per_token(x, dtype, evens_first)
 

@@ -278,12 +278,6 @@ def _add_rms_norm_quant(
     _launch_rms_norm(x, residual, weight, h, q, scale, eps, block_size, evens_first)
 
 
-def _check_quantization(block_size, scale_layout, evens_first):
-    check_one_of("block_size", block_size, (*BLOCKS, None))
-    check_one_of("scale_layout", scale_layout, SCALE_LAYOUTS)
-    check_one_of("evens_first", evens_first, (False, True))
-
-
 @replayed()
 def rms_norm_quant(x, weight, eps=1e-6, residual=None, block_size=128, *, scale_layout="row", evens_first=False):
     """Normalize and quantize in one kernel: `act_quant` of `rms_norm`'s result before it is rounded.
@@ -305,7 +299,8 @@ def rms_norm_quant(x, weight, eps=1e-6, residual=None, block_size=128, *, scale_
         ValueError: for a bad dtype, shape, device or option.
     """
     _check_rms_norm(x, weight, eps, residual)
-    _check_quantization(block_size, scale_layout, evens_first)
+    check_one_of("block_size", block_size, (*BLOCKS, None))
+    check_one_of("scale_layout", scale_layout, SCALE_LAYOUTS)
     check_evens_first(evens_first, x.shape[-1])
     if residual is None:
         return _rms_norm_quant(x, weight, float(eps), block_size, scale_layout, evens_first)
@@ -453,7 +448,8 @@ def swiglu_quant(gate, up=None, block_size=128, *, scale_layout="row", evens_fir
         ValueError: for a bad dtype, shape, device or option.
     """
     _check_swiglu(gate, up)
-    _check_quantization(block_size, scale_layout, evens_first)
+    check_one_of("block_size", block_size, (*BLOCKS, None))
+    check_one_of("scale_layout", scale_layout, SCALE_LAYOUTS)
     check_evens_first(evens_first, _width(gate, up))
     return _swiglu_quant(gate, up, block_size, scale_layout, evens_first)
 

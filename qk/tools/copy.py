@@ -350,6 +350,7 @@ class _Plan(NamedTuple):
 
 _PLANS = {
     "int8": _Plan({"evens_first": False}),  # what int4_gemm reads on Hopper
+    "core.checks": _Plan({"evens_first": False}),
     "norm": _Plan({"evens_first": False, "scale_layout": "row"}),
     "gemm": _Plan({"path": None, "exact": True}, elsewhere={"sm75": "Hopper", "sm80": "Hopper"}),
     "gemm_int4": _Plan(
