@@ -271,10 +271,7 @@ def _empty_per_token(x, dtype, evens_first):
 def _quantize_per_token(
     x: torch.Tensor, dtype: torch.dtype, evens_first: bool, q, scale
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if q.numel():
-        _launch_quantize(x, q, scale, "per_token", None, evens_first)
-    else:
-        scale.zero_()  # a row without columns has one scale, 0
+    _launch_quantize(x, q, scale, "per_token", None, evens_first)
 
 
 @replayed()

@@ -177,8 +177,6 @@ def _tiles(M, K, block_size, whole_rows):
 
 def _launch_rms_norm(x, residual, weight, h, out, scale, eps, block_size=None, evens_first=False):
     """residual and h: both given, or both None. scale None: out is not quantized."""
-    if scale is not None and not out.numel():  # a row without columns has one scale, 0
-        return scale.zero_()
     x, weight = with_contiguous_rows(x), weight.contiguous()
     residual = None if residual is None else with_contiguous_rows(residual)
     (M, K), scale = x.shape, None if scale is None else as_matrix(scale)
@@ -360,8 +358,6 @@ def _width(gate, up):
 
 def _launch_swiglu(gate, up, out, scale, block_size=None, evens_first=False):
     """scale None: out is not quantized."""
-    if scale is not None and not out.numel():
-        return scale.zero_()
     N, gate, up = _width(gate, up), with_contiguous_rows(gate), None if up is None else with_contiguous_rows(up)
     scale = None if scale is None else as_matrix(scale)
     groups, stride_sm, stride_sk = (0, 0, 0) if scale is None else (scale.shape[1], *scale.stride())
