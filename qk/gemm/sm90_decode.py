@@ -42,8 +42,6 @@ from ..core.gluon import (
 from ..core.launch import cdiv, gpu, launch
 from ..core.numerics import gdc_launch_dependents, gdc_wait
 
-__all__ = []
-
 _CONSUMER_N = tl.constexpr(64)  # rows of each consumer
 _DOT_K = tl.constexpr(128)  # columns of K in a product, also the block of the scales
 

@@ -58,8 +58,6 @@ from ..core.launch import cdiv, gpu, launch, temporary
 from ..core.matrices import undo_evens_first
 from ..core.numerics import LONGEST_SUM, evens_before_odds, gdc_launch_dependents, gdc_wait, wait_if_early
 
-__all__ = []
-
 WG_N = tl.constexpr(64)  # rows of each consumer
 PART = tl.constexpr(16)  # words of a row that are loaded together
 GROUP_M = tl.constexpr(8)  # tile rows in a group, which is multiplied column by column

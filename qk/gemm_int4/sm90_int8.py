@@ -67,8 +67,6 @@ from .sm90 import (
     words_layout_of,
 )
 
-__all__ = []
-
 
 class _Tile(NamedTuple):
     """How the kernel is launched."""
