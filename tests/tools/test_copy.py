@@ -33,8 +33,8 @@ LIMIT = {
 AT_MOST = {
     ("int8_gemm", "sm75"): 340,
     ("int4_gemm", "sm75"): 450,
-    ("int8_gemm", "sm90"): 685,
-    ("int4_gemm", "sm90"): 801,
+    ("int8_gemm", "sm90"): 676,
+    ("int4_gemm", "sm90"): 795,
 }
 FUNCTIONS = copy.functions()
 
