@@ -1,4 +1,4 @@
-"""The int8 GEMM of Hopper (sm_90) for few tokens, in Gluon.
+"""The int8 GEMM of Hopper (sm_90) for few tokens, or few rows of the weight, in Gluon.
 
     out[m, n] = sum over blocks of K of (a[m, block] . b[n, block]) * a_scale[m, block] * b_scale[n', block]
 
@@ -249,7 +249,8 @@ def int8_gemm_sm90_decode(problem, config=None):
     p = problem
     (M, K), N = p.a.shape, p.b.shape[0]
     multiprocessors = gpu(p.a.device).multiprocessors
-    c = _CONFIGS[config] if isinstance(config, str) else config or _choose(M, N, multiprocessors)
+    config = config or _choose(M, N, multiprocessors)
+    c = _CONFIGS[config] if isinstance(config, str) else config
     rows = 64 if c.share_k else 128
     per_row = p.block_size is None
     scale_desc = None

@@ -573,8 +573,8 @@ def on_hopper(capability, K, block_size):
 
 # which implementation takes a GPU, K and block_size; what a new entry of the table lacks here, no test would run
 TAKES = {
-    "sm90": on_hopper,
     "sm90_decode": on_hopper,
+    "sm90": on_hopper,
     "sm75": lambda capability, K, block_size: block_size == 128 and K % 128 == 0,
     "portable": lambda capability, K, block_size: capability >= (8, 0),
     "pointers": lambda capability, K, block_size: capability >= (8, 0),
@@ -724,6 +724,9 @@ def test_rows_of_a_weight_multiplied_apart():
 
 def test_a_tile_of_few_tokens():
     """One wave of the small tiles, or the tall one. What N is must not change the order of sums up to 64 tokens."""
+    first = {each.name: each.suits for each in gemm.IMPLEMENTATIONS[:2]}
+    for M, N, path in (16, 4096, None), (128, 28672, "sm90_decode"), (256, 4096, "sm90_decode"), (257, 4096, "sm90"):
+        assert next((name for name, suits in first.items() if suits(M, N, (9, 0))), None) == path
 
     def chosen(M, N):
         tile = gemm_sm90_decode._choose(M, N, 132)
@@ -732,6 +735,11 @@ def test_a_tile_of_few_tokens():
     shared = [(True, 32), (True, 32), (True, 64), (True, 64)]
     assert [chosen(M, 4096) for M in (17, 32, 33, 64, 65, 128)] == [*shared, (False, 32), (False, 32)]
     assert [chosen(M, 28672) for M in (17, 32, 33, 64, 65, 128)] == [*shared, (False, 128), (False, 128)]
+    assert [chosen(*shape) for shape in ((256, 4096), (256, 2048), (512, 2048))] == [
+        (False, 64),
+        (False, 32),
+        (False, 64),
+    ]
     # 4 x 33 tiles of 32 tokens fill 132 multiprocessors, as do 2 x 66 of 64
     assert [chosen(100, 128 * tiles) for tiles in (33, 34, 66, 67)] == [
         (False, 32),

@@ -262,7 +262,7 @@ def test_all_tiles_give_the_same_bits(M, N, K, group_size, block_size, zeros):
 def test_tiles_of_fewer_tokens_give_the_same_bits(M, group_size, block_size, int8, zeros):
     x, packed, absmax, options = operands(M, 200, 1000, group_size, block_size, zeros=zeros)
     if not int8:
-        x, options = randn(M, 1000), {"zero_point": options["zero_point"]}
+        x, options = randn(M, 1000, dtype=torch.bfloat16), {"zero_point": options["zero_point"]}
     out = torch.empty(M, 200, device=DEVICE)
     problem = Int4Problem(x, gemm_int4._as_words(packed), absmax, None, out, group_size, **options)
     if not gemm_int4.supports_int4_sm90(problem):
