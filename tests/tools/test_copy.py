@@ -40,8 +40,12 @@ FUNCTIONS = copy.functions()
 
 
 @functools.cache
-def text_of(name, arch=None):
+def _text_of(name, arch):
     return copy.short(name, arch=arch)
+
+
+def text_of(name, arch=None):
+    return _text_of(name, arch)  # the cache takes f(name) and f(name, None) for different calls
 
 
 def python(folder, code, path):
