@@ -25,10 +25,12 @@ from .core.launch import INTERPRETING, TileConfig, cdiv, grid, launch, tile_shap
 from .core.numerics import (
     INTERPRETED,
     absmax_and_inverse,
+    load_tile,
     magnitude_bits,
     round_to_int32,
     scale_of,
     seventh,
+    store_tile,
     to_dtype,
     to_float32,
 )
@@ -240,10 +242,7 @@ def _empty_quantized(x, group_size, packing):
 def _quantize_int4(
     x: torch.Tensor, group_size: int | None, packing: str, packed, absmax
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if packed.numel():
-        _launch_quantize(x, packed, absmax, group_size)
-    else:
-        absmax.zero_()  # a row without columns has one absmax, 0
+    _launch_quantize(x, packed, absmax, group_size)
 
 
 @replayed()
@@ -283,17 +282,10 @@ def _pack_int4_kernel(
     BLOCK: tl.constexpr,
     ONE_CHUNK: tl.constexpr,  # a program handles all columns of its rows
 ):
-    WORDS: tl.constexpr = BLOCK // PACK
     chunk, row = _place(ROWS, ONE_CHUNK)
-    offs_r = tl.arange(0, ROWS)[:, None].to(tl.int64)
-    mask_r = tl.arange(0, ROWS)[:, None] < tl.minimum(R - row, ROWS).to(tl.int32)
-    offs_c = tl.arange(0, BLOCK)[None, :]
-    codes_ptrs = codes_ptr + row * stride_cr + chunk * BLOCK + offs_r * stride_cr + offs_c
-    codes = tl.load(codes_ptrs, mask=mask_r & (offs_c < C - chunk * BLOCK), other=0)
-    offs_w = tl.arange(0, WORDS)[None, :]
-    packed_ptrs = packed_ptr + row * stride_pr + chunk * WORDS + offs_r * stride_pr + offs_w
+    codes = load_tile(codes_ptr, row, chunk * BLOCK, R, C, stride_cr, ROWS, BLOCK)
     packed = _pack(((codes.to(tl.int32) & 15) ^ 8) - 8, PACK)
-    tl.store(packed_ptrs, packed, mask=mask_r & (offs_w < stride_pr - chunk * WORDS))
+    store_tile(packed_ptr, row, chunk * (BLOCK // PACK), R, stride_pr, stride_pr, 1, packed)
 
 
 def _launch_pack(codes, packed):
@@ -359,28 +351,21 @@ def _dequantize_int4_kernel(
 ):
     WORDS: tl.constexpr = BLOCK // PACK
     chunk, row = _place(ROWS, ONE_CHUNK)
-    offs_r = tl.arange(0, ROWS)[:, None].to(tl.int64)
-    offs_c = tl.arange(0, BLOCK)[None, :]
-    offs_w = tl.arange(0, WORDS)[None, :]
-    mask_r = tl.arange(0, ROWS)[:, None] < tl.minimum(R - row, ROWS).to(tl.int32)
-    packed_ptrs = packed_ptr + row * stride_pr + chunk * WORDS + offs_r * stride_pr + offs_w
-    words = tl.load(packed_ptrs, mask=mask_r & (offs_w < stride_pr - chunk * WORDS), other=0).to(tl.int32)
+    words = load_tile(packed_ptr, row, chunk * WORDS, R, stride_pr, stride_pr, ROWS, WORDS).to(tl.int32)
     nibbles = (words[:, :, None] >> (4 * tl.arange(0, PACK))[None, None, :]) & 15
     out = tl.reshape((nibbles ^ 8) - 8, (ROWS, BLOCK))
     if absmax_ptr is not None:
         GROUPS: tl.constexpr = 1 if GROUP is None else BLOCK // GROUP
         first = 0 if GROUP is None else chunk * GROUPS
-        offs_g = tl.arange(0, GROUPS)[None, :]
-        offs_g = row * stride_ar + first + offs_r * stride_ar + offs_g
-        mask = mask_r & (tl.arange(0, GROUPS)[None, :] < stride_ar - first)
-        scale = _seventh(to_float32(tl.load(absmax_ptr + offs_g, mask=mask, other=0.0)), absmax_ptr.dtype.element_ty)
+        absmax = load_tile(absmax_ptr, row, first, R, stride_ar, stride_ar, ROWS, GROUPS)
+        scale = _seventh(to_float32(absmax), absmax.dtype)
         values = tl.reshape(out, (ROWS, GROUPS, BLOCK // GROUPS))
         if zero_ptr is not None:
-            values -= tl.load(zero_ptr + offs_g, mask=mask, other=0).to(tl.int32)[:, :, None]
+            zero = load_tile(zero_ptr, row, first, R, stride_ar, stride_ar, ROWS, GROUPS)
+            values -= zero.to(tl.int32)[:, :, None]
         values = values.to(tl.float32) * scale[:, :, None]
         out = to_dtype(tl.reshape(values, (ROWS, BLOCK)), out_ptr.dtype.element_ty)
-    out_ptrs = out_ptr + row * C + chunk * BLOCK + offs_r * C + offs_c
-    tl.store(out_ptrs, out, mask=mask_r & (offs_c < C - chunk * BLOCK))
+    store_tile(out_ptr, row, chunk * BLOCK, R, C, C, 1, out)
 
 
 def _launch_dequantize(packed, absmax, out, group_size, zero_point=None):

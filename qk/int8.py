@@ -228,7 +228,6 @@ def act_quant(x, block_size=128, *, scale_layout="row", evens_first=False):
     check_tensor("x", x, FLOATS, "[..., K]")
     check_one_of("block_size", block_size, BLOCKS)
     check_one_of("scale_layout", scale_layout, SCALE_LAYOUTS)
-    check_one_of("evens_first", evens_first, (False, True))
     check_evens_first(evens_first, x.shape[-1])
     return _act_quant(x, block_size, scale_layout, evens_first)
 
@@ -272,10 +271,7 @@ def _empty_per_token(x, dtype, evens_first):
 def _quantize_per_token(
     x: torch.Tensor, dtype: torch.dtype, evens_first: bool, q, scale
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if q.numel():
-        _launch_quantize(x, q, scale, "per_token", None, evens_first)
-    else:
-        scale.zero_()  # a row without columns has one scale, 0
+    _launch_quantize(x, q, scale, "per_token", None, evens_first)
 
 
 @replayed()
@@ -299,7 +295,6 @@ def quantize_per_token(x, dtype=torch.int8, *, evens_first=False):
     """
     check_tensor("x", x, FLOATS, "[..., K]")
     check_one_of("dtype", dtype, tuple(LIMITS))
-    check_one_of("evens_first", evens_first, (False, True))
     check_evens_first(evens_first, x.shape[-1])
     return _quantize_per_token(x, dtype, evens_first)
 

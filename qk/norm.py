@@ -177,8 +177,6 @@ def _tiles(M, K, block_size, whole_rows):
 
 def _launch_rms_norm(x, residual, weight, h, out, scale, eps, block_size=None, evens_first=False):
     """residual and h: both given, or both None. scale None: out is not quantized."""
-    if scale is not None and not out.numel():  # a row without columns has one scale, 0
-        return scale.zero_()
     x, weight = with_contiguous_rows(x), weight.contiguous()
     residual = None if residual is None else with_contiguous_rows(residual)
     (M, K), scale = x.shape, None if scale is None else as_matrix(scale)
@@ -278,12 +276,6 @@ def _add_rms_norm_quant(
     _launch_rms_norm(x, residual, weight, h, q, scale, eps, block_size, evens_first)
 
 
-def _check_quantization(block_size, scale_layout, evens_first):
-    check_one_of("block_size", block_size, (*BLOCKS, None))
-    check_one_of("scale_layout", scale_layout, SCALE_LAYOUTS)
-    check_one_of("evens_first", evens_first, (False, True))
-
-
 @replayed()
 def rms_norm_quant(x, weight, eps=1e-6, residual=None, block_size=128, *, scale_layout="row", evens_first=False):
     """Normalize and quantize in one kernel: `act_quant` of `rms_norm`'s result before it is rounded.
@@ -305,7 +297,8 @@ def rms_norm_quant(x, weight, eps=1e-6, residual=None, block_size=128, *, scale_
         ValueError: for a bad dtype, shape, device or option.
     """
     _check_rms_norm(x, weight, eps, residual)
-    _check_quantization(block_size, scale_layout, evens_first)
+    check_one_of("block_size", block_size, (*BLOCKS, None))
+    check_one_of("scale_layout", scale_layout, SCALE_LAYOUTS)
     check_evens_first(evens_first, x.shape[-1])
     if residual is None:
         return _rms_norm_quant(x, weight, float(eps), block_size, scale_layout, evens_first)
@@ -365,8 +358,6 @@ def _width(gate, up):
 
 def _launch_swiglu(gate, up, out, scale, block_size=None, evens_first=False):
     """scale None: out is not quantized."""
-    if scale is not None and not out.numel():
-        return scale.zero_()
     N, gate, up = _width(gate, up), with_contiguous_rows(gate), None if up is None else with_contiguous_rows(up)
     scale = None if scale is None else as_matrix(scale)
     groups, stride_sm, stride_sk = (0, 0, 0) if scale is None else (scale.shape[1], *scale.stride())
@@ -453,7 +444,8 @@ def swiglu_quant(gate, up=None, block_size=128, *, scale_layout="row", evens_fir
         ValueError: for a bad dtype, shape, device or option.
     """
     _check_swiglu(gate, up)
-    _check_quantization(block_size, scale_layout, evens_first)
+    check_one_of("block_size", block_size, (*BLOCKS, None))
+    check_one_of("scale_layout", scale_layout, SCALE_LAYOUTS)
     check_evens_first(evens_first, _width(gate, up))
     return _swiglu_quant(gate, up, block_size, scale_layout, evens_first)
 

@@ -122,6 +122,7 @@ def check_tensor(name, x, dtypes, shape=None, like=None):
 
 def check_evens_first(evens_first, K):
     """Check that the even columns of every 32 can be put before the odd ones, if that is asked for."""
+    check_one_of("evens_first", evens_first, (False, True))
     if evens_first and K % 32:
         raise ValueError(f"evens_first is True; expected False where 32 doesn't divide K, which is {K}")
 

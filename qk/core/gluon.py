@@ -48,15 +48,6 @@ except (ImportError, AttributeError):
         return function
 
 
-_DTYPES = {
-    torch.int8: "int8",
-    torch.int32: "int32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float32: "float32",
-}
-
-
 @jit
 def tile_of(t, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     """The same as numerics.tile_of, in Gluon."""
@@ -228,7 +219,7 @@ def wait_for(products, OUTSTANDING: tl.constexpr):
 def _shared_layout(rows, columns, dtype):
     if dtype == torch.float32 and rows == 1:
         return gl.NVMMASharedLayout(0, 32, 2)
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], getattr(gl, _DTYPES[dtype]))
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], getattr(gl, str(dtype).removeprefix("torch.")))
 
 
 def descriptor(x, rows, columns, row_stride, block):

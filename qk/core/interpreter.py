@@ -66,9 +66,7 @@ def _remembering(core, interpreter):
 
     def numpy_type(kind):
         name = kind.scalar.name
-        if name not in numpy_types:
-            numpy_types[name] = compute(kind)
-        return numpy_types[name]
+        return numpy_types.get(name) or numpy_types.setdefault(name, compute(kind))
 
     def block_type(self, element_ty, shape):
         name = f"{element_ty.name} {[getattr(size, 'value', size) for size in shape]}"
@@ -92,8 +90,9 @@ def _remembering(core, interpreter):
             if core.is_builtin(member := getattr(owner, name)):  # not patched already
                 interpreter._patch_attr(owner, name, member, *how)
 
-    constructors = {(core.block_type, "__init__"): block_type, (core.tensor, "__init__"): tensor}
-    return {(interpreter, "_get_np_dtype"): numpy_type, (interpreter, "_patch_builtin"): patch_builtin, **constructors}
+    methods = {(core.block_type, "__init__"): block_type, (core.tensor, "__init__"): tensor}
+    methods |= {(core.block_type, "to_ir"): lambda self, builder: self}  # the interpreter's builder makes an equal one
+    return {(interpreter, "_get_np_dtype"): numpy_type, (interpreter, "_patch_builtin"): patch_builtin, **methods}
 
 
 def _numbers(version):

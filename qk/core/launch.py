@@ -5,8 +5,8 @@ so that `replay` can repeat them.
 """
 
 import contextlib
+import contextvars
 import functools
-import threading
 from typing import NamedTuple
 
 import torch
@@ -17,13 +17,7 @@ from .numerics import INTERPRETED, gdc_wait
 INTERPRETING = INTERPRETED.value
 _LONGEST_AXIS = 65535  # programs on the second and third axis of a grid
 current_device = getattr(torch._C, "_cuda_getDevice", None)
-
-
-class _Thread(threading.local):
-    record = None  # this thread's launches, noted for `replay`
-
-
-_thread = _Thread()
+_record = contextvars.ContextVar("record", default=None)  # each thread has its own
 
 
 def cdiv(x, y):
@@ -131,14 +125,14 @@ def temporary(x, shape, dtype):
 
 def recording():
     """The Record of the call that this thread is in, or None."""
-    return _thread.record
+    return _record.get()
 
 
 @contextlib.contextmanager
 def record():
     """Record what this thread launches and allocates."""
-    _thread.record = Record([], [])
+    before = _record.set(Record([], []))
     try:
-        yield _thread.record
+        yield recording()
     finally:
-        _thread.record = None
+        _record.reset(before)

@@ -23,8 +23,9 @@ def operator(fake, *depends, check=None, fills=True, mutates=()):
     """Register a function as the operator <namespace>::<name>. Returns a function that calls it.
 
     The operator has the function's annotated parameters. The parameters after these are the outputs, which the function
-    fills; it isn't called if all of them are empty. The namespace is qk in the package and the module's name in a copy,
-    so that the two run side by side; a reloaded module gets a number.
+    fills. If the first one is empty, the function isn't called, and the others become 0, as the one scale of a row
+    without columns. The namespace is qk in the package and the module's name in a copy, so that the two run side by
+    side; a reloaded module gets a number.
 
     Args:
         fake: takes the arguments and returns the outputs, unfilled. torch.compile calls it, too.
@@ -90,8 +91,11 @@ def _filling(function, fake, check):
             check(*args)
         results = fake(*args)
         outputs = (results,) if isinstance(results, torch.Tensor) else results
-        if any(map(torch.numel, outputs)):
+        if outputs[0].numel():
             function(*args, *outputs)
+        else:
+            for output in outputs:
+                output.zero_()
         if (noted := recording()) is not None:  # in a recorded call, these are temporaries or results
             noted.temporaries.extend(outputs)
         return results

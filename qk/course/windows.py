@@ -1,6 +1,7 @@
 """A safe launch of a learner's kernel: guarded copies of its tensors, and which program touches what."""
 
 import contextlib
+import copy
 import functools
 import itertools
 import math
@@ -50,7 +51,8 @@ class Window:
     def overwritten(self):
         """How many elements were written after and before it."""
         ends = slice(GUARD + self.size, None), slice(None, GUARD)
-        return tuple((self.buffer[end] != self.before[end]).sum().item() for end in ends)
+        pairs = [(self.buffer[end], self.before[end]) for end in ends]
+        return tuple(0 if torch.equal(*pair) else pair[0].ne(pair[1]).sum().item() for pair in pairs)
 
     def span(self):
         return self.buffer[GUARD : GUARD + self.size]
@@ -144,6 +146,21 @@ class Ledger:
         programs = {number for book in changed for number in book.unique().tolist()} - {self.NOBODY}
         return math.inf if self.SEVERAL in programs else len(programs)
 
+    def left_by(self, programs, windows):
+        """Windows as these programs of the last launch alone would leave them; None if programs share elements."""
+        if self.shared:
+            return None
+        numbers = [self.numbers[key] for each in programs if (key := (self.launch, each)) in self.numbers]
+        left = [copy.copy(window) for window in windows]
+        for window, before in zip(filter(None, windows), filter(None, left), strict=True):
+            before.buffer = window.before.clone()
+            if book := self.books.get(window.tensor.data_ptr()):
+                stored = torch.isin(book["store"], torch.tensor(numbers, dtype=torch.int64))
+                if len(stored) != window.size:  # of two views, one is longer
+                    return None
+                before.span()[stored] = window.span()[stored]
+        return left
+
     def _race(self, program, kind, name, element, other, words):
         verb = {"load": "reads", "store": "writes", "atomic": "changes"}[kind]
         several = min(self.launch, 1), program  # of them, one may be of another launch
@@ -167,7 +184,7 @@ def _number(program):
 
 
 @contextlib.contextmanager
-def watching(kernel, windows, hear, unset=0, ledger=None, order=None, shifts=None):
+def watching(kernel, windows, hear, unset=0, ledger=None, order=None, shifts=None, only=None):
     """Watch a launch of a kernel on windows in the interpreter through hear(program, kind, name, elements, mask).
 
     hear is called before each load and store, with the program's ids, "load" or "store", the argument's name and, for
@@ -175,12 +192,13 @@ def watching(kernel, windows, hear, unset=0, ledger=None, order=None, shifts=Non
     OutOfBounds and isn't made.
 
     Where its mask is false, a load without `other` returns a number whose bytes are all `unset`; on a GPU, any number.
-    Yields a list of how many elements each such load filled in this way.
+    Yields a set of the programs with a load that was filled in this way.
 
     ledger: a Ledger that is told about all accesses. order: a function (place in the usual order, number of programs)
     that returns the program to run there. shifts: a set that each right shift is added to: (program, what is shifted,
     by how many bits). A compiler removes a shift by 0, and the second of two equal ones; so does this set. Dividing an
-    unsigned number by a power of 2 is a shift, too.
+    unsigned number by a power of 2 is a shift, too. only: (the grid's three sizes, programs): these programs of that
+    grid run, and the launch itself has as many programs on one axis.
     """
     from triton.runtime.interpreter import interpreter_builder as builder
 
@@ -192,7 +210,7 @@ def watching(kernel, windows, hear, unset=0, ledger=None, order=None, shifts=Non
     atomic, swap = builder.create_atomic_rmw, builder.create_atomic_cas
     convert, cast, divide, dot = builder.create_fp_to_ui, builder.cast_impl, builder.create_udiv, builder.create_dot
     add, to_signed = builder.create_fadd, builder.create_fp_to_si
-    guessed = []
+    guessed = set()
 
     def note(kind, pointers, mask, change, value=None):
         addresses = np.atleast_1d(pointers.data).astype(np.int64)
@@ -219,7 +237,7 @@ def watching(kernel, windows, hear, unset=0, ledger=None, order=None, shifts=Non
         tile = np.atleast_1d(loaded.data)
         off = ~np.broadcast_to(mask.data, tile.shape).astype(bool)
         if other is None and off.any():
-            guessed.append(int(off.sum()))
+            guessed.add(tuple(builder.grid_idx))
             tile[off] = np.frombuffer(bytes([unset]) * tile.itemsize, tile.dtype)[0]
         return loaded
 
@@ -288,8 +306,12 @@ def watching(kernel, windows, hear, unset=0, ledger=None, order=None, shifts=Non
         number = order((x * sizes[1] + y) * sizes[2] + z, math.prod(sizes))
         place(number // (sizes[1] * sizes[2]), number // sizes[2] % sizes[1], number % sizes[2])
 
+    def chosen(x, y, z):
+        builder.grid_dim, programs = only
+        place(*programs[x])
+
     hooks = {"create_masked_load": noted_load, "create_masked_store": noted_store, "create_atomic_rmw": noted_atomic}
-    hooks |= {"create_atomic_cas": noted_swap, "set_grid_idx": ordered if order else place}
+    hooks |= {"create_atomic_cas": noted_swap, "set_grid_idx": chosen if only else ordered if order else place}
     hooks |= {"create_fp_to_si": signed, "create_fp_to_ui": unsigned, "create_fadd": added}
     hooks |= {"create_udiv": noted_division, "create_dot": tensor_core_dot}
     hooks |= dict.fromkeys(("create_si_to_fp", "create_ui_to_fp"), to_float)
@@ -383,7 +405,7 @@ def _interpreted(kernel, grid, args, options):
     session = Session.now
     ledger = session and session.new_ledger()
 
-    def run(unset=0, most=math.inf, ledger=None, order=None):
+    def run(unset=0, most=math.inf, ledger=None, order=None, only=None):
         """most: accesses; a number of steps may be what such a load gave."""
         heard = itertools.count(1)
         windows = windows_of(args)
@@ -399,8 +421,8 @@ def _interpreted(kernel, grid, args, options):
                 read[name, _AFTER] |= bool(last >= sizes[name])
                 read[name, _BEFORE] |= bool(first < 0)
 
-        with watching(kernel, windows, hear, unset, ledger, order) as guessed:
-            run_on(kernel, grid, args, windows, options)
+        with watching(kernel, windows, hear, unset, ledger, order, only=only) as guessed:
+            run_on(kernel, (len(only[1]),) if only else grid, args, windows, options)
         _refuse_writes(kernel, windows)
         return windows, guessed, next(heard)
 
@@ -421,16 +443,20 @@ def _interpreted(kernel, grid, args, options):
             f"several programs do the same work: {repeated} stored by more than one of them. "
             "Which part is a program's own? tl.program_id says"
         )
-    programs = math.prod(grid(options) if callable(grid) else grid)
+    sizes = grid(options) if callable(grid) else grid
+    programs = math.prod(sizes)
     if ledger and programs > 1:
         session.programs += programs
         session.storing += ledger.storing()
+    # of programs that share no element, only those whose loads were filled run again
+    left = ledger and guessed and ledger.left_by(guessed, windows)
+    only = ((*sizes, 1, 1)[:3], sorted(guessed)) if left else None
     # large and small in int8, in float16 (61280, -61280), in float32 (1.3e36, -1.3e36), and NaN
     for unset in (0x7B, 0x84, 0xFB, 0xFF) if guessed else ():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a tile full of NaN, or of an overflow
-            others = run(unset, 10 * accesses)[0]
-        if not _same_bits(windows, others):
+            others = run(unset, 10 * accesses, only=only)[0]
+        if not _same_bits(left or windows, others):
             raise depends
     # programs that share no element are right in each order if they are in one: tried once, for the first launch
     for order in (_backwards, _shuffled) if session and (ledger.shared or len(session.launches) == 1) else ():

@@ -26,7 +26,8 @@ This file holds the checks, the table of implementations and the references. Eac
     "sm75"          mma.sync in inline assembly: block_size 128, K a multiple of 128, no out_square
     "sm90"          wgmma and TMA in Gluon: block_size 128 or None, rows of out that are multiples of 16 bytes, square
                     blocks of 128 if out_square
-    "sm90_decode"   the same for few tokens: one scale per 1 x 128 block or row of a, no activation, out not quantized
+    "sm90_decode"   the same for few tokens or a small weight: one scale per 1 x 128 block or row of a, no activation,
+                    out not quantized
 """
 
 import math
@@ -107,16 +108,16 @@ def _has_int8_dot(problem):
 
 IMPLEMENTATIONS = (
     Implementation(
+        "sm90_decode",
+        supports_sm90_decode,
+        lambda M, N, capability: capability == (9, 0) and 16 < M and (M <= 128 or M * N <= 64 * 128 * 128),
+        int8_gemm_sm90_decode,
+    ),
+    Implementation(
         "sm90",
         supports_sm90,
         lambda M, N, capability: capability == (9, 0) and M > 128 and M * N >= 64 * 128 * 128,
         int8_gemm_sm90,
-    ),
-    Implementation(
-        "sm90_decode",
-        supports_sm90_decode,
-        lambda M, N, capability: capability == (9, 0) and 16 < M <= 128,
-        int8_gemm_sm90_decode,
     ),
     Implementation("sm75", supports_sm75, lambda M, N, capability: capability < (8, 0), int8_gemm_sm75),
     Implementation("portable", _has_int8_dot, lambda *_: True, int8_gemm_portable),

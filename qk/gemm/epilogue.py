@@ -15,8 +15,6 @@ import triton.language as tl
 from ..core.activations import activate
 from ..core.numerics import absmax_and_inverse, magnitude_bits, round_to_int32, scale_of, to_dtype, to_float32
 
-__all__ = []
-
 
 @triton.jit
 def finish_tile(

@@ -25,8 +25,6 @@ try:
 except ImportError:  # Triton 3.3
     TensorDescriptor = None
 
-__all__ = []
-
 
 class Config(NamedTuple):
     """How the kernel is launched."""

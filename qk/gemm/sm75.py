@@ -25,8 +25,6 @@ from ..core.launch import cdiv, launch
 from ..core.numerics import INTERPRETED
 from .epilogue import finish_tile
 
-__all__ = []
-
 
 class _Config(NamedTuple):
     """The tile of a program."""

@@ -59,8 +59,6 @@ from ..core.gluon import (
 from ..core.launch import cdiv, gpu, launch
 from .sm90_epilogue import HALF, MAGIC, WG_M, finish, maxima_exchange
 
-__all__ = []
-
 
 class _Tile(NamedTuple):
     """How the kernel is launched."""

@@ -1,4 +1,4 @@
-"""The int8 GEMM of Hopper (sm_90) for few tokens, in Gluon.
+"""The int8 GEMM of Hopper (sm_90) for few tokens, or few rows of the weight, in Gluon.
 
     out[m, n] = sum over blocks of K of (a[m, block] . b[n, block]) * a_scale[m, block] * b_scale[n', block]
 
@@ -41,8 +41,6 @@ from ..core.gluon import (
 )
 from ..core.launch import cdiv, gpu, launch
 from ..core.numerics import gdc_launch_dependents, gdc_wait
-
-__all__ = []
 
 _CONSUMER_N = tl.constexpr(64)  # rows of each consumer
 _DOT_K = tl.constexpr(128)  # columns of K in a product, also the block of the scales
@@ -213,10 +211,13 @@ _CONFIGS = {
 def _choose(M, N, multiprocessors):
     # The order of sums depends on M alone, so that a weight cut by rows gives the same bits.
     if M <= 64:
-        return "32" if M <= 32 else "64"
+        return _CONFIGS["32" if M <= 32 else "64"]
     # Where the small tiles don't fit the GPU at once, one tile holds all tokens: from 3% slower to 20% faster at five
-    # weights, H100, 2026-11.
-    return "128 rows" if cdiv(M, 64) * cdiv(N, 128) > multiprocessors else "128"
+    # weights, H100, 2026-11. Where tiles of half as many tokens fit, too, they keep more of the GPU busy.
+    if cdiv(M, 64) * cdiv(N, 128) > multiprocessors:
+        return _CONFIGS["128 rows"]
+    fit = cdiv(M, 32) * cdiv(N, 128) <= multiprocessors
+    return _CONFIGS["128"]._replace(block_m=32 if fit else 64)
 
 
 def supports_sm90_decode(problem):

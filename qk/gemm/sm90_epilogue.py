@@ -10,8 +10,6 @@ import triton.language as tl
 
 from ..core.gluon import barrier, fence_async_shared, gl, jit, mbarrier, tma, tma_store
 
-__all__ = []
-
 WG_M = tl.constexpr(64)  # rows of each consumer
 HALF = tl.constexpr(128)  # columns of a product
 _WARPS = tl.constexpr(4)  # in each consumer

@@ -149,10 +149,9 @@ def int4_gemm(
         check_tensor("zero_point", zero_point, (torch.int8, torch.uint8), (N, groups), like=("x", x))
     if bias is not None:
         check_tensor("bias", bias, FLOATS, (N,), like=("x", x))
-    check_one_of("evens_first", evens_first, (False, True))
     if x.dtype == torch.int8:
         _check_int8(x, x_scale, block_size, evens_first, group_size)
-    elif x_scale is not None or block_size is not None or evens_first:
+    elif x_scale is not None or block_size is not None or evens_first is not False:
         raise ValueError(f"x has dtype {x.dtype}; with x_scale, block_size or evens_first, expected torch.int8")
     if out_dtype is None:
         out_dtype = x.dtype if x_scale is None else torch.float16

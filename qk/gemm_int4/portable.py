@@ -40,8 +40,6 @@ try:
 except ImportError:  # Triton 3.3
     _MatrixMap = None
 
-__all__ = []
-
 
 class Tile(NamedTuple):
     """How the kernel is launched."""

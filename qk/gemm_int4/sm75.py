@@ -43,8 +43,6 @@ from ..core.launch import cdiv, gpu, launch
 from ..core.matrices import undo_evens_first, with_aligned_rows
 from ..core.numerics import scale_of, tile_of, to_dtype, to_float32
 
-__all__ = []
-
 
 class _Config(NamedTuple):
     """The tile of a program."""

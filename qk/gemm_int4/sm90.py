@@ -58,8 +58,6 @@ from ..core.launch import cdiv, gpu, launch, temporary
 from ..core.matrices import undo_evens_first
 from ..core.numerics import LONGEST_SUM, evens_before_odds, gdc_launch_dependents, gdc_wait, wait_if_early
 
-__all__ = []
-
 WG_N = tl.constexpr(64)  # rows of each consumer
 PART = tl.constexpr(16)  # words of a row that are loaded together
 GROUP_M = tl.constexpr(8)  # tile rows in a group, which is multiplied column by column
@@ -71,21 +69,23 @@ class _Tile(NamedTuple):
     wgs: int  # consumers; 3 where one more warpgroup permutes x
     share_k: bool  # whether consumers share K
     permute: bool  # whether a warpgroup permutes x
-    block_m: int  # tokens of a tile
+    block_m: int  # tokens of a tile, at most
     columns: int  # columns of a stage, in up to four products
     stages: int  # if consumers share K, a multiple of their number, so that each has its own
     registers: int  # for each consumer thread
+
+    @property
+    def rows(self):  # of the weight in a tile
+        return 64 if self.share_k else 64 * self.wgs
 
 
 # The fastest of about ten configs each, on an H200 at N = K = 8192, 2026-11-23; "32" and "64" on an H100, 2026-11-28.
 # For few tokens, more stages were slower if a CTA has one tile, and faster if it has many ("long").
 _CONFIGS = {
-    "decode8": _Tile(3, True, True, 8, columns=256, stages=6, registers=128),
-    "decode8 long": _Tile(3, True, True, 8, columns=256, stages=9, registers=128),
-    "decode16": _Tile(3, True, True, 16, columns=256, stages=6, registers=128),
-    "decode8 ordered": _Tile(3, True, False, 8, columns=256, stages=6, registers=152),
-    "decode8 ordered long": _Tile(3, True, False, 8, columns=256, stages=9, registers=152),
-    "decode16 ordered": _Tile(3, True, False, 16, columns=256, stages=6, registers=152),
+    "16": _Tile(3, True, True, 16, columns=256, stages=6, registers=128),
+    "16 long": _Tile(3, True, True, 16, columns=256, stages=9, registers=128),
+    "16 ordered": _Tile(3, True, False, 16, columns=256, stages=6, registers=152),
+    "16 ordered long": _Tile(3, True, False, 16, columns=256, stages=9, registers=152),
     "32": _Tile(3, True, False, 32, columns=256, stages=6, registers=160),
     "64": _Tile(3, True, False, 64, columns=128, stages=9, registers=160),
     "128": _Tile(2, True, False, 128, columns=128, stages=4, registers=240),
@@ -96,17 +96,33 @@ _CONFIGS = {
 }
 
 
-def _choose(p):
-    """Choose a config. N only decides between configs that give the same bits, so a weight can be cut by rows."""
-    M, N, int8 = *p.out.shape, p.x_scale is not None
+def rounds(p, tokens, rows):
+    """How many tiles of a size a multiprocessor gets, at most."""
+    tiles = cdiv(p.out.shape[0], tokens) * cdiv(p.out.shape[1], rows)
+    return cdiv(tiles, gpu(p.x.device).multiprocessors)
+
+
+def _of_most_tokens(p):
+    """Choose the config for the number of tokens."""
+    M, int8 = p.out.shape[0], p.x_scale is not None
     if M <= 16:
-        one = cdiv(N, 64) <= gpu(p.x.device).multiprocessors  # a multiprocessor permutes x once
+        one = rounds(p, 16, 64) == 1  # a multiprocessor permutes x once
         permute = not int8 and _rows_fit_tma(p.x) and p.group_size not in (32, 64) and (one or M <= 8)
-        name = ("decode8" if M <= 8 else "decode16") + ("" if permute else " ordered")
-        return _CONFIGS[name + ("" if one or M > 8 else " long")]
+        return _CONFIGS["16" + ("" if permute else " ordered") + ("" if one or M > 8 else " long")]
     if M <= 64:
         return _CONFIGS["32" if M <= 32 else "64 int8" if int8 and (p.group_size != 32 or p.block_size) else "64"]
     return _CONFIGS["large" if M > 128 else "128 int8" if int8 else "128"]
+
+
+def _choose(p):
+    """Choose a config, and the tokens of its tiles. N only decides between configs that give the same bits.
+
+    Where N is small, tiles of fewer tokens keep more of the GPU busy. On an H100, one takes about as long as its
+    tokens + 90.
+    """
+    c = _of_most_tokens(p)
+    tiles = [c._replace(block_m=tokens) for tokens in (128, 64, 32, 16, 8) if tokens <= c.block_m]
+    return min(tiles, key=lambda c: rounds(p, c.block_m, c.rows) * (c.block_m + 90))
 
 
 def _unpacked_word(kind, low, high):
@@ -587,13 +603,12 @@ def int4_gemm_sm90(problem, config=None):
     dots = min(c.columns // dot_k, 4)
     stages = c.stages * c.columns // (dots * dot_k)
     x, stride, token_scale, stride_xs, scale_desc, waits = order_and_scales(p, c.block_m, dot_k, not c.permute)
-    rows = 64 if c.share_k else 64 * c.wgs
     stride_zn, stride_zg = p.zero_strides
     launch(
         x.device, _int4_gemm_sm90_kernel,
-        (min(gpu(x.device).multiprocessors, cdiv(M, c.block_m) * cdiv(N, rows)),),
+        (min(gpu(x.device).multiprocessors, cdiv(M, c.block_m) * cdiv(N, c.rows)),),
         descriptor(x, *x.shape, stride, (c.block_m, dot_k)),
-        descriptor(p.words, N, cdiv(K, 8), p.words.stride(0), (rows, PART.value)), scale_desc,
+        descriptor(p.words, N, cdiv(K, 8), p.words.stride(0), (c.rows, PART.value)), scale_desc,
         p.absmax, p.zero_point, token_scale, p.bias, p.out, M, N, K,
         p.absmax.stride(0), p.group_stride, stride_zn, stride_zg, stride_xs,
         INT8=p.x_scale is not None, GROUP=p.group_size or 0, SCALED_DOTS=(p.block_size or dot_k) // dot_k,

@@ -62,12 +62,11 @@ from .sm90 import (
     int8_operand,
     int8_words,
     order_and_scales,
+    rounds,
     sums_layout,
     supports_int4_sm90,
     words_layout_of,
 )
-
-__all__ = []
 
 
 class _Tile(NamedTuple):
@@ -347,18 +346,14 @@ def _choose(p):
     The wide tile where nothing is rescaled, unless it would leave more of the GPU idle. Otherwise, the tile with the
     least time: rounds times the time of one on an H100. Three consumers were too slow with scales of blocks.
     """
-
-    def rounds(tokens, rows):
-        return cdiv(cdiv(p.out.shape[0], tokens) * cdiv(p.out.shape[1], rows), gpu(p.x.device).multiprocessors)
-
-    if p.group_size is None and p.block_size is None and 2 * rounds(128, 256) <= rounds(128, 128):
+    if p.group_size is None and p.block_size is None and 2 * rounds(p, 128, 256) <= rounds(p, 128, 128):
         return _CONFIGS["wide"]
     small = min(p.group_size or 128, p.block_size or 128) < 128
     two = _CONFIGS["small groups" if small else "groups of 128"]
-    costs = {two._replace(block_m=64): 8, two: 12}
+    costs = {two._replace(block_m=32): 6, two._replace(block_m=64): 8, two: 12}
     if not p.block_size and (p.group_size or 0) >= 128:
         costs |= {(three := _CONFIGS["three consumers"])._replace(block_m=64): 10.5, three: 17}
-    return min(costs, key=lambda c: costs[c] * rounds(c.block_m, 64 * c.wgs))
+    return min(costs, key=lambda c: costs[c] * rounds(p, c.block_m, 64 * c.wgs))
 
 
 def supports_int4_sm90_int8(problem):

@@ -25,9 +25,6 @@ import triton.language as tl
 from ..core.launch import INTERPRETING, cdiv, gpu, launch, next_power_of_2, temporary
 from ..core.numerics import INTERPRETED, to_dtype, to_float32, wait_if_early
 
-__all__ = []
-
-
 # By the bits of a code: how many tokens a warp handles in an iteration, warps, and stages. The best over five shapes on
 # an H100, 2026-11-25. "float" is for GPUs below capability 8.0, where tl.dot is float32.
 _CONFIGS = {4: (32, 4, 3), 8: (16, 4, 3), 16: (16, 4, 3), "float": (32, 8, 1), "interpreted": (32, 2, 1)}

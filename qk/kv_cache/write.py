@@ -18,8 +18,6 @@ from ..core.numerics import (
     wait_if_early,
 )
 
-__all__ = []
-
 
 @triton.jit
 def _write_rows(x_ptrs, mask, codes_ptr, absmax_ptr, places, BITS: tl.constexpr, D: tl.constexpr):

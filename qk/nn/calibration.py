@@ -15,6 +15,7 @@ All of it is plain torch, on the CPU or a GPU, in float64 wherever there is a su
 """
 
 import collections.abc
+import contextlib
 import functools
 from typing import NamedTuple
 
@@ -150,16 +151,14 @@ def collect(model, batches, names=None, call=None, progress=True):
     if not layers:
         raise ValueError(f"model is a {type(model).__name__} without a torch.nn.Linear; expected one with some")
     call = functools.partial(_by_type, model) if call is None else call
-    found, keys = {}, {_shared(layer) for layer in layers.values()}
-    modes = [(module, module.training) for module in model.modules()]
-    # including layers that aren't named but share a weight with one
-    heard = [layer for layer in model.modules() if isinstance(layer, linear_kinds()) and _shared(layer) in keys]
-    hooks = [
-        layer.register_forward_pre_hook(functools.partial(_hear, found, _shared(layer)), with_kwargs=True)
-        for layer in heard
-    ]
-    number = 0
-    try:
+    found, keys, number = {}, {_shared(layer) for layer in layers.values()}, 0
+    with contextlib.ExitStack() as afterwards:
+        for module in model.modules():
+            afterwards.callback(setattr, module, "training", module.training)
+            # including layers that aren't named but share a weight with one
+            if isinstance(module, linear_kinds()) and _shared(module) in keys:
+                hear = functools.partial(_hear, found, _shared(module))
+                afterwards.enter_context(module.register_forward_pre_hook(hear, with_kwargs=True))
         model.eval()
         for number, batch in enumerate(progress_bar(batches, "calibration", progress), 1):
             call(batch)
@@ -167,11 +166,6 @@ def collect(model, batches, names=None, call=None, progress=True):
                 statistics = found.get(_shared(layer))
                 if statistics is not None and not statistics.absmax.isfinite().all():
                     raise ValueError(f"batches has NaN or Inf at the input of {name!r}, in batch {number}")
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module, mode in modes:
-            module.training = mode
     if not number:
         raise ValueError("batches is empty; expected at least one batch")
     for layer in layers.values():
@@ -262,13 +256,11 @@ def _absmax(x):
 def _least_squares(x, weight):
     """Choose absmax, float16 [R, G], for float32 x [R, G, group]. weight [G, group] multiplies the squared errors."""
     full = _absmax(x)
-    best, least = full, None
+    best, least = full, torch.full_like(full, torch.inf, dtype=torch.float64)
     for fraction in _FRACTIONS:
         absmax = (full.float() * fraction).half()
         inverse, scale = _inverse_and_scale(absmax[..., None])
         error = (_codes(x, inverse).mul_(scale).sub_(x).square_().mul_(weight)).sum(-1, dtype=torch.float64)
-        if least is None:
-            least = error
         best = torch.where(error < least, absmax, best)
         least = torch.minimum(error, least)
     return best

@@ -530,18 +530,14 @@ def changed(model, changes):
 
     A transformers model's config is updated to match.
     """
-    changes = list(changes)
-    before = [settings[key] for settings, key, _ in changes]
-    try:
-        for settings, key, value in changes:
+    with contextlib.ExitStack() as undo:  # in reverse: the config is noted last
+        undo.callback(note_in_config, model)
+        for settings, key, value in list(changes):
+            undo.callback(settings.__setitem__, key, settings[key])
             settings[key] = value
         note_in_config(model)
         yield
-    except BaseException:
-        for (settings, key, _), value in zip(changes, before, strict=True):
-            settings[key] = value
-        note_in_config(model)
-        raise
+        undo.pop_all()
 
 
 @torch.no_grad()
@@ -588,12 +584,9 @@ def _quantized_in(model):
     """Returns {quantized module: its names} for all that aren't parts of another one."""
     names, parts = collections.defaultdict(list), set()
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, QuantizedExperts):
-            parts.update(f"{name}.{part}" for part, _ in module.named_modules())
-        elif isinstance(module, TiedInt8Linear):
-            parts.add(f"{name}.table")
         if name not in parts and isinstance(module, QuantizedModule | QuantizedExperts):
             names[module].append(name)
+            parts.update(f"{name}.{part}" for part, _ in module.named_modules())
     return names
 
 

@@ -335,7 +335,8 @@ _TEMPLATES = {
 _RENAMED = {"INTERPRETING": "INTERPRETED", "cdiv": "triton.cdiv", "next_power_of_2": "triton.next_power_of_2"}
 _CLEARER = {"divide": "div_rn_of_normals"}  # names that say more to a reader who sees one kernel only
 # Operators with one scale per row, which exists even if rows have no columns. Outputs of others are empty together.
-_PER_ROW = ("_quant_slide", "_rms_norm_quant", "_add_rms_norm_quant", "_swiglu_quant")
+_PER_ROW = ("_quantize_int4", "_quantize_per_token", "_quant_slide", "_rms_norm_quant", "_add_rms_norm_quant",
+            "_swiglu_quant")  # fmt: skip
 
 
 class _Plan(NamedTuple):
@@ -350,6 +351,7 @@ class _Plan(NamedTuple):
 
 _PLANS = {
     "int8": _Plan({"evens_first": False}),  # what int4_gemm reads on Hopper
+    "core.checks": _Plan({"evens_first": False}),
     "norm": _Plan({"evens_first": False, "scale_layout": "row"}),
     "gemm": _Plan({"path": None, "exact": True}, elsewhere={"sm75": "Hopper", "sm80": "Hopper"}),
     "gemm_int4": _Plan(
@@ -403,16 +405,15 @@ def _plain_operator(text, checks):
     if "fills" in options:
         return "\n".join([*head, *rest]) + "\n"
     head.append(f"    {', '.join(outputs)} = {decorator.args[0].id}({', '.join(arguments)})")
-    sizes = " or ".join(f"{each}.numel()" for each in outputs[: 2 if node.name in _PER_ROW else 1])
-    if isinstance(body[0], ast.If) and ast.unparse(body[0].test) == f"{outputs[0]}.numel()":
-        return "\n".join([*head, *rest, f"    return {', '.join(outputs)}"]) + "\n"
     if any(isinstance(each, ast.Return) for part in body for each in ast.walk(part)):
         into = f"{node.name}_into"
         first = f"def {into}({', '.join([*arguments, *outputs])}):"
-        head += [f"    if {sizes}:", f"        {into}({', '.join([*arguments, *outputs])})"]
+        head += [f"    if {outputs[0]}.numel():", f"        {into}({', '.join([*arguments, *outputs])})"]
         head.append(f"    return {', '.join(outputs)}")
         return "\n".join([first, *rest, "", "", *head]) + "\n"
-    head += [f"    if {sizes}:", *(f"    {line}" if line else line for line in rest)]
+    head += [f"    if {outputs[0]}.numel():", *(f"    {line}" if line else line for line in rest)]
+    if node.name in _PER_ROW:
+        head += ["    else:", f"        {outputs[1]}.zero_()  # a row without columns has one scale, 0"]
     return "\n".join([*head, f"    return {', '.join(outputs)}"]) + "\n"
 
 

@@ -235,6 +235,7 @@ def test_types_that_are_remembered_are_those_of_triton():
     def made(element_ty, shape):
         kind = core.block_type(element_ty, shape)
         x = core.tensor("data", kind)
+        assert kind.to_ir(interpreter.interpreter_builder) == kind
         parts = [{name: str(value) for name, value in vars(each).items()} for each in (kind, x)]
         return [*parts, interpreter._get_np_dtype(kind)]
 

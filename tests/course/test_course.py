@@ -923,6 +923,47 @@ def test_a_kernel_that_counts_on_what_is_masked_off(dtype):
 
 
 @triton.jit
+def _reduced_blocks(x_ptr, out_ptr, n, stored, USED: tl.constexpr, BLOCK: tl.constexpr):
+    """out[row, block]: of a row's block, the largest element, the sum where the mask is true, or a part of that."""
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + tl.program_id(0) * n + offs, mask=offs < n)
+    reduced = tl.max(x, 0) if USED == "max" else tl.sum(tl.where(offs < n, x, 0), 0)
+    place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    tl.atomic_add(out_ptr + place, reduced) if USED == "atomic" else tl.store(out_ptr + place, reduced)
+    if USED == "place":  # where it stores depends on it, too
+        tl.store(out_ptr + stored + tl.program_id(0) * 64 + (x & 63), 1, mask=offs >= n)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="compiled, nobody watches a kernel's loads")
+def test_only_programs_that_count_on_what_is_masked_off_run_again(monkeypatch):
+    windows = sys.modules["qk.course.windows"]
+    run_on, grids = windows.run_on, []
+
+    def noted(kernel, grid, *others):
+        grids.append(grid)
+        run_on(kernel, grid, *others)
+
+    monkeypatch.setattr(windows, "run_on", noted)
+    x = torch.arange(40, dtype=torch.int32).view(2, 20)
+    want = x[:, :16].sum(1), x[:, 16:].sum(1)
+
+    def launch(used):
+        out = torch.zeros(2, 200, dtype=torch.int32)
+        with windows.Session() as session:
+            course.launch(_reduced_blocks, (2, 2), x, out, 20, 200, used, BLOCK=16)
+        assert session.race is None and torch.equal(out.flatten()[:4].view(2, 2), torch.stack(want, 1).to(out.dtype))
+
+    launch("sum")
+    assert grids == [(2, 2), *4 * [(2,)], (2, 2), (2, 2)]  # each row's last block, and then all in other orders
+    grids.clear()
+    launch("atomic")
+    assert grids == 7 * [(2, 2)]
+    for used in "max", "place":
+        with pytest.raises(course.OutOfBounds, match="depends on what a load returns where the mask is false"):
+            launch(used)
+
+
+@triton.jit
 def _counted(n_ptr, x_ptr, out_ptr, rows):
     row = tl.program_id(0)
     total = 0

@@ -573,8 +573,8 @@ def on_hopper(capability, K, block_size):
 
 # which implementation takes a GPU, K and block_size; what a new entry of the table lacks here, no test would run
 TAKES = {
-    "sm90": on_hopper,
     "sm90_decode": on_hopper,
+    "sm90": on_hopper,
     "sm75": lambda capability, K, block_size: block_size == 128 and K % 128 == 0,
     "portable": lambda capability, K, block_size: capability >= (8, 0),
     "pointers": lambda capability, K, block_size: capability >= (8, 0),
@@ -723,12 +723,30 @@ def test_rows_of_a_weight_multiplied_apart():
 
 
 def test_a_tile_of_few_tokens():
-    """One wave of the small tile, or the tall one. What N is must not change the order of sums up to 64 tokens."""
-    choose = gemm_sm90_decode._choose
-    assert [choose(M, 4096, 132) for M in (17, 32, 33, 64, 65, 128)] == ["32", "32", "64", "64", "128", "128"]
-    assert [choose(M, 28672, 132) for M in (17, 32, 33, 64, 65, 128)] == ["32", "32", "64", "64"] + ["128 rows"] * 2
-    # 2 x 66 small tiles fill 132 multiprocessors
-    assert [choose(100, N, 132) for N in (66 * 128, 66 * 128 + 1)] == ["128", "128 rows"]
+    """One wave of the small tiles, or the tall one. What N is must not change the order of sums up to 64 tokens."""
+    first = {each.name: each.suits for each in gemm.IMPLEMENTATIONS[:2]}
+    for M, N, path in (16, 4096, None), (128, 28672, "sm90_decode"), (256, 4096, "sm90_decode"), (257, 4096, "sm90"):
+        assert next((name for name, suits in first.items() if suits(M, N, (9, 0))), None) == path
+
+    def chosen(M, N):
+        tile = gemm_sm90_decode._choose(M, N, 132)
+        return tile.share_k, tile.block_m
+
+    shared = [(True, 32), (True, 32), (True, 64), (True, 64)]
+    assert [chosen(M, 4096) for M in (17, 32, 33, 64, 65, 128)] == [*shared, (False, 32), (False, 32)]
+    assert [chosen(M, 28672) for M in (17, 32, 33, 64, 65, 128)] == [*shared, (False, 128), (False, 128)]
+    assert [chosen(*shape) for shape in ((256, 4096), (256, 2048), (512, 2048))] == [
+        (False, 64),
+        (False, 32),
+        (False, 64),
+    ]
+    # 4 x 33 tiles of 32 tokens fill 132 multiprocessors, as do 2 x 66 of 64
+    assert [chosen(100, 128 * tiles) for tiles in (33, 34, 66, 67)] == [
+        (False, 32),
+        (False, 64),
+        (False, 64),
+        (False, 128),
+    ]
 
 
 @gpu
@@ -737,7 +755,8 @@ def test_the_path_of_few_tokens(poison):
     if "sm90_decode" not in paths_here():
         pytest.skip("path sm90_decode does not run here")
     path = "sm90_decode"
-    tokens, sizes = (1, 17, 32, 33, 64, 65, 128, 200), ((64, 16), (200, 272), (1040, 1152), (20000, 640))
+    tokens = 1, 17, 32, 33, 64, 65, 128, 200
+    sizes = (64, 16), (200, 272), (1040, 1152), (4300, 272), (20000, 640)  # 4300: with tiles of 64 tokens
     for M, (N, K), block_size in itertools.product(tokens, sizes, (128, None)):
         a, a_scale, b, b_scale = operands(M, N, K, block_size, lowest=-128)
         expected, bias = float64_product(a, a_scale, b, b_scale, block_size), randn(N)

@@ -262,6 +262,20 @@ def test_rows_longer_than_a_grid(monkeypatch):
         assert int4_sm90.supports_int4_sm90(problem) == can
 
 
+def test_small_weights_have_tiles_of_fewer_tokens(monkeypatch):
+    """As many as fit 132 multiprocessors at once. Up to 128 tokens a tile has 64 rows, beyond 128."""
+    monkeypatch.setattr(int4_sm90, "gpu", lambda device: launch.Gpu((9, 0), 132))
+
+    def tokens(M, N):
+        x, out = torch.empty(M, 1024, dtype=torch.float16, device="meta"), torch.empty(M, N, device="meta")
+        return int4_sm90._choose(Int4Problem(x, None, None, None, out, 128)).block_m
+
+    assert [tokens(M, 8192) for M in (1, 8, 16, 32, 64, 128, 256)] == [8, 8, 16, 32, 64, 128, 128]
+    assert [tokens(M, 4096) for M in (1, 8, 16, 32, 64, 128, 256, 320)] == [8, 8, 8, 16, 32, 64, 64, 128]
+    assert [tokens(M, 1024) for M in (33, 64, 128, 512)] == [8, 8, 16, 32]
+    assert [tokens(320, 128 * tiles) for tiles in (44, 45, 52, 53)] == [128, 64, 64, 128]  # two rounds, or three
+
+
 def test_pads_are_not_looked_at():
     """What a ragged row is filled up with, in its last byte or word and in x's memory behind it."""
     x, packed, absmax = operands(3, 5, 257, 128)

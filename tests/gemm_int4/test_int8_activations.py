@@ -10,7 +10,7 @@ from cases import DEVICE, randn, same
 import qk
 from qk import gemm_int4
 from qk.core.matrices import put_evens_first, undo_evens_first
-from qk.gemm_int4 import sm90_int8
+from qk.gemm_int4 import sm90, sm90_int8
 from qk.gemm_int4.problem import Int4Problem
 
 NAN = math.nan
@@ -243,7 +243,7 @@ def test_all_tiles_give_the_same_bits(M, N, K, group_size, block_size, zeros):
         pytest.skip("needs Hopper")
     small = min(group_size or 128, block_size or 128) < 128
     config = sm90_int8._CONFIGS["small groups" if small else "groups of 128"]
-    configs = [config, config._replace(block_m=64)]
+    configs = [config, config._replace(block_m=64), config._replace(block_m=32)]
     if not small and (group_size or block_size):
         three = sm90_int8._CONFIGS["three consumers"]
         configs += three, three._replace(block_m=64)
@@ -252,3 +252,24 @@ def test_all_tiles_give_the_same_bits(M, N, K, group_size, block_size, zeros):
         sm90_int8.int4_gemm_sm90_int8(problem._replace(out=out), config)
     assert all(same(out, outs[0]) for out in outs)
     assert not outs[0].isnan().any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(("group_size", "block_size"), SCALES)
+@pytest.mark.parametrize("M", [16, 30, 64, 100, 200])
+def test_tiles_of_fewer_tokens_give_the_same_bits(M, group_size, block_size, int8, zeros):
+    x, packed, absmax, options = operands(M, 200, 1000, group_size, block_size, zeros=zeros)
+    if not int8:
+        x, options = randn(M, 1000, dtype=torch.bfloat16), {"zero_point": options["zero_point"]}
+    out = torch.empty(M, 200, device=DEVICE)
+    problem = Int4Problem(x, gemm_int4._as_words(packed), absmax, None, out, group_size, **options)
+    if not gemm_int4.supports_int4_sm90(problem):
+        pytest.skip("needs Hopper")
+    outs, tile = [], sm90._of_most_tokens(problem)
+    while tile.block_m >= 8:
+        outs.append(torch.full_like(out, NAN))
+        sm90.int4_gemm_sm90(problem._replace(out=outs[-1]), tile)
+        tile = tile._replace(block_m=tile.block_m // 2)
+    assert not outs[0].isnan().any() and all(same(each, outs[0]) for each in outs)

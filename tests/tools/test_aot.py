@@ -162,7 +162,7 @@ def test_barriers_that_nothing_waits_for_are_found():
 
 
 def test_good_cases_alone_end_with_0_and_leave_what_was_made(tmp_path):
-    cases = r"^int4\.pack_int4\(i8\(8192, 2048\)\)|^gemm_int4\.sm90\..*None\), 'decode8 long'"
+    cases = r"^int4\.pack_int4\(i8\(8192, 2048\)\)|^gemm_int4\.sm90\..*None\), _CONFIGS\['16 long'"
     done = _run(["-m", "qk", "aot", "--arch", "90", "--only", cases, "--keep", str(tmp_path)])
     assert done.returncode == 0, done.stdout + done.stderr
     assert {"ttgir", "ptx", "cubin", "sass"} <= {file.suffix[1:] for file in tmp_path.iterdir()}

@@ -53,7 +53,11 @@ def int4_gemm(M):
     for N, K in (1, 1), (70, 257), (256, 2048):
         for dtype, group_size in itertools.product(FLOATS[:2], (None, 32, 128)):
             packed, absmax = qk.quantize_int4(randn(N, K, dtype=dtype), group_size, "int32" if M > 1 else "uint8")
-            qk.int4_gemm(randn(M, K, dtype=dtype), packed, absmax, randn(N), group_size)
+            x, bias, out = randn(M, K, dtype=dtype), randn(N), torch.empty(M, N, device="cuda", dtype=dtype)
+            qk.int4_gemm(x, packed, absmax, bias, group_size)
+            problem = Int4Problem(x, gemm_int4._as_words(packed), absmax, bias, out, group_size)
+            if gemm_int4.supports_int4_sm90(problem):  # for so small a weight, int4_gemm chooses less tall a tile
+                int4_sm90.int4_gemm_sm90(problem, int4_sm90._of_most_tokens(problem))
 
 
 def int4_int8_gemm(M):
@@ -70,8 +74,11 @@ def int4_int8_gemm(M):
             bias, out = randn(N), torch.empty(M, N, device="cuda")
             qk.int4_gemm(x, packed, absmax, bias, group_size, **how)
             problem = Int4Problem(x, gemm_int4._as_words(packed), absmax, bias, out, group_size, **how)
-            if gemm_int4.supports_int4_sm90_int8(problem):  # so few tiles have 64 tokens, with two consumers
-                tiles = [int4_sm90_int8._CONFIGS["small groups" if group_size == 32 else "groups of 128"]]
+            if gemm_int4.supports_int4_sm90(problem):
+                int4_sm90.int4_gemm_sm90(problem, int4_sm90._of_most_tokens(problem))
+            if gemm_int4.supports_int4_sm90_int8(problem):  # so few tiles have 32 tokens, with two consumers
+                two = int4_sm90_int8._CONFIGS["small groups" if group_size == 32 else "groups of 128"]
+                tiles = [two, two._replace(block_m=64)]
                 if group_size == 128:
                     three = int4_sm90_int8._CONFIGS["three consumers"]
                     tiles += [three, three._replace(block_m=64)]

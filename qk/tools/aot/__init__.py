@@ -162,6 +162,10 @@ def _pretend(arch):
 class _RunOperators(TorchDispatchMode):
     """Make qk's operators run their own code, which launches kernels; without data, torch would call their fakes."""
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # True, torch's default, imports torch.compile's modules, which takes longer than all others
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace != "qk":
             return function(*args, **(kwargs or {}))

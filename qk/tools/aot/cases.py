@@ -258,28 +258,32 @@ def _gemm_int4_sm90_cases(arch):
     if arch != 90 or not gluon.AVAILABLE:
         return
     # for each stage and consumer, one product for each 16 columns
-    for config, group, columns in (
-        *itertools.product(("decode8", "decode8 long", "decode16"), (128, None), (256,)),
-        *itertools.product(("decode8 ordered", "decode8 ordered long", "decode16 ordered"), (32, 128), (256,)),
-        *itertools.product(("32",), (32, 64, 128), (256,)),
-        *itertools.product(("64", "128", "large"), (32, 64, 128, None), (128,)),
+    for (config, tokens), group, columns in (
+        *itertools.product((("16", 8), ("16 long", 8), ("16", 16)), (128, None), (256,)),
+        *itertools.product((("16 ordered", 8), ("16 ordered long", 8), ("16 ordered", 16)), (32, 128), (256,)),
+        *itertools.product((("32", 32),), (32, 64, 128), (256,)),
+        *itertools.product((("64", 64), ("128", 128), ("large", 128)), (32, 64, 128, None), (128,)),
+        (("32", 16), 128, 256), (("64", 32), 128, 128), (("128", 64), 128, 128), (("large", 64), 128, 128),
     ):  # fmt: skip
-        tile = int4_sm90._CONFIGS[config]
-        M, x = min(tile.block_m, 100), "f16" if group is None else "bf16"
+        M, x = min(tokens, 100), "f16" if group is None else "bf16"
         groups = 1 if group is None else 8192 // group
         columns = min(columns, 4 * min(group or 128, 128))
         call = f"{x}({M}, 8192), i32(8192, 1024), {x}({8192}, {groups}), {x}(8192), {x}({M}, 8192), {group}"
-        least = {"wgmma": columns // 16 * tile.wgs, "cp.async.bulk": 2}
-        few = {"spilled": 40} if tile.block_m == 128 and group == 32 else {}  # faster than smaller tiles
-        yield f"int4_gemm_sm90(Int4Problem({call}), '{config}')", least | few
-    for config in "decode8 ordered", "decode16 ordered", "32", "64 int8", "128 int8":
-        M = min(int4_sm90._CONFIGS[config].block_m, 100)
+        least = {"wgmma": columns // 16 * int4_sm90._CONFIGS[config].wgs, "cp.async.bulk": 2}
+        few = {"spilled": 40} if tokens == 128 and group == 32 else {}  # faster than smaller tiles
+        yield f"int4_gemm_sm90(Int4Problem({call}), _CONFIGS['{config}']._replace(block_m={tokens}))", least | few
+    for config, tokens in (
+        ("16 ordered", 8), ("16 ordered", 16), ("32", 32), ("64 int8", 32), ("64 int8", 64), ("128 int8", 64),
+        ("128 int8", 128),
+    ):  # fmt: skip
+        M = min(tokens, 100)
         for group, block, zero in (128, None, False), (128, 128, False), (None, None, False), (64, 32, True):
             problem = _int8_problem(M, group, block, zero, evens_first=True)
-            few = {"spilled": {"32": 32, "128 int8": 128}.get(config, 0)} if group == 64 else {}
-            yield f"int4_gemm_sm90({problem}, '{config}')", {"wgmma": 4, "cp.async.bulk": 2} | few
-    for zero in False, True:  # whose config `_choose` picks
-        yield f"int4_gemm_sm90({_int8_problem(64, 32, None, zero, evens_first=True)})", {"wgmma": 12}
+            few = {"spilled": {32: 32, 128: 128}.get(tokens, 0)} if group == 64 else {}
+            call = f"int4_gemm_sm90({problem}, _CONFIGS['{config}']._replace(block_m={tokens}))"
+            yield call, {"wgmma": 4, "cp.async.bulk": 2} | few
+    for zero in False, True:
+        yield f"int4_gemm_sm90({_int8_problem(64, 32, None, zero, evens_first=True)}, '64')", {"wgmma": 12}
 
 
 def _gemm_int4_sm90_int8_cases(arch):
