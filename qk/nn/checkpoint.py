@@ -39,6 +39,7 @@ _GGUF_VALUES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 
 _STRING, _ARRAY = 8, 9
 _HUGE = 2**21  # bytes of a huge page
 _PIECE = 2**21  # bytes of a file that are worth another thread
+THREADS = min(os.cpu_count() or 1, 8)  # that convert pieces
 _OWN = threading.local()  # memory that each thread reads pieces into: to get new memory takes longer than to fill it
 _ADVICE = 2**19  # bytes that Linux agrees to read ahead at a time
 
@@ -269,7 +270,7 @@ def _read(file, view, start):
 @functools.cache
 def _threads(process, purpose):
     """Each process has its own: those of its parent don't run in a fork."""
-    return ThreadPoolExecutor(min(os.cpu_count() or 1, 8), f"qk-{purpose}")
+    return ThreadPoolExecutor(THREADS, f"qk-{purpose}")
 
 
 def in_threads(function, parts):

@@ -24,14 +24,14 @@ import torch
 
 from ..core.checks import BLOCKS, listed
 from ..core.launch import cdiv
-from .checkpoint import Entry, in_background, in_threads, new_memory
+from .checkpoint import THREADS, Entry, in_background, in_threads, new_memory
 from .weights import from_codes, to_int8
 
 __all__ = ["FORMATS", "MARKS", "Format", "Refused", "Scratch", "check_entry", "dequantized"]
 
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
 _PIECE = 2**24  # bytes that a GPU copies at a time
-_STEP, _ROW = 2**18, 256  # bytes that are converted at a time, and of each row at least: a CPU keeps them in its cache
+_STEP, _ROW = 2**18, 256  # bytes that are converted at a time, and of each row: a CPU keeps them in its cache
 
 
 class Refused(ValueError):
@@ -168,8 +168,10 @@ def _row_major(x):
 
 
 def _step(x, rows):
-    """How many of these rows to convert at a time, or columns."""
-    return max(_STEP // max(x.nbytes // max(rows, 1), 1), _ROW) if x.is_cpu else max(rows, 1)
+    """How many of these rows to convert at a time, or columns. A thread has memory for about eight times as many."""
+    if not x.is_cpu:
+        return max(rows, 1)
+    return min(max(_STEP * rows // max(x.nbytes, 1), _ROW), max(rows // (512 * THREADS), 1) * 64)
 
 
 def _collect(out, rows):
