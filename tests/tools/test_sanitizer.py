@@ -23,6 +23,7 @@ from qk.core import gluon
 from qk.gemm import sm90 as gemm_sm90
 from qk.gemm import sm90_decode as gemm_sm90_decode
 from qk.gemm import sm90_epilogue as epilogue
+from qk.gemm.problem import Problem
 from qk.gemm_int4 import sm90 as int4_sm90
 from qk.gemm_int4 import sm90_int8 as int4_sm90_int8
 from qk.gemm_int4.problem import Int4Problem
@@ -171,7 +172,10 @@ def gemm(path):
         a_s, b_s = (torch.rand(size, columns, device="cuda") for size in (M, rows))
         bias = randn(N)
         qk.int8_addmm(a, a_s, b, b_s, bias, block_size, torch.bfloat16, path=path)
-        if path == "sm90_decode":  # it has no other epilogue
+        if path == "sm90_decode":  # it has no other epilogue. For weights this small, it chooses tiles of 32 tokens
+            problem = Problem(a, a_s, b, b_s, bias, torch.empty(M, N, device="cuda"), block_size=block_size)
+            for tile in gemm_sm90_decode._CONFIGS:
+                gemm_sm90_decode.int8_gemm_sm90_decode(problem, tile)
             continue
         qk.int8_addmm_quant(a, a_s, b, b_s, bias, 64, "gelu", block_size, path=path)
         qk.int8_gemm_quant(a, a_s, b, b_s, 256, block_size, path=path, scale_layout="column")

@@ -190,6 +190,8 @@ def _gemm_sm90_decode_cases(arch):
             problem = f"Problem({_gemm_operands(M, block, N)}, {bias}, {out}({M}, {N}), block_size={block})"
             # each consumer needs four instructions for 128 columns of K
             yield f"int8_gemm_sm90_decode({problem}, '{config}')", {"wgmma": 8, "cp.async.bulk": 4}
+            if config == "128":  # for small weights
+                yield f"int8_gemm_sm90_decode({problem}, _CONFIGS['128']._replace(block_m=32))", {"wgmma": 8}
 
 
 def _int4_operands(M, x="bf16", group=128, N=8192, K=8192, packed="u8"):
