@@ -96,7 +96,7 @@ def lines_of_code(path):
 
 def test_the_library_is_small():
     # 7,000 until loading others' checkpoints, experts, int8 activations of int4 weights, norms and the KV cache came
-    assert sum(len(lines_of_code(path)) for path in LIBRARY) <= 9383
+    assert sum(len(lines_of_code(path)) for path in LIBRARY) <= 9385
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

@@ -110,7 +110,7 @@ IMPLEMENTATIONS = (
     Implementation(
         "sm90_decode",
         supports_sm90_decode,
-        lambda M, N, capability: capability == (9, 0) and 16 < M and (M <= 128 or M * N <= 64 * 128 * 128),
+        lambda M, N, capability: capability == (9, 0) and 16 < M and (M <= 128 or cdiv(M, 64) * cdiv(N, 128) <= 128),
         int8_gemm_sm90_decode,
     ),
     Implementation(

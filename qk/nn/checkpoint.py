@@ -39,8 +39,8 @@ _GGUF_VALUES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 
 _STRING, _ARRAY = 8, 9
 _HUGE = 2**21  # bytes of a huge page
 _PIECE = 2**21  # bytes of a file that are worth another thread
-THREADS = min(os.cpu_count() or 1, 8)  # that convert pieces
-_OWN = threading.local()  # memory that each thread reads pieces into: to get new memory takes longer than to fill it
+THREADS = min(os.cpu_count() or 1, 8)  # workers that convert pieces
+_OWN = threading.local()  # each thread's read buffer: allocating memory takes longer than filling it
 _ADVICE = 2**19  # bytes that Linux agrees to read ahead at a time
 
 
@@ -58,16 +58,6 @@ def new_memory(size, device="cpu"):
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-class _File:
-    """A file that is open for as long as something refers to it."""
-
-    def __init__(self, path):
-        self.number = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-
-    def __del__(self):
-        os.close(self.number)
-
-
 class Entry(NamedTuple):
     """A tensor of a checkpoint, not read yet.
 
@@ -81,14 +71,15 @@ class Entry(NamedTuple):
     shape: tuple
     dtype: object
     size: int
-    file: _File
+    file: Path
     start: int
 
     def fill(self, memory, after=0):
         """Read bytes into memory, uint8 on the CPU. after: how many of the tensor's bytes come before them."""
-        # not memory-mapped: if the file shrank, that would kill the process, and mapped pages count as its memory
+        # not memory-mapped: a file that shrinks would kill the process, and mapped pages count toward its memory
         try:
-            _read(self.file.number, memoryview(memory.numpy()), self.start + after)
+            with open(self.file, "rb", buffering=0) as opened:
+                _read(opened.fileno(), memoryview(memory.numpy()), self.start + after)
         except (OSError, ValueError) as error:
             raise ValueError(f"{self.name} can't be read: {error}") from None
 
@@ -100,7 +91,7 @@ class Entry(NamedTuple):
         return self.of_bytes(memory)
 
     def read_rows(self, start, end):
-        """Read the rows start .. end to the CPU, those that there are. The thread's next call overwrites them."""
+        """Read rows start to end - 1, or up to the last row, to the CPU. The thread's next call overwrites them."""
         rows, size = min(end, self.shape[0]) - start, self.size // max(self.shape[0], 1)
         memory = getattr(_OWN, "memory", None)
         if memory is None or len(memory) < rows * size:
@@ -112,12 +103,12 @@ class Entry(NamedTuple):
     def read_ahead(self):
         """Ask the system to read the tensor from disk into the page cache, and don't wait for it."""
         if hasattr(os, "posix_fadvise"):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), open(self.file, "rb", buffering=0) as opened:
                 for at in range(self.start, self.start + self.size, _ADVICE):
-                    os.posix_fadvise(self.file.number, at, _ADVICE, os.POSIX_FADV_WILLNEED)
+                    os.posix_fadvise(opened.fileno(), at, _ADVICE, os.POSIX_FADV_WILLNEED)
 
     def of_bytes(self, memory):
-        """Returns the tensor whose bytes are in memory, uint8 [size]. If torch lacks its dtype, they become rows."""
+        """View memory, uint8 [size], as the tensor; as uint8 [rows, bytes of a row] if torch lacks its dtype."""
         if isinstance(self.dtype, torch.dtype):
             return memory.view(self.dtype).view(self.shape)
         return memory.view(self.shape[0], len(memory) // max(self.shape[0], 1))
@@ -164,7 +155,7 @@ def open_checkpoint(path):
 
 def as_path(path, takes):
     """Returns a Path. Raises ValueError, with what the caller takes, where it can't be one, or is too long."""
-    if path == "":
+    if isinstance(path, str) and not path:
         raise ValueError(f"path is ''; {takes}")
     try:
         path = Path(path)
@@ -239,15 +230,14 @@ def _open_safetensors(file):
         with open(file, "rb") as opened:
             (size,) = struct.unpack("<Q", opened.read(8))
             header = json.loads(opened.read(size))
-        source = _File(file)
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
         raise ValueError(f"{file.name} isn't a safetensors file, or it is damaged: {error}") from None
     metadata = header.pop("__metadata__", None) or {}
     entries = {}
     for name, tensor in header.items():
         begin, end = tensor["data_offsets"]
         dtype = _DTYPES.get(tensor["dtype"], tensor["dtype"])
-        entries[name] = Entry(name, tuple(tensor["shape"]), dtype, end - begin, source, 8 + size + begin)
+        entries[name] = Entry(name, tuple(tensor["shape"]), dtype, end - begin, file, 8 + size + begin)
     return entries, metadata
 
 
@@ -275,7 +265,7 @@ def _threads(process, purpose):
 
 def in_threads(function, parts):
     """Call a function with each of these parts, in several threads if there are several."""
-    inside = threading.current_thread().name.startswith("qk-pieces")  # it would wait for itself
+    inside = threading.current_thread().name.startswith("qk-pieces")  # it can't wait for its own pool
     list((map if inside or len(parts) < 2 else _threads(os.getpid(), "pieces").map)(function, parts))
 
 
@@ -352,12 +342,12 @@ def _open_gguf(file):
     if not isinstance(step, int) or step < 1:
         raise ValueError(f"{file.name} is damaged: general.alignment is {step!r}")
     start = -(-source.at // step) * step
-    found, end, opened = {}, start, _File(file)
+    found, end = {}, start
     for name, shape, dtype, offset, size in sorted(infos, key=lambda info: info[3]):
         if name in found or start + offset < end or start + offset + size > len(data):
             raise ValueError(f"{file.name} is damaged: {name} is there twice, or overlaps another, or passes the end")
         end = start + offset + size
-        found[name] = Entry(name, shape, dtype, size, opened, start + offset)
+        found[name] = Entry(name, shape, dtype, size, file, start + offset)
     return Checkpoint(file.parent, found, {}, metadata, True)
 
 

@@ -4,7 +4,7 @@ A weight is [N, K], and q is an unsigned code, 0 .. 15. The first of a 32-bit wo
 
     pack-quantized   weight_packed [N, K / 8], eight columns in a word; weight_scale [N, groups];
                      weight_zero_point [N / 8, groups], eight rows in a word; weight_g_idx [K]
-    GPTQ             qweight [K / 8, N], eight columns in a word; qzeros [groups, N / 8], less 0x11111111 in version 1;
+    GPTQ             qweight [K / 8, N], eight columns in a word; qzeros [groups, N / 8], minus 0x11111111 in version 1;
                      scales [groups, N]; g_idx [K], the group of each column
     AWQ              qweight [K, N / 8] and qzeros [groups, N / 8], rows 0 2 4 6 1 3 5 7 in a word; scales [groups, N]
     int-quantized    weight int8 [N, K], weight_scale [N, 1]
@@ -31,7 +31,7 @@ __all__ = ["FORMATS", "MARKS", "Format", "Refused", "Scratch", "check_entry", "d
 
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
 _PIECE = 2**24  # bytes that a GPU copies at a time
-_STEP, _ROW = 2**18, 256  # bytes that are converted at a time, and of each row: a CPU keeps them in its cache
+_STEP, _ROW = 2**18, 256  # bytes converted at a time, in all and per row: few enough for a CPU's cache
 
 
 class Refused(ValueError):
@@ -111,16 +111,16 @@ def _pinned(entry, start):
 
 
 class Scratch:
-    """Reads tensors, on a CPU in pieces of a few rows.
+    """Reads tensors; on a CPU, a few rows at a time.
 
-    A GPU copies from pinned memory several times as fast, and the next bytes are read meanwhile.
+    A GPU copies from pinned memory several times as fast, and the next piece is read during the copy.
     """
 
     def __init__(self):
         self._early = {}  # the first piece of a tensor, as a future, by entry
 
     def read_early(self, entries, device):
-        """Start reading the tensors that are asked for next; for a GPU, only the largest of them."""
+        """Start reading the tensors needed next; for a GPU, only the largest one."""
         if torch.device(device).type != "cuda":
             for entry in entries:
                 entry.read_ahead()
@@ -142,7 +142,7 @@ class Scratch:
         return self._to_gpu(entry, device) if torch.device(device).type == "cuda" else entry.read().to(device)
 
     def rows(self, entry, device):
-        """Returns a function of a start and an end that reads these rows, which the caller may overwrite."""
+        """Returns a function that reads rows start to end - 1. The caller may overwrite what it returns."""
         if torch.device(device).type == "cpu":
             return entry.read_rows
         whole = self.read(entry, device)
@@ -168,7 +168,10 @@ def _row_major(x):
 
 
 def _step(x, rows):
-    """How many of these rows to convert at a time, or columns. A thread has memory for about eight times as many."""
+    """Returns how many rows or columns to convert at a time.
+
+    On a CPU a thread's temporaries take up to eight times the memory of a piece: all threads' together, about a layer.
+    """
     if not x.is_cpu:
         return max(rows, 1)
     return min(max(_STEP * rows // max(x.nbytes, 1), _ROW), max(rows // (512 * THREADS), 1) * 64)
@@ -180,7 +183,7 @@ def _collect(out, rows):
     Args:
         rows: a function of a start and an end that returns these rows of [B, N], contiguous.
     """
-    step = _step(out, out.shape[-1] * out.element_size()) // out.element_size()
+    step = max(_step(out, out.shape[-1] * out.element_size()) // out.element_size(), 1)
 
     def transpose(start):
         end = min(start + step, out.shape[-1])
@@ -191,8 +194,8 @@ def _collect(out, rows):
 
 
 def _permute(packed, order):
-    """Put the columns of codes, uint8 [N, ceil(K / 2)], into another order, int64 [K]. Overwrites them."""
-    # if K is odd, the code of the column that isn't there stays last
+    """Permute the columns of packed codes, uint8 [N, ceil(K / 2)], in place. order: int64 [K]."""
+    # if K is odd, the padding nibble stays last
     order = torch.nn.functional.pad(order, (0, len(order) % 2), value=len(order))
     places = [(at // 2, (at % 2 * 4).to(torch.uint8)[:, None]) for at in (order[::2], order[1::2])]
     step = _step(packed, len(packed))
@@ -271,7 +274,7 @@ def _check_words(method, parts, shape, words, config):
     """
     N, K = shape
     size, groups = _groups(config.get("bits"), config.get("group_size"), K)
-    if K % 8 or N % 8:
+    if not K or K % 8 or N % 8:
         raise ValueError(f"is [{N}, {K}]; {method} needs rows and columns in multiples of 8")
     check_entry(parts["qweight"], (torch.int32,), words)
     check_entry(parts["scales"], _SCALES, (groups, N))
@@ -288,15 +291,15 @@ def _gptq(parts, shape, config):
         raise Refused(f"has checkpoint_format {version!r}; expected 'gptq' or 'gptq_v2'")
     size, _ = _check_words("GPTQ", parts, shape, (K // 8, N), config)
     if config.get("desc_act") and "g_idx" not in parts and size is not None:
-        raise ValueError("has no g_idx, though desc_act says that its columns are in another order")
+        raise ValueError("has no g_idx, but desc_act says that its columns are permuted")
     order = _order(parts["g_idx"], K, size) if "g_idx" in parts else None
 
     def read(device, scratch):
         words, packed = scratch.rows(parts["qweight"], device), new_memory(N * K // 2, device).view(N, K // 2)
         _collect(packed.view(torch.int32), lambda start, end: _signed(words(start, end)))
         zero = scratch.read(parts["qzeros"], device)
-        # as GPTQModel does (convert_gptq_v1_to_v2_format_module in utils/model.py), and transformers with it: it takes
-        # 1 from whole words when it writes, so that a zero point of 0 borrows from the next one
+        # like GPTQModel, which transformers uses (convert_gptq_v1_to_v2_format_module in utils/model.py): when writing,
+        # it subtracts 0x11111111 from each word, so a zero point of 0 borrows from the next nibble
         zero = _nibbles(zero.add_(0x11111111) if version == "gptq" else zero).t()
         return _int4(packed, scratch.read(parts["scales"], device).t(), zero, order)
 
@@ -365,8 +368,8 @@ def _blocks(parts, shape, config):
             return {"codes": scratch.read(parts["weight"], device), "scale": scale}, ""
         rows, codes = scratch.rows(parts["weight"], device), new_memory(N * K, device).view(torch.int8).view(N, K)
         step, norms = 128 if codes.is_cpu else 1024, torch.zeros(2, dtype=torch.float64, device=device)
-        # glibc keeps freed memory for later, up to twice the largest block freed so far: without this line, each piece
-        # would need new memory, which takes longer to get than to fill
+        # glibc keeps freed memory for later, up to twice the largest block freed so far. Without this line, every piece
+        # would allocate fresh memory, which takes longer than filling it
         torch.empty(2**23, dtype=torch.uint8, device="cpu")
         for start in range(0, N, step):
             weight, part = rows(start, start + step).float(), scale[start // 128 : (start + step) // 128]
@@ -382,7 +385,7 @@ def _blocks(parts, shape, config):
 
 
 def _q4_0(data):
-    """Take blocks uint8 [N, groups * 18] apart: packed codes 0 .. 15, uint8, and float16 scales [N, groups]."""
+    """Split blocks, uint8 [N, groups * 18], into packed codes 0 .. 15, uint8, and float16 scales [N, groups]."""
     data = data.unflatten(1, (-1, 18))
     scale = data[..., :2].contiguous().view(torch.float16)[..., 0]
     even, odd = data[..., 2::2], data[..., 3::2]

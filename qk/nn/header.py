@@ -39,17 +39,20 @@ def _layers(model):
 def saved_state(model):
     """Returns a model's tensors, each one once, and the header that describes its quantized layers."""
     layers, heads = _layers(model)
-    kept, tied, seen, memory = {}, {}, {}, set()
+    kept, tied, seen, memory = {}, {}, {}, {}
     for name, tensor in model.state_dict().items():
         if name.rpartition(".")[0] in heads:
             continue
-        place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_conj()
         first = seen.setdefault(place, name) if tensor.numel() else name
         if first == name:
-            # safetensors saves no two tensors that share memory: of parts of one, copies are saved
-            storage = tensor.untyped_storage().data_ptr()
-            kept[name] = tensor.contiguous() if storage not in memory else tensor.clone().contiguous()
-            memory.add(storage)
+            tensor = tensor.contiguous()
+            begin = tensor.data_ptr()
+            spans = memory.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), [(begin, begin)])
+            # safetensors refuses tensors that overlap in memory, so later ones are copied
+            overlaps = any(begin < end and first < begin + tensor.nbytes for first, end in spans)
+            kept[name] = tensor.clone() if overlaps else tensor
+            spans.append((begin, begin + tensor.nbytes))
         else:
             tied[name] = first
     return kept, {"version": _VERSION, "layers": layers, "tied": tied}

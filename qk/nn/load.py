@@ -30,13 +30,13 @@ from .weights import check_model, linear_kinds, weight_of, weight_shape
 __all__ = ["load", "save"]
 
 _MAKERS = (torch.empty, torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch.zeros)
-_COMPUTED = 2**28  # bytes of the largest tensor that a model may compute itself
+_COMPUTED = 2**28  # the most bytes of a tensor that a model computes itself
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Put what torch.empty makes on the meta device: weights to load, but not what a model computes, such as angles.
+    """Put torch.empty's tensors, the weights to load, on the meta device, but not what a model computes: rotary angles.
 
-    What it computes stays there, too, if it is too large for any model: `plan` refuses buffers without values.
+    A computed tensor of more than _COMPUTED bytes stays there, too, and `plan` refuses buffers without values.
     """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -66,9 +66,9 @@ def _settings(value, most, base):
     What would run other code is left out, as is how the model was quantized.
 
     Args:
-        most: what the checkpoint has of the things whose number transformers makes a list of or a loop over, by a part
-            of the number's name. Finding out that more of them don't fit, by building the model, could take forever.
-        base: the class of transformers' configs, whose methods no key may replace.
+        most: limits, as {what a key counts: (largest value, what the checkpoint has fewer of)}. transformers makes
+            lists of these lengths, so building a model just to see that it doesn't fit could take forever.
+        base: transformers' config class. No key may replace one of its methods.
     """
     if isinstance(value, list):
         return [_settings(each, most, base) for each in value]
@@ -77,13 +77,16 @@ def _settings(value, most, base):
     if [*value] == ["__float__"]:
         return float(value["__float__"])
     for key, number in value.items():
-        for part, (count, of) in most.items():
-            if part in key and isinstance(number, int) and number > count:
-                raise ValueError(f"config.json has {key} {number}, and the checkpoint fewer {of}")
+        counts = re.fullmatch(r"(?!max_)(?:\w*_)?(layer|expert|label)s?", key)
+        count, of = most[counts[1]] if counts else (0, "")
+        if counts and isinstance(number, int) and number > count:
+            raise ValueError(f"config.json has {key} {number}, but the checkpoint has fewer {of}")
         if callable(getattr(base, key, None)):
-            raise ValueError(f"config.json has {key}, which is a method of transformers' configs; expected settings")
+            raise ValueError(f"config.json sets {key}, which is a method of transformers' configs")
     left_out = re.compile("quantization_config|auto_map|.*_implementation(_internal)?")
-    return {key: _settings(each, most, base) for key, each in value.items() if not left_out.fullmatch(key)}
+    kept = {key: each for key, each in value.items() if not left_out.fullmatch(key)}
+    # names of labels are data: any word
+    return {key: each if key in ("id2label", "label2id") else _settings(each, most, base) for key, each in kept.items()}
 
 
 def _build(checkpoint):
@@ -100,7 +103,7 @@ def _build(checkpoint):
         has = f"config.json names the model class {name!r}, which transformers {transformers.__version__} doesn't have"
         raise ValueError(f"model is None, and {has}; pass a module as model (code in a checkpoint is never run)")
     tensors, rows = len(checkpoint.tensors), max([0, *(max(x.shape, default=0) for x in checkpoint.tensors.values())])
-    most = {"layer": (tensors, "tensors"), "expert": (max(tensors, 1024), "tensors"), "label": (rows, "rows")}
+    most = {"layer": (tensors, "tensors"), "expert": (max(tensors, rows), "tensors"), "label": (rows, "rows")}
     settings = _settings(config, most, transformers.PretrainedConfig)
     try:
         settings = kind.config_class.from_dict(settings)
@@ -122,8 +125,10 @@ def load(path, model=None, *, rename=None, device=None, progress=True):
     FP8 is quantized again to int8, and that some float32 scales of 4-bit codes are rounded in the last bit; the report
     says where. Code in a checkpoint is never run, and pickles are never opened.
 
-    Files are read layer by layer, on a CPU in pieces of a few rows, so that memory holds the result and at most one
-    layer more, as large as in the file; where FP8 is quantized again, as large as its weight of 16 bits.
+    Files are read layer by layer, and on a CPU a few rows at a time. Besides the result, memory holds about one layer
+    at its size in the file, or at 16 bits per weight where FP8 is quantized again. Tensors that the model lacks are an
+    error, except those that transformers ignores for its class, and what its older releases stored in every layer
+    (`rotary_emb.inv_freq`, `position_ids`): these are left out, and the report says how many.
 
     Args:
         path: a folder, a .safetensors file, the index of several, or a .gguf file. config.json is looked for next to
@@ -155,10 +160,10 @@ def load(path, model=None, *, rename=None, device=None, progress=True):
         raise ValueError("device is 'meta'; expected one that holds values")
     checkpoint = open_checkpoint(path)
     if model is None and checkpoint.gguf:
-        raise ValueError("model is None; of a GGUF file, expected a module, and rename for the names of its tensors")
+        raise ValueError("model is None; for a GGUF file, expected a module, and rename to map its tensors' names")
     if model is None and not checkpoint.config:
         raise ValueError("model is None, and there is no config.json next to the checkpoint; expected a module")
-    # weights need values, whatever the default device is while models are made
+    # weights need values, even if the default device is meta, as it often is while models are built
     with torch.device("cpu") if torch.get_default_device().type == "meta" else contextlib.nullcontext():
         model = _build(checkpoint) if model is None else model
         layers, slots, ignored = plan(checkpoint, model, rename)
@@ -203,7 +208,7 @@ def _read(model, layers, slots, device, progress):
             plain = (*linear_kinds(), torch.nn.Embedding)
             why = why_unusual(old, plain) if isinstance(old, plain) else ""
             finite = all(x.isfinite().all() for x in new.buffers() if x.is_floating_point())
-            notes = note, why and f"before: {why}", "" if finite else "NaN or Inf among its scales"
+            notes = note, why and f"before: {why}", "" if finite else "its scales have NaN or Inf"
             row = row_of(name, old, new, weight_shape(old), *notes, error=error)
             rows.append(row._replace(bytes_before=sizes[old]))
         elif isinstance(old, linear_kinds()):

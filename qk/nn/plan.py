@@ -18,7 +18,7 @@ __all__ = ["plan"]
 
 _FLOATS = (*FLOATS, torch.float64)
 _SHOWN = 4  # problems that an error names
-_OLD = r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"  # what older releases of transformers stored in each layer
+_OLD = r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"  # what older releases of transformers stored in every layer
 
 
 class Layer(NamedTuple):
@@ -221,15 +221,15 @@ def _find_slots(model, replaced):
 
 
 def _ignored(model, entries):
-    """Returns those of the file's tensors that the model lacks, and that transformers ignores for its class, too."""
+    """Returns the file's tensors, by name, that the model lacks and that transformers ignores for its class, too."""
     patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *_OLD]
-    places = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    kinds = (*linear_kinds(), torch.nn.Embedding)
+    places = {name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, kinds)}
     _, layers = experts_in(model, _by_layer(entries))
     slots, computed = _find_slots(model, ())
     ignored = {}
-    for layer, parts in layers.items():
-        quantized = layer in places and MARKS & parts.keys()
-        for name in [] if quantized else [f"{layer}.{part}" if layer else part for part in parts]:
+    for layer in layers.keys() - places:  # an unknown part of a layer that the model has is an error
+        for name in (f"{layer}.{part}" if layer else part for part in layers[layer]):
             if name not in slots and name not in computed and any(re.search(each, name) for each in patterns):
                 ignored[name] = entries[name]
     return ignored
@@ -335,7 +335,7 @@ def _plan_of_others(config, entries):
 
 
 def plan(checkpoint, model, rename):
-    """Plan what each tensor becomes, and check it. Returns lists of `Layer` and `Slot`, and what it ignores by name."""
+    """Plan what each tensor becomes, and check it. Returns the layers, the slots, and the ignored entries by name."""
     entries, own = _renamed(checkpoint.tensors, rename), _own_layers(checkpoint)
     ignored = _ignored(model, entries)
     entries = {name: entry for name, entry in entries.items() if name not in ignored}

@@ -530,7 +530,7 @@ def changed(model, changes):
 
     A transformers model's config is updated to match.
     """
-    with contextlib.ExitStack() as undo:  # in reverse: the config is noted last
+    with contextlib.ExitStack() as undo:  # undone in reverse order, so the config is updated last
         undo.callback(note_in_config, model)
         for settings, key, value in list(changes):
             undo.callback(settings.__setitem__, key, settings[key])

@@ -83,7 +83,7 @@ def packed(codes, dim, order=range(8)):
 
 def gptq(prefix, codes, zeros, scales, group_of=None, v2=False):
     """qweight [K/8, N], qzeros [groups, N/8], scales [groups, N]."""
-    # GPTQModel takes 1 from each code of whole words, in int32, so that 0 borrows from the next code
+    # GPTQModel subtracts 0x11111111 from int32 words, so a 0 borrows from the next code
     stored = packed(zeros.T, 1) - (0 if v2 else 0x11111111)
     tensors = {"qweight": packed(codes.T, 0), "qzeros": stored, "scales": scales.T}
     if group_of is not None:
@@ -147,7 +147,7 @@ def test_gptq(tmp_path, size, act_order, symmetric, v2):
 
 
 def test_zero_points_of_zero_in_version_1(tmp_path):
-    """What GPTQModel writes: 0 borrows from the next code of its word. Read as it reads it, all come out."""
+    """GPTQModel's 0 borrows from the next code of its word. Reading words the same way recovers every zero point."""
     codes, _, scales = numbers(3, 32, 64, 32)
     zeros = torch.tensor([0, 0, 1, 15, 0, 7, 8, 0] * 8).view(2, 32).T
     tensors = gptq("up", codes, zeros, scales) | plain(empty(64, 32, 8)) | {"down.weight": torch.ones(8, 32)}
@@ -161,7 +161,7 @@ def test_zero_points_of_zero_in_version_1(tmp_path):
 @pytest.mark.parametrize("method", ["gptq", "act-order", "awq"])
 @pytest.mark.parametrize("K", [512, 1080, 2568])
 def test_layers_that_are_converted_in_pieces(tmp_path, K, method):
-    """On a CPU, the last piece shorter; the largest layer is in huge pages."""
+    """On a CPU, the last piece is shorter; the largest layer is in huge pages."""
     N = 1640 if K == 2568 else 24
     codes, zeros, scales = numbers(7, N, K, 128)
     group_of = torch.arange(K) // 128
@@ -189,7 +189,7 @@ def load(folder, layers, size):
     model = [torch.nn.Linear(size, size, False, "meta", torch.half) for _ in range(layers)]
     return qk.nn.load(folder, torch.nn.Sequential(*model), device="cpu", progress=False)[0]
 
-load(sys.argv[1] + "/small", 1, 256)  # what the first call of anything needs
+load(sys.argv[1] + "/small", 1, 256)  # one-time allocations of a first call
 gc.collect()
 before = status("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")  # sets VmHWM to VmRSS
@@ -201,7 +201,7 @@ print(status("VmHWM") - before - sum(x.nbytes for x in model.buffers()))
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's account of peak memory")
 @pytest.mark.parametrize("method", ["gptq", "act-order", "awq", "fp8"])
 def test_peak_memory(tmp_path, method):
-    """At most the result and one layer: as in the file, or as 16-bit weight if it is quantized again."""
+    """At most the result and one layer: at its size in the file, or in 16 bits if it is quantized again."""
     settings = {"quant_method": "gptq" if method == "act-order" else method, "bits": 4, "group_size": 128}
     settings |= {"weight_block_size": [128, 128]} if method == "fp8" else {}
     generator = torch.Generator().manual_seed(0)
@@ -447,7 +447,7 @@ def test_gguf_needs_a_model(tmp_path):
     for config in ({}, {"architectures": ["LlamaForCausalLM"], "hidden_size": 64}):
         (tmp_path / "config.json").write_text(json.dumps(config))
         for path in (tmp_path, tmp_path / "x.gguf"):
-            with pytest.raises(ValueError, match="model is None; of a GGUF file, expected a module, and rename"):
+            with pytest.raises(ValueError, match="model is None; for a GGUF file, expected a module, and rename"):
                 load(path)
     refused(tmp_path, "can't be loaded: blk.0.attn_q isn't a layer in the model")
 
@@ -982,8 +982,8 @@ def test_configs_that_transformers_cannot_build(tmp_path):
         ({"hidden_size": "many"}, "config.json doesn't describe a LlamaForCausalLM"),
         ({"num_attention_heads": 0}, "config.json doesn't describe a LlamaForCausalLM"),
         ({"hidden_size": 2**62}, "config.json doesn't describe a LlamaForCausalLM"),
-        ({"num_hidden_layers": 2**40}, "has num_hidden_layers 1099511627776, and the checkpoint fewer tensors"),
-        ({"text_config": {"n_layer": 2**40}}, "has n_layer 1099511627776, and the checkpoint fewer tensors"),
+        ({"num_hidden_layers": 2**40}, "has num_hidden_layers 1099511627776, but the checkpoint has fewer tensors"),
+        ({"text_config": {"n_layer": 2**40}}, "has n_layer 1099511627776, but the checkpoint has fewer tensors"),
         ({"num_hidden_layers": 1}, "the checkpoint can't be loaded: (up|down) isn't a layer in the model"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | wrong))
@@ -993,21 +993,36 @@ def test_configs_that_transformers_cannot_build(tmp_path):
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_numbers_in_a_config_that_the_file_cannot_fill(tmp_path, name):
-    """Refused before anything is made of them: 10**7 labels took two minutes and six GiB."""
+    """Refused before anything is built from them: 10**7 labels took two minutes and six GiB."""
     write_whole(tmp_path, name)
     config = json.loads((tmp_path / "config.json").read_text())
     for wrong, match in (
-        ({"num_labels": 10**7}, "has num_labels 10000000, and the checkpoint fewer rows"),
-        ({"num_experts": 10**9}, "has num_experts 1000000000, and the checkpoint fewer tensors"),
-        ({"to_dict": 4}, "has to_dict, which is a method of transformers' configs"),
-        ({"text_config": {"__init__": 4}}, "has __init__, which is a method of transformers' configs"),
+        ({"num_labels": 10**7}, "has num_labels 10000000, but the checkpoint has fewer rows"),
+        ({"num_experts": 10**9}, "has num_experts 1000000000, but the checkpoint has fewer tensors"),
+        ({"to_dict": 4}, "sets to_dict, which is a method of transformers' configs"),
+        ({"text_config": {"__init__": 4}}, "sets __init__, which is a method of transformers' configs"),
         ({"vocab_size": 10**10}, "has shape \\[104, 64\\]; expected \\[10000000000, 64\\]"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | wrong))
         start = time.perf_counter()
         with pytest.raises(ValueError, match=match):
             load(tmp_path)
-        assert time.perf_counter() - start < 5
+        assert time.perf_counter() - start < 30
+
+
+def test_words_in_a_config_that_only_sound_like_counts(tmp_path):
+    """A width with "expert" in its name, and labels that are called like settings."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 40}
+    config = transformers.Qwen2MoeConfig(
+        **sizes, num_hidden_layers=1, intermediate_size=32, moe_intermediate_size=32, num_experts=4,
+        shared_expert_intermediate_size=992, id2label={0: "CD player", 1: "update", 992: "layer"},
+    )  # fmt: skip
+    model = transformers.Qwen2MoeForCausalLM._from_config(config)
+    save(model, tmp_path)
+    loaded, _ = load(tmp_path)
+    assert loaded.config.id2label == {0: "CD player", 1: "update", 992: "layer"}
+    assert same(loaded.lm_head.weight, model.lm_head.weight)
 
 
 def test_what_a_model_would_compute_is_bounded(tmp_path):
@@ -1020,8 +1035,8 @@ def test_what_a_model_would_compute_is_bounded(tmp_path):
     save(model, tmp_path)
     assert torch.equal(load(tmp_path)[0].lm_head.weight, model.lm_head.weight)
     settings = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 2**20}))
-    with pytest.raises(ValueError, match="can't be loaded|that transformers can build"):
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 2**15}))
+    with pytest.raises(ValueError, match="attention.bias has no values"):  # 1 GiB
         load(tmp_path)
 
 
@@ -1046,7 +1061,7 @@ def with_more(folder, **more):
 
 
 def test_tensors_that_transformers_ignores(tmp_path, monkeypatch):
-    """What older releases stored in each layer, and what the model's class lists, such as layers for other uses."""
+    """What older releases stored in every layer, and what the class lists: layers for multi-token prediction."""
     transformers = pytest.importorskip("transformers")
     model = write_whole(tmp_path, "llama")
     old = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(16) for i in range(2)}
@@ -1061,27 +1076,32 @@ def test_tensors_that_transformers_ignores(tmp_path, monkeypatch):
     assert row.note == "ignored: 5 tensors that LlamaForCausalLM doesn't have"
     assert row.bytes_before == sum(x.nbytes for x in (old | layer).values()) and row.note in str(report)
     assert same(loaded.lm_head.weight, model.lm_head.weight)
-    # not those that the model has, or whose layer it has
+    # but not tensors that the model has, or whose layer it has
     monkeypatch.setattr(kind, "_keys_to_ignore_on_load_unexpected", [r"model\.layers.*"])
     assert len([row for row in load(tmp_path)[1].rows if row.replaced]) == 14
     with_more(tmp_path, **{"model.layers.0.mlp.up_proj.more": torch.ones(3)})
     with pytest.raises(ValueError, match="model.layers.0.mlp.up_proj has more; GPTQ takes"):
         load(tmp_path)
+    # nor what `save` wrote
+    save(loaded, tmp_path / "own")
+    again, report = load(tmp_path / "own", device=DEVICE)
+    assert not [row for row in report.others if row.now == "not loaded"]
+    assert all(same(x, again.state_dict()[name]) for name, x in loaded.state_dict().items())
 
 
 def test_the_report_names_scales_that_are_not_finite(tmp_path):
     scales = load_file(good(tmp_path) / "model.safetensors")["up.scales"]
     scales[0, 3] = float("nan")
     up, down = load(spoiled(tmp_path, **{"up.scales": scales}), Two(64, 32, 8).to(DEVICE))[1].rows
-    assert up.note == "GPTQ, zero points, NaN or Inf among its scales" and down.note == "GPTQ, zero points"
+    assert up.note == "GPTQ, zero points, its scales have NaN or Inf" and down.note == "GPTQ, zero points"
 
 
-def test_an_order_that_is_not_in_the_file_is_refused(tmp_path):
+def test_desc_act_without_g_idx_is_refused(tmp_path):
     with_settings(tmp_path, desc_act=True)
     assert load(tmp_path, Two(64, 32, 8))[0].up.order is None  # the file has it, and it is the usual one
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({name: x for name, x in tensors.items() if "g_idx" not in name}, tmp_path / "model.safetensors")
-    refused(tmp_path, "up has no g_idx, though desc_act says that its columns are in another order")
+    refused(tmp_path, "up has no g_idx, but desc_act says that its columns are permuted")
 
 
 class Terminal(io.StringIO):
@@ -1092,7 +1112,7 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize(("progress", "terminal"), [(True, True), (True, False), (False, True)])
 def test_the_progress_bar(tmp_path, monkeypatch, progress, terminal):
-    """It counts layers and other tensors; there is none where nobody asked for it, or sees it."""
+    """It counts layers and other tensors; there is none if it wasn't asked for or nobody would see it."""
     pytest.importorskip("tqdm")
     out = Terminal(terminal)
     monkeypatch.setattr(sys, "stderr", out)
@@ -1202,7 +1222,7 @@ def test_models_that_cannot_be_saved(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-def test_save_refuses_what_is_no_checkpoint(tmp_path):
+def test_save_refuses_paths_that_cannot_be_a_checkpoint(tmp_path):
     """Before it writes anything."""
     (tmp_path / "file").write_text("a")
     (tmp_path / "folder.safetensors").mkdir()
