@@ -17,7 +17,8 @@ from .numerics import INTERPRETED, gdc_wait
 INTERPRETING = INTERPRETED.value
 _LONGEST_AXIS = 65535  # programs on the second and third axis of a grid
 current_device = getattr(torch._C, "_cuda_getDevice", None)
-_record = contextvars.ContextVar("record", default=None)  # each thread has its own
+# the call that is being recorded in this context; a new thread begins without one
+_record = contextvars.ContextVar("record", default=None)
 
 
 def cdiv(x, y):

@@ -23,9 +23,9 @@ def operator(fake, *depends, check=None, fills=True, mutates=()):
     """Register a function as the operator <namespace>::<name>. Returns a function that calls it.
 
     The operator has the function's annotated parameters. The parameters after these are the outputs, which the function
-    fills. If the first one is empty, the function isn't called, and the others become 0, as the one scale of a row
-    without columns. The namespace is qk in the package and the module's name in a copy, so that the two run side by
-    side; a reloaded module gets a number.
+    fills. If the first output is empty, the function isn't called and the others are zeroed: a row without columns
+    still has one scale, which is 0. The namespace is qk in the package and the module's name in a copy, so that the two
+    run side by side; a reloaded module gets a number.
 
     Args:
         fake: takes the arguments and returns the outputs, unfilled. torch.compile calls it, too.

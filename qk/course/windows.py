@@ -147,7 +147,9 @@ class Ledger:
         return math.inf if self.SEVERAL in programs else len(programs)
 
     def left_by(self, programs, windows):
-        """Windows as these programs of the last launch alone would leave them; None if programs share elements."""
+        """Return the windows as these programs of the last launch would leave them on their own, or None if programs
+        share elements.
+        """
         if self.shared:
             return None
         numbers = [self.numbers[key] for each in programs if (key := (self.launch, each)) in self.numbers]
@@ -156,7 +158,7 @@ class Ledger:
             before.buffer = window.before.clone()
             if book := self.books.get(window.tensor.data_ptr()):
                 stored = torch.isin(book["store"], torch.tensor(numbers, dtype=torch.int64))
-                if len(stored) != window.size:  # of two views, one is longer
+                if len(stored) != window.size:  # two views of one tensor differ in length
                     return None
                 before.span()[stored] = window.span()[stored]
         return left
@@ -192,13 +194,13 @@ def watching(kernel, windows, hear, unset=0, ledger=None, order=None, shifts=Non
     OutOfBounds and isn't made.
 
     Where its mask is false, a load without `other` returns a number whose bytes are all `unset`; on a GPU, any number.
-    Yields a set of the programs with a load that was filled in this way.
+    Yields the set of programs that had such a load.
 
     ledger: a Ledger that is told about all accesses. order: a function (place in the usual order, number of programs)
     that returns the program to run there. shifts: a set that each right shift is added to: (program, what is shifted,
     by how many bits). A compiler removes a shift by 0, and the second of two equal ones; so does this set. Dividing an
-    unsigned number by a power of 2 is a shift, too. only: (the grid's three sizes, programs): these programs of that
-    grid run, and the launch itself has as many programs on one axis.
+    unsigned number by a power of 2 is a shift, too. only: (the grid's three sizes, programs): run only these programs
+    of that grid, through a one-dimensional launch.
     """
     from triton.runtime.interpreter import interpreter_builder as builder
 
@@ -448,7 +450,7 @@ def _interpreted(kernel, grid, args, options):
     if ledger and programs > 1:
         session.programs += programs
         session.storing += ledger.storing()
-    # of programs that share no element, only those whose loads were filled run again
+    # if programs share no elements, only those with filled loads run again
     left = ledger and guessed and ledger.left_by(guessed, windows)
     only = ((*sizes, 1, 1)[:3], sorted(guessed)) if left else None
     # large and small in int8, in float16 (61280, -61280), in float32 (1.3e36, -1.3e36), and NaN

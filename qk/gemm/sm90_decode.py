@@ -1,4 +1,4 @@
-"""The int8 GEMM of Hopper (sm_90) for few tokens, or few rows of the weight, in Gluon.
+"""The int8 GEMM of Hopper (sm_90) for few tokens or small weights, in Gluon.
 
     out[m, n] = sum over blocks of K of (a[m, block] . b[n, block]) * a_scale[m, block] * b_scale[n', block]
 
@@ -213,7 +213,7 @@ def _choose(M, N, multiprocessors):
     if M <= 64:
         return _CONFIGS["32" if M <= 32 else "64"]
     # Where the small tiles don't fit the GPU at once, one tile holds all tokens: from 3% slower to 20% faster at five
-    # weights, H100, 2026-11. Where tiles of half as many tokens fit, too, they keep more of the GPU busy.
+    # weights, H100, 2026-11. If tiles with half as many tokens also fit at once, they keep more of the GPU busy.
     if cdiv(M, 64) * cdiv(N, 128) > multiprocessors:
         return _CONFIGS["128 rows"]
     fit = cdiv(M, 32) * cdiv(N, 128) <= multiprocessors

@@ -97,13 +97,13 @@ _CONFIGS = {
 
 
 def rounds(p, tokens, rows):
-    """How many tiles of a size a multiprocessor gets, at most."""
+    """Return the most tiles of this size that one multiprocessor gets."""
     tiles = cdiv(p.out.shape[0], tokens) * cdiv(p.out.shape[1], rows)
     return cdiv(tiles, gpu(p.x.device).multiprocessors)
 
 
-def _of_most_tokens(p):
-    """Choose the config for the number of tokens."""
+def _tallest(p):
+    """Choose the config by the number of tokens, with its tallest tile."""
     M, int8 = p.out.shape[0], p.x_scale is not None
     if M <= 16:
         one = rounds(p, 16, 64) == 1  # a multiprocessor permutes x once
@@ -115,12 +115,12 @@ def _of_most_tokens(p):
 
 
 def _choose(p):
-    """Choose a config, and the tokens of its tiles. N only decides between configs that give the same bits.
+    """Choose a config and its tile height. N only decides between configs that give the same bits.
 
-    Where N is small, tiles of fewer tokens keep more of the GPU busy. On an H100, one takes about as long as its
-    tokens + 90.
+    If N is small, tiles with fewer tokens keep more of the GPU busy. On an H100, a tile's time is about proportional to
+    its tokens + 90.
     """
-    c = _of_most_tokens(p)
+    c = _tallest(p)
     tiles = [c._replace(block_m=tokens) for tokens in (128, 64, 32, 16, 8) if tokens <= c.block_m]
     return min(tiles, key=lambda c: rounds(p, c.block_m, c.rows) * (c.block_m + 90))
 

@@ -930,7 +930,7 @@ def _reduced_blocks(x_ptr, out_ptr, n, stored, USED: tl.constexpr, BLOCK: tl.con
     reduced = tl.max(x, 0) if USED == "max" else tl.sum(tl.where(offs < n, x, 0), 0)
     place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     tl.atomic_add(out_ptr + place, reduced) if USED == "atomic" else tl.store(out_ptr + place, reduced)
-    if USED == "place":  # where it stores depends on it, too
+    if USED == "place":  # the masked-off value also decides where it stores
         tl.store(out_ptr + stored + tl.program_id(0) * 64 + (x & 63), 1, mask=offs >= n)
 
 

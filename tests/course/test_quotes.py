@@ -50,7 +50,10 @@ def two_gpus(op, shape):
 
 
 def overtaken(op="int4_gemm"):
-    """For each weight, the fewest recorded tokens at which bfloat16 is faster. Left out: recorded for many only."""
+    """For each weight, the fewest recorded tokens at which bfloat16 is faster.
+
+    Weights recorded only for many tokens are left out.
+    """
     found = ratios(op, "qk", "bf16", group_size=128)
     slower = [shape for shape, ratio in found.items() if ratio > 1 and (1, *shape[1:]) in found]
     return [min(m for m, *weight in slower if weight == list(each)) for each in {shape[1:] for shape in slower}]

@@ -723,7 +723,7 @@ def test_rows_of_a_weight_multiplied_apart():
 
 
 def test_a_tile_of_few_tokens():
-    """One wave of the small tiles, or the tall one. What N is must not change the order of sums up to 64 tokens."""
+    """One wave of the small tiles, or the tall one. Up to 64 tokens, N must not change the order of sums."""
     first = {each.name: each.suits for each in gemm.IMPLEMENTATIONS[:2]}
     for M, N, path in (16, 4096, None), (128, 28672, "sm90_decode"), (256, 4096, "sm90_decode"), (257, 4096, "sm90"):
         assert next((name for name, suits in first.items() if suits(M, N, (9, 0))), None) == path

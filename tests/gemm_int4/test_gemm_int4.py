@@ -263,7 +263,10 @@ def test_rows_longer_than_a_grid(monkeypatch):
 
 
 def test_small_weights_have_tiles_of_fewer_tokens(monkeypatch):
-    """As many as fit 132 multiprocessors at once. Up to 128 tokens a tile has 64 rows, beyond 128."""
+    """Tiles shrink until they fill 132 multiprocessors.
+
+    A tile has 64 rows of the weight up to 128 tokens, and 128 rows beyond.
+    """
     monkeypatch.setattr(int4_sm90, "gpu", lambda device: launch.Gpu((9, 0), 132))
 
     def tokens(M, N):

@@ -266,7 +266,7 @@ def test_tiles_of_fewer_tokens_give_the_same_bits(M, group_size, block_size, int
     problem = Int4Problem(x, gemm_int4._as_words(packed), absmax, None, out, group_size, **options)
     if not gemm_int4.supports_int4_sm90(problem):
         pytest.skip("needs Hopper")
-    outs, tile = [], sm90._of_most_tokens(problem)
+    outs, tile = [], sm90._tallest(problem)
     while tile.block_m >= 8:
         outs.append(torch.full_like(out, NAN))
         sm90.int4_gemm_sm90(problem._replace(out=outs[-1]), tile)

@@ -45,7 +45,7 @@ def _text_of(name, arch):
 
 
 def text_of(name, arch=None):
-    return _text_of(name, arch)  # the cache takes f(name) and f(name, None) for different calls
+    return _text_of(name, arch)  # to the cache, f(name) and f(name, None) are different calls
 
 
 def python(folder, code, path):

@@ -57,8 +57,8 @@ def int4_gemm(M):
             x, bias, out = randn(M, K, dtype=dtype), randn(N), torch.empty(M, N, device="cuda", dtype=dtype)
             qk.int4_gemm(x, packed, absmax, bias, group_size)
             problem = Int4Problem(x, gemm_int4._as_words(packed), absmax, bias, out, group_size)
-            if gemm_int4.supports_int4_sm90(problem):  # for so small a weight, int4_gemm chooses less tall a tile
-                int4_sm90.int4_gemm_sm90(problem, int4_sm90._of_most_tokens(problem))
+            if gemm_int4.supports_int4_sm90(problem):  # for a weight this small, int4_gemm chooses a shorter tile
+                int4_sm90.int4_gemm_sm90(problem, int4_sm90._tallest(problem))
 
 
 def int4_int8_gemm(M):
@@ -76,7 +76,7 @@ def int4_int8_gemm(M):
             qk.int4_gemm(x, packed, absmax, bias, group_size, **how)
             problem = Int4Problem(x, gemm_int4._as_words(packed), absmax, bias, out, group_size, **how)
             if gemm_int4.supports_int4_sm90(problem):
-                int4_sm90.int4_gemm_sm90(problem, int4_sm90._of_most_tokens(problem))
+                int4_sm90.int4_gemm_sm90(problem, int4_sm90._tallest(problem))
             if gemm_int4.supports_int4_sm90_int8(problem):  # so few tiles have 32 tokens, with two consumers
                 two = int4_sm90_int8._CONFIGS["small groups" if group_size == 32 else "groups of 128"]
                 tiles = [two, two._replace(block_m=64)]
