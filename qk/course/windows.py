@@ -147,9 +147,7 @@ class Ledger:
         return math.inf if self.SEVERAL in programs else len(programs)
 
     def left_by(self, programs, windows):
-        """Return the windows as these programs of the last launch would leave them on their own, or None if programs
-        share elements.
-        """
+        """Returns the windows as these programs alone would leave them after a launch; None if any share elements."""
         if self.shared:
             return None
         numbers = [self.numbers[key] for each in programs if (key := (self.launch, each)) in self.numbers]

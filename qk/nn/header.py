@@ -48,9 +48,9 @@ def saved_state(model):
         if first == name:
             tensor = tensor.contiguous()
             begin = tensor.data_ptr()
-            spans = memory.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), [(begin, begin)])
+            spans = memory.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), [])
             # safetensors refuses tensors that overlap in memory, so later ones are copied
-            overlaps = any(begin < end and first < begin + tensor.nbytes for first, end in spans)
+            overlaps = any(begin < end and start < begin + tensor.nbytes for start, end in spans)
             kept[name] = tensor.clone() if overlaps else tensor
             spans.append((begin, begin + tensor.nbytes))
         else:

@@ -103,7 +103,7 @@ def _build(checkpoint):
         has = f"config.json names the model class {name!r}, which transformers {transformers.__version__} doesn't have"
         raise ValueError(f"model is None, and {has}; pass a module as model (code in a checkpoint is never run)")
     tensors, rows = len(checkpoint.tensors), max([0, *(max(x.shape, default=0) for x in checkpoint.tensors.values())])
-    most = {"layer": (tensors, "tensors"), "expert": (max(tensors, rows), "tensors"), "label": (rows, "rows")}
+    most = {"layer": (tensors, "tensors"), "expert": (max(tensors, rows), "tensors or rows"), "label": (rows, "rows")}
     settings = _settings(config, most, transformers.PretrainedConfig)
     try:
         settings = kind.config_class.from_dict(settings)
